@@ -1,11 +1,339 @@
+"""Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
+
+This file is the whole trainer; `triton_kernels.py` beside it holds the operations that deserve a kernel. The system is
+that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and the records before it).
+
+    ./run.sh                                                 set up everything, then train whatever this machine can
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
+    python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
+    python train_gpt.py --help                               every knob with its meaning; set one with --key=value
+
+Contents, top to bottom; a name is defined above its first use:
+    config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
+    runtime    ranks, device, what the GPU can do
+    data       shards, document packing, bigram hash, Loader
+    model      layer table, YaRN rotary, attention, the flat forward
+    optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
+    schedule   plan(step): stage, rates, momentum, what is due
+    log, eval  log file, chunked validation, sampling
+    train      train_step (shared by warm-up and run), main
+
+Shape letters: N tokens of one forward pass, D model width, H heads, d head width, F MLP width, V padded vocabulary,
+G ranks, A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
+"""
+
+import dataclasses
+import difflib
+import gc
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triton_kernels as kernels
 
 
 class UserError(Exception):
-    """A mistake the user can fix. `main` prints its one line and exits with status 1."""
+    """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
 
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...)
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    vocab_size: int = 50257  # token ids; the last one separates documents (GPT-2: 50256)
+    model_dim: int = 768  # D, residual width; heads * head width
+    num_heads: int = 6  # H, even: a paired layer folds two heads into one stream
+    bigram_tables: int = 5  # bigram rows, in units of the padded vocabulary (PR 201)
+
+    @property
+    def separator(self):
+        return self.vocab_size - 1
+
+    @property
+    def padded_vocab(self):  # K3: the padding classes take part in the softmax
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def head_dim(self):
+        return self.model_dim // self.num_heads
+
+    @property
+    def mlp_dim(self):
+        return 4 * self.model_dim
+
+    @property
+    def bigram_rows(self):
+        return self.bigram_tables * self.padded_vocab
+
+
+@dataclass(frozen=True)
+class Stage:
+    batch_tokens: int  # tokens per step over all ranks and micro-steps
+    max_doc_len: int  # documents are cut here, the tail is dropped; tokens
+    short_window: int  # look-back of most layers, tokens
+    long_window: int  # look-back of the long-window layers, tokens
+    lr_mul: float  # about (batch / first batch) ** 0.5 or 0.6
+    mtp_start: tuple[float, ...]  # weights of the next, second next, ... token at the start of the stage
+    mtp_end: tuple[float, ...]  # linearly approached at its end
+
+
+@dataclass(frozen=True)
+class Schedule:
+    scheduled_steps: int = 1450  # shared equally by all stages but the last
+    extension_steps: int = 40  # the last stage: floor rate, widest windows
+    stages: tuple[Stage, ...] = (
+        Stage(131072, 896, 128, 384, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+        Stage(262144, 2048, 384, 896, 1.52, (1.0, 0.5), (1.0, 0.0)),
+        Stage(393216, 2048, 640, 1408, 1.73, (1.0,), (1.0,)),
+        Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,)))
+    final_window: int = 2560  # K10: long window of the last validation, no rotary update
+    split_stage: int = 3  # head and embedding part at the first odd step of this stage (PR 175, PR 200)
+    cooldown_frac: float = 0.60  # of the scheduled steps, linear to lr_floor
+    lr_floor: float = 0.15  # rate factor at the end of the cool-down and after
+    muon_momentum: tuple[float, float] = (0.85, 0.95)  # at rest, at work
+    muon_warmup: int = 300  # steps from rest to work
+    muon_cooldown: int = 50  # last steps, back to rest
+
+
+@dataclass(frozen=True)
+class Optim:
+    adam_lr: float = 0.008
+    adam_eps: float = 1e-10  # not bias-corrected
+    adam_wd: float = 0.005  # times rate squared
+    muon_lr: float = 0.023
+    muon_beta2: float = 0.95  # of the per-row second moment (NorMuon)
+    muon_wd: float = 1.2  # times rate squared
+
+
+@dataclass(frozen=True)
+class Data:
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order; relative to $DATA_PATH or this folder
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    val_tokens: int = 10485760  # the first ones of the validation files
+    val_batch_tokens: int = 262144  # tokens of one validation forward
+    tokens_per_doc: int = 300  # shortest mean document that fits: sets the fixed length of cu_seqlens
+    data_end: str = "wrap"  # when the training shards run out: wrap (to the first, with a warning) or stop
+
+
+@dataclass(frozen=True)
+class Run:
+    run_label: str = "run"  # first part of the log's file name
+    device: str = "cuda"  # cuda or cpu
+    seed: int = 1337  # of the initial weights
+    micro_batches: int = 8  # forward passes per step over all ranks; more of them need less memory
+    val_every: int = 250  # steps
+    dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
+    compile: bool = True  # torch.compile and warm-up before the clock starts
+    fp8: bool = True  # FP8 training head where the GPU has it
+    kernels: str = "auto"  # auto, torch (plain PyTorch throughout), or op:choice,op:choice
+    log_dir: str = "logs"
+    save_checkpoint: bool = False  # at the end, beside the log
+    sample_tokens: int = 0  # generate a text of this length at the end
+    sample_prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model = Model()
+    schedule: Schedule = Schedule()
+    optim: Optim = Optim()
+    data: Data = Data()
+    run: Run = Run()
+
+
+PRESETS = {
+    "record": Config(),
+    # Everything about 1/8 in width and window, 1/16 in batch, 1/8 in steps. Bytes instead of GPT-2 tokens.
+    "cpu": Config(
+        Model(vocab_size=257, model_dim=96),
+        Schedule(
+            scheduled_steps=180, extension_steps=8, final_window=320, muon_warmup=40, muon_cooldown=8,
+            stages=(
+                Stage(8192, 448, 16, 48, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+                Stage(16384, 1024, 48, 112, 1.52, (1.0, 0.5), (1.0, 0.0)),
+                Stage(24576, 1024, 80, 176, 1.73, (1.0,), (1.0,)),
+                Stage(24576, 1024, 96, 208, 1.73, (1.0,), (1.0,)))),
+        Optim(),
+        Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=131072,
+             val_batch_tokens=16384),
+        Run(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200, sample_prompt="def ")),
+}
+
+
+def flatten(config) -> dict:
+    """Every knob of the config -> its value; stage fields are named stage<n>.<field>, n from 1."""
+    flat = {}
+    for section in dataclasses.fields(config):
+        for knob in dataclasses.fields(getattr(config, section.name)):
+            value = getattr(getattr(config, section.name), knob.name)
+            if knob.name == "stages":
+                flat |= {f"stage{i}.{k}": v for i, stage in enumerate(value, 1) for k, v in vars(stage).items()}
+            else:
+                flat[knob.name] = value
+    return flat
+
+
+def parse_value(key, text, old):
+    """`text` as a value of the type of `old`."""
+    try:
+        if isinstance(old, bool):
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if isinstance(old, tuple):
+            return tuple(float(part) for part in text.split(","))
+        return type(old)(text)
+    except (ValueError, KeyError):
+        kind = "comma-separated numbers" if isinstance(old, tuple) else type(old).__name__
+        raise UserError(f"--{key}={text}: expected {kind}, for example --{key}={render(old)}") from None
+
+
+def render(value) -> str:
+    """A knob's value as it is written on the command line."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def parse_config(argv) -> Config:
+    """Arguments --preset=name and --key=value -> Config. Raises UserError on anything it does not know."""
+    given = {}
+    for arg in argv:
+        key, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or not equals:
+            raise UserError(f"argument '{arg}': write --key=value (see --help)")
+        given[key] = text
+    preset = given.pop("preset", "record")
+    if preset not in PRESETS:
+        raise UserError(f"--preset={preset}: known presets are {', '.join(PRESETS)}")
+    config = PRESETS[preset]
+    known = flatten(config)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
+            raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
+    new = {key: parse_value(key, text, known[key]) for key, text in given.items()}
+
+    def updated(item, prefix=""):
+        names = [f.name for f in dataclasses.fields(item)]
+        return dataclasses.replace(item, **{n: new[prefix + n] for n in names if prefix + n in new})
+
+    sections = {f.name: updated(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    stages = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
+    sections["schedule"] = dataclasses.replace(sections["schedule"], stages=stages)
+    return check_config(Config(**sections))
+
+
+def check_config(config) -> Config:
+    """The config itself, or UserError when its numbers do not fit together."""
+    model, run, data = config.model, config.run, config.data
+
+    def require(ok, message):
+        if not ok:
+            raise UserError(message)
+
+    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
+    require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
+    schedule = config.schedule
+    require(schedule.scheduled_steps >= len(schedule.stages) - 1 and schedule.extension_steps >= 0 and schedule.muon_cooldown > 0
+            and 0 < schedule.cooldown_frac <= 1 and 1 <= schedule.split_stage <= len(schedule.stages),
+            "schedule: needs a step for every stage, muon_cooldown > 0, 0 < cooldown_frac <= 1 and a split_stage that exists")
+    require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
+    require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
+    require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
+    require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
+            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
+    for i, stage in enumerate(config.schedule.stages, 1):
+        require(run.micro_batches > 0 and stage.batch_tokens % (16 * run.micro_batches) == 0,
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}")
+        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
+    return config
+
+
+def help_text() -> str:
+    """The module docstring and one line per knob: name, default, and the comment that stands beside it in the source."""
+    knob_source = Path(__file__).read_text().partition("class Config:")[0]
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", knob_source, re.M))
+    knobs = flatten(PRESETS["record"])
+    lines = [f"  --{key}={render(value)}".ljust(46) + "  " + comments.get(key.split(".")[-1], "") for key, value in knobs.items()]
+    return f"{__doc__}\nKnobs with the values of --preset=record (the other preset: cpu):\n" + "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runtime
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runtime:
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+
+def init_runtime(config) -> Runtime:
+    """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if config.run.micro_batches % world:
+        raise UserError(f"{world} processes do not divide --micro_batches={config.run.micro_batches}: start 1, 2, 4 or 8")
+    if config.data.val_tokens // config.data.val_batch_tokens % world:
+        raise UserError(f"{world} processes do not divide the validation set: --val_tokens / --val_batch_tokens must be a multiple")
+    if config.run.device == "cuda":
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+        if not torch.cuda.is_available():
+            raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
+        if local >= torch.cuda.device_count():
+            raise UserError(f"{world} processes but {torch.cuda.device_count()} GPUs: start one process per GPU")
+        torch.cuda.set_device(local)
+        torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    device = torch.device(config.run.device, local) if config.run.device == "cuda" else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(backend, rank=rank, world_size=world, store=store,
+                            device_id=device if device.type == "cuda" else None)
+    dist.barrier()
+    return Runtime(rank, world, device)
+
+
+def capability(device) -> dict[str, str]:
+    """What the hardware offers, for the log and for the choice of kernels."""
+    if device.type != "cuda":
+        return {"arch": platform.machine(), "fp8": "no", "tma": "no"}
+    major, minor = torch.cuda.get_device_capability(device)
+    return {"arch": f"sm_{major}{minor}", "fp8": "yes" if (major, minor) >= (8, 9) else "no", "tma": "yes" if major >= 9 else "no"}
+
+
+# reduce_scatter_tensor and all_gather_into_tensor carry other names from torch 2.13 on.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data: token shards -> packed documents -> batches on the device
+# ----------------------------------------------------------------------------------------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 
@@ -28,3 +356,1224 @@ def read_shard_header(path: Path) -> int:
         raise UserError(f"{path}: header promises {count} tokens but the file holds {(size - SHARD_HEADER_BYTES) // 2};"
                         " truncated or damaged, delete it and fetch it again")
     return count
+
+
+def read_shard(path: Path, vocab_size: int) -> np.ndarray:
+    """All tokens of a shard, uint16, checked against the vocabulary."""
+    count = read_shard_header(path)
+    tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
+    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+        raise UserError(f"{path}: token {largest} is outside the vocabulary of {vocab_size}; data of another tokenizer? (--vocab_size)")
+    return tokens
+
+
+def find_files(pattern: str) -> list[Path]:
+    root = Path(os.environ.get("DATA_PATH", Path(__file__).parent))
+    files = sorted(root.glob(pattern) if not Path(pattern).is_absolute() else Path("/").glob(pattern.lstrip("/")))
+    if not files:
+        raise UserError(f"no files match {root / pattern}; fetch or build data with data/prepare.py, or run ./run.sh")
+    return files
+
+
+def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
+    """Row of the bigram table for each token and its predecessor (PR 201, classiclarryd), int32; the last row is the first token's.
+
+    K1: the predecessor may belong to the previous document.
+    """
+    tokens = tokens.astype(np.int32)
+    hashed = np.empty_like(tokens)
+    hashed[0] = rows - 1
+    hashed[1:] = (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)  # below 2**31 for ids up to 59138
+    return hashed
+
+
+def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
+    """Fixed length of cu_seqlens for a row of `tokens`: compiled shapes must not depend on the documents."""
+    return max(128, -(-(tokens // tokens_per_doc) // 128) * 128)
+
+
+def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
+    """[0, borders..., tokens, tokens, ...] of length `size`, int32: cumulative document lengths, the rest empty documents."""
+    if len(borders) >= size:
+        raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}: lower --tokens_per_doc")
+    cu = np.full(size, tokens, np.int32)
+    cu[0] = 0
+    cu[1:1 + len(borders)] = borders
+    return cu
+
+
+class Batch(NamedTuple):
+    tokens: Tensor  # (N,) int32
+    targets: Tensor  # (N,) int64, the next tokens
+    cu_seqlens: Tensor  # (K,) int32
+    bigram_rows: Tensor  # (N,) int32
+    bigram_rows_cpu: np.ndarray  # the same on the host, for the exchange of touched rows
+
+
+def make_batch(run_of_tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
+    """N + 1 consecutive tokens -> a Batch on the device; through pinned memory when that is a GPU."""
+    inputs, targets = run_of_tokens[:-1], run_of_tokens[1:]
+    hashed = bigram_rows(inputs, config.model.bigram_rows)
+    host = [torch.from_numpy(a) for a in (inputs.astype(np.int32), targets.astype(np.int64), cu, hashed)]
+    if device.type == "cuda":
+        host = [t.pin_memory().to(device, non_blocking=True) for t in host]
+    return Batch(*host, hashed)
+
+
+class Shard:
+    """One training shard: tokens and where its documents start."""
+
+    def __init__(self, path, model):
+        self.path, self.tokens = path, read_shard(path, model.vocab_size)
+        self.starts = np.flatnonzero(self.tokens == model.separator)
+        if not len(self.starts):
+            raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer? (--vocab_size)")
+        self.lengths = np.diff(self.starts, append=len(self.tokens))
+        self.cut = {}  # longest document -> (cut lengths, their running sum)
+
+    def pack(self, cursor, tokens, max_doc_len):
+        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor), None if they run out.
+
+        Documents are cut at max_doc_len and the last one where the row is full; what is cut off is never seen again.
+        """
+        if max_doc_len not in self.cut:
+            lengths = np.minimum(self.lengths, max_doc_len)
+            self.cut[max_doc_len] = lengths, np.cumsum(lengths)
+        lengths, total = self.cut[max_doc_len]
+        full = (total[cursor - 1] if cursor else 0) + tokens + 1
+        last = int(np.searchsorted(total, full))
+        if last == len(total):
+            return None
+        taken = lengths[cursor:last + 1].copy()
+        taken[-1] -= total[last] - full
+        return self.starts[cursor:last + 1], taken, last + 1
+
+
+class Loader:
+    """Training batches of one rank, in the order of the official 8-GPU run for any number of ranks.
+
+    A step takes `micro_batches` rows of documents, row j goes to rank j mod G as its (j div G)-th micro-step. A step that does not
+    fit into the rest of a shard starts over on the next one (as the 8-rank reference does; its runs on fewer ranks only repeat the
+    row, which moves the documents after a shard border by less than one step). Batches are built one ahead by a thread.
+
+    steps: the steps to serve, in order; shape_of(step) -> (tokens per row, longest document). `state_dict` describes what
+    `next_batch` has handed out, not what was read ahead.
+    """
+
+    def __init__(self, config, rt, steps, shape_of, warn=print):
+        self.config, self.rt, self.steps, self.shape_of, self.warn = config, rt, list(steps), shape_of, warn
+        self.files = find_files(config.data.train_files)
+        self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
+        self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
+
+    def state_dict(self):
+        """index, part: step (place in `steps`) and micro-step that come next; shard, cursor: first document of that step."""
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        self.builder.submit(lambda: None).result()  # a build under way finishes first
+        self.state = dict(state)
+        self.index, self.part, self.shard_index, self.cursor = (state[k] for k in ("index", "part", "shard", "cursor"))
+        self.shard = Shard(self.files[self.shard_index % len(self.files)], self.config.model)
+        self._read_ahead()
+        self.rows = None  # the rows of the current step
+        self.ready = self.builder.submit(self._build)
+
+    def next_batch(self) -> Batch:
+        batch, copied, self.state = self.ready.result()
+        if copied is not None:  # the copies ran on a side stream
+            current = torch.cuda.current_stream()
+            current.wait_event(copied)
+            for tensor in batch[:4]:
+                tensor.record_stream(current)
+        self.ready = self.builder.submit(self._build)
+        return batch
+
+    def _read_ahead(self):
+        path = self.files[(self.shard_index + 1) % len(self.files)]
+        self.coming = self.reader.submit(Shard, path, self.config.model) if len(self.files) > 1 else None
+
+    def _next_shard(self):
+        self.shard_index, self.cursor = self.shard_index + 1, 0
+        if self.shard_index % len(self.files) == 0:
+            if self.config.data.data_end == "stop":
+                raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or allow --data_end=wrap")
+            if self.shard_index == len(self.files):
+                self.warn("training data exhausted: starting again with the first shard")
+        if self.coming is not None:
+            self.shard = self.coming.result()
+            self._read_ahead()
+
+    def _pack_step(self, tokens, max_doc_len):
+        """All rows of one step, as (shard, starts, lengths); moves the cursor."""
+        for _ in range(len(self.files) + 1):
+            rows, cursor = [], self.cursor
+            while len(rows) < self.config.run.micro_batches:
+                if (packed := self.shard.pack(cursor, tokens, max_doc_len)) is None:
+                    break
+                starts, lengths, cursor = packed
+                rows.append((self.shard, starts, lengths))
+            else:
+                self.cursor = cursor
+                return rows
+            self._next_shard()
+        raise UserError(f"no training shard holds one step: {self.config.run.micro_batches} rows of {tokens} tokens of documents"
+                        f" cut at {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
+
+    def _build(self):
+        """The next batch of this rank -> (batch, event after its copies, state once it is handed out); None at the end."""
+        if self.index == len(self.steps):
+            return None
+        tokens, max_doc_len = self.shape_of(self.steps[self.index])
+        if self.rows is None:
+            self.step_start = self.shard_index, self.cursor
+            self.rows = self._pack_step(tokens, max_doc_len)
+        shard, starts, lengths = self.rows[self.part * self.rt.world + self.rt.rank]
+        run_of_tokens = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
+        # K2: the target after a cut document is the separator of the next document.
+        borders = np.minimum(np.cumsum(lengths), tokens)
+        cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
+        self.part += 1
+        if self.part == self.config.run.micro_batches // self.rt.world:
+            self.index, self.part, self.rows, self.step_start = self.index + 1, 0, None, (self.shard_index, self.cursor)
+        state = {"index": self.index, "part": self.part, "shard": self.step_start[0], "cursor": self.step_start[1]}
+        if self.stream is None:
+            return make_batch(run_of_tokens, cu, self.config, self.rt.device), None, state
+        torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
+        with torch.cuda.stream(self.stream):
+            return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event(), state
+
+
+class ValidationData:
+    """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`; documents cut only between pieces."""
+
+    def __init__(self, config, rt):
+        self.config, self.rt = config, rt
+        need, have, parts = config.data.val_tokens + 1, 0, []
+        for path in find_files(config.data.val_files):
+            parts.append(read_shard(path, config.model.vocab_size)[:need - have])
+            have += len(parts[-1])
+        if have < need:
+            raise UserError(f"{config.data.val_files} holds {have} tokens, validation needs {need}: lower --val_tokens")
+        self.tokens = np.concatenate(parts)
+
+    def __iter__(self):
+        n = self.config.data.val_batch_tokens
+        size = cu_seqlens_size(n, self.config.data.tokens_per_doc)
+        for start in range(self.rt.rank * n, self.config.data.val_tokens, self.rt.world * n):
+            piece = self.tokens[start:start + n + 1]
+            borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.separator), n)
+            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """What one layer does. Bank rows, gates and windows follow from the table below."""
+
+    attention: bool = True
+    paired: bool = False  # heads of a token become consecutive positions (PR 191)
+    long: bool = False  # long window, with partial key offset: half of every key comes from the previous token
+    value_table: int | None = None  # value embedding added to v (PR 209, PR 218)
+    two_lanes: bool = False  # attention reads lane 0, the MLP lane 1, both write both (PR 230, sisovicm)
+    keep: str | None = None  # "skip": keep the stream after attention; "backout": keep it after the MLP
+    add_skip: bool = False
+
+
+LAYERS = (
+    Layer(paired=True),
+    Layer(value_table=0),
+    Layer(value_table=1, paired=True),
+    Layer(long=True, keep="skip"),
+    Layer(),
+    Layer(paired=True),
+    Layer(attention=False, add_skip=True),
+    Layer(two_lanes=True, keep="backout"),
+    Layer(two_lanes=True, value_table=2),
+    Layer(two_lanes=True, value_table=3, paired=True),
+    Layer(two_lanes=True, value_table=4, long=True))
+
+ATTENTION_ROWS = sum(layer.attention for layer in LAYERS)
+VALUE_TABLES = sum(layer.value_table is not None for layer in LAYERS)
+MLP_ROWS = -(-len(LAYERS) // 4) * 4  # padded, so that 2 matrices per layer divide among 8 ranks
+GATE_CHANNELS = 12  # the gates look at the first channels of the stream only (PR 117, classiclarryd)
+RMS_EPS = 2.0**-23
+
+
+def rms_norm(x):
+    return F.rms_norm(x, (x.size(-1),), eps=RMS_EPS)
+
+
+def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
+    """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
+
+    Frequencies that turn less than once in the window are stretched with it, those of 32 turns and more are kept. (arXiv 2309.00071)
+    """
+    keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
+    return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
+
+
+def rotary_states(head_dim: int, windows) -> list[tuple[np.ndarray, float]]:
+    """(frequencies, attention scale) for each long window in turn; half of the channel pairs rotate."""
+    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), 0.1
+    states = [state]
+    for old, new in zip(windows, windows[1:]):
+        states.append(states[-1] if old == new else yarn(*states[-1], old, new))
+    return states
+
+
+def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (rows, head_dim / 4), of position * frequency in fp32."""
+    angle = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, cos, sin):
+    """Turn the adjacent pairs in the first half of the last axis of x (..., d) by the angles of cos, sin (..., d / 4)."""
+    even, odd = x[..., :x.size(-1) // 2].unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), -1).flatten(-2)
+    return torch.cat((turned, x[..., x.size(-1) // 2:]), -1)
+
+
+class View(NamedTuple):
+    """What a stage changes in the forward pass. For kernels, windows and scale are 0-D CPU tensors: one graph serves all stages."""
+
+    cos: Tensor  # (>= 2N, d / 4)
+    sin: Tensor
+    short_window: Tensor | int
+    long_window: Tensor | int
+    attn_scale: Tensor | float
+    max_doc_len: int
+
+
+def stage_views(config, device, dtype, number=torch.tensor) -> list[View]:
+    """The View of every stage, and last that of the final validation (K10: wider, but the rotary state of the extension)."""
+    stages = config.schedule.stages
+    rows = 2 * max(config.data.val_batch_tokens, *(s.batch_tokens // config.run.micro_batches for s in stages))
+    states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
+    views = [View(*rotary_table(frequencies, rows, device, dtype), number(stage.short_window), number(stage.long_window),
+                  number(scale), stage.max_doc_len) for stage, (frequencies, scale) in zip(stages, states)]
+    return [*views, views[-1]._replace(long_window=number(config.schedule.final_window))]
+
+
+class GPT(nn.Module):
+    """The parameters of §... and a flat forward pass. Parameter names are the labels of the optimizer's table."""
+
+    def __init__(self, config: Model, ops, dtype, device):
+        super().__init__()
+        self.config, self.ops, self.dtype = config, ops, dtype
+        D, H, V = config.model_dim, config.num_heads, config.padded_vocab
+
+        def parameter(*shape, dtype=torch.bfloat16):
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+
+        self.attn_bank = parameter(ATTENTION_ROWS, 4 * D, D)  # rows of a layer: Q, K, V, O
+        self.mlp_bank = parameter(MLP_ROWS, 2, config.mlp_dim, D)  # W1 up, W2 down, both hidden-major
+        self.attn_gate_bank = parameter(ATTENTION_ROWS, H, GATE_CHANNELS)
+        self.ve_gate_bank = parameter(VALUE_TABLES, H, GATE_CHANNELS)
+        self.smear_gate = parameter(1, GATE_CHANNELS)
+        self.skip_gate = parameter(1, GATE_CHANNELS)
+        self.value_embeds = parameter(VALUE_TABLES * V, D)
+        self.lm_head = parameter(D, V)  # transposed: its gradient comes out of the GEMM in this layout (PR 200)
+        self.embed = parameter(V, D)
+        self.bigram_embed = parameter(config.bigram_rows, D)
+        self.post_lambdas = parameter(len(LAYERS), 2, 2, dtype=torch.float32)  # (attention, MLP) output into (lane 0, lane 1)
+        self.x0_lambdas = parameter(len(LAYERS), dtype=torch.float32)
+        self.bigram_lambdas = parameter(len(LAYERS), dtype=torch.float32)
+        self.resid_lambdas = parameter(len(LAYERS), 2, dtype=torch.float32)  # before attention, before the MLP
+        self.scalars = parameter(2 * len(LAYERS) + 3, dtype=torch.float32)  # sa pairs, smear, backout, skip
+
+    @torch.no_grad()
+    def init_weights(self, seed: int):
+        """Initial values; what is not named here stays zero. MLP outputs are zero at first (muP-like), V and O are not (PR 214)."""
+        generator = torch.Generator(self.embed.device).manual_seed(seed)
+        bound = 3**0.5 * 0.5 * self.config.model_dim**-0.5
+        for weights in (self.attn_bank, self.mlp_bank[:, 0]):
+            weights.copy_(torch.empty(weights.shape, device=weights.device).uniform_(-bound, bound, generator=generator))
+        self.value_embeds.normal_(generator=generator).mul_(0.01)
+        self.lm_head.normal_(std=0.005, generator=generator)
+        self.embed.copy_(self.lm_head.t())
+        self.post_lambdas.fill_(1.0)
+        first = next(i for i, layer in enumerate(LAYERS) if layer.two_lanes)
+        self.post_lambdas[first:, 0, 1] = 1.5
+        self.bigram_lambdas.fill_(0.05)
+        self.resid_lambdas.fill_(1.1**0.5)
+        sa_pairs = self.scalars[:-3].view(-1, 2)
+        sa_pairs.copy_(torch.tensor([0.5, 1.0]))
+        self.scalars[-3:] = torch.tensor([0.0, 0.5, -1.5])
+
+    def forward(self, tokens, cu_seqlens, bigram_rows, view: View):
+        """tokens, bigram_rows (N,) int32, cu_seqlens (K,) int32 -> normed final stream (N, D); the head is in HeadLoss."""
+        config, dtype, ops = self.config, self.dtype, self.ops
+        N, D, H, d = tokens.size(0), config.model_dim, config.num_heads, config.head_dim
+
+        # One unbind per bank: its backward is one stack, where selects would add a full bank of zeros per layer (PR 233).
+        attn_weights = iter(self.attn_bank.to(dtype).unbind(0))
+        mlp_weights = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, D).unbind(0)
+        attn_gates = iter(self.attn_gate_bank.to(dtype).unbind(0))
+        value_gates = iter(self.ve_gate_bank.to(dtype).unbind(0))
+        # K6: these act with bf16 precision (1.1 ** 0.5 becomes 1.046875).
+        post, x0_mix, bigram_mix, resid = (p.bfloat16().view(-1).unbind(0) for p in (
+            self.post_lambdas, self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
+        sa = self.scalars[:-3].view(-1, 2)
+        smear_lambda, backout_lambda, skip_lambda = self.scalars[-3:]
+
+        # Rotary tables: row of the angle = token for normal layers, 2 * token + (head mod 2) for paired ones.
+        rotary = view.cos[:N, None], view.sin[:N, None]
+        rotary_paired = view.cos[:2 * N].view(N, 1, 2, d // 4), view.sin[:2 * N].view(N, 1, 2, d // 4)
+        cu_paired = 2 * cu_seqlens
+
+        # Token embedding, smeared one token forward (PR 130; K1: across document borders), bigram and value embeddings.
+        e = F.embedding(tokens, self.embed).to(dtype)
+        gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
+        x0 = rms_norm(torch.cat((e[:1], e[1:] + smear_lambda * gate * e[:-1])))
+        bigram = F.embedding(bigram_rows, self.bigram_embed).to(dtype)
+        tables = torch.arange(VALUE_TABLES, device=tokens.device, dtype=torch.int32)[:, None] * config.padded_vocab
+        values = F.embedding(tables + tokens, self.value_embeds).to(dtype).unbind(0)  # one gather for all (PR 215)
+
+        def attention(x, i, layer):
+            """rms-normed stream (N, D) -> output of the attention block (N, D)."""
+            weights = next(attn_weights)
+            qkv = F.linear(x, sa[i, 0] * weights[:3 * D]).view(N, 3 * H, d)  # scaling weights is cheaper than activations (PR 166)
+            q, k, v = qkv.split(H, 1)
+            q, k = rms_norm(q), rms_norm(k)
+            if layer.value_table is not None:
+                ve = values[layer.value_table]
+                half = GATE_CHANNELS // 2
+                seen = x[:, :GATE_CHANNELS] if layer.paired else torch.cat((x[:, :half], ve[:, :half]), 1)
+                v = v + (2 * torch.sigmoid(F.linear(seen, next(value_gates))))[..., None] * ve.view(N, H, d)
+            if layer.paired:
+                # Position 2t + s of stream j holds head 3s + j of token t: a plain reinterpretation (N, H, d) -> (2N, H/2, d).
+                # K4: so the streams join heads (0,3), (1,4), (2,5), and in stream 1 rotary order and causal order disagree.
+                q, k = (rotate(u.view(N, H // 2, 2, d), *rotary_paired) for u in (q, k))
+                q, k, v = (u.reshape(2 * N, H // 2, d) for u in (q, k, v))
+                borders, longest = cu_paired, 2  # the window is not doubled
+            else:
+                q, k = rotate(q, *rotary), rotate(k, *rotary)
+                borders, longest = cu_seqlens, 1
+            if layer.long:  # K1: the offset crosses document borders
+                k = torch.cat((k[..., :d // 2], torch.cat((k[:1, :, d // 2:], k[:-1, :, d // 2:]))), -1)
+            window = view.long_window if layer.long else view.short_window
+            y = ops.attention(q, k, v, borders, longest * view.max_doc_len, window, view.attn_scale).reshape(N, H, d)
+            y = y * torch.sigmoid(F.linear(x[:, :GATE_CHANNELS], next(attn_gates)))[..., None]
+            return F.linear(y.reshape(N, D), sa[i, 1] * weights[3 * D:])
+
+        lane0 = x0 + bigram_mix[0] * bigram
+        lane1 = None
+        kept = {}
+        for i, layer in enumerate(LAYERS):
+            if layer.add_skip:
+                gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], self.skip_gate.to(dtype)))
+                lane0 = lane0 + gate * kept["skip"]
+            if layer.two_lanes and lane1 is None:
+                lane1 = lane0
+            if layer.attention:
+                a = attention(rms_norm(lane0), i, layer)
+                inject = x0_mix[i] * x0 if i == 0 else x0_mix[i] * x0 + bigram_mix[i] * bigram
+                if layer.two_lanes:
+                    lane0 = resid[2 * i] * lane0 + post[4 * i] * a + inject
+                    lane1 = resid[2 * i] * lane1 + post[4 * i + 1] * a  # K5: no injection here, nor in layer 6
+                else:
+                    lane0 = resid[2 * i] * lane0 + a + inject
+            if layer.keep == "skip":
+                kept["skip"] = lane0
+            m = ops.mlp(rms_norm(lane1 if layer.two_lanes else lane0), mlp_weights[2 * i], mlp_weights[2 * i + 1])
+            lane0 = resid[2 * i + 1] * lane0 + post[4 * i + 2] * m
+            if layer.two_lanes:
+                lane1 = resid[2 * i + 1] * lane1 + post[4 * i + 3] * m
+            if layer.keep == "backout":
+                kept["backout"] = lane0
+        return rms_norm(0.5 * (lane0 + lane1) - backout_lambda * kept["backout"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer: update rules. They change their first arguments in place and know nothing else.
+# ----------------------------------------------------------------------------------------------------------------------
+
+# Coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ. Polar Express, Amsel et al., arXiv 2505.16932: 5 steps, safety 2e-2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+POLAR_SAFETY = 1.02
+
+
+def polar_express(X, ops):
+    """Approximate polar factor (singular values to about 1 ± 0.14) of every matrix in X (n, R, C), Frobenius norms < 1."""
+    tall = X.size(1) > X.size(2)
+    side = min(X.size(1), X.size(2))
+    P, Q = (torch.empty(X.size(0), side, side, dtype=X.dtype, device=X.device) for _ in range(2))
+    for a, b, c in POLAR_EXPRESS:
+        (ops.XTX if tall else ops.XXT)(X, P)
+        ops.ba_plus_cAA(P, c, b, Q)
+        X = torch.baddbmm(X, X, Q, beta=a) if tall else torch.baddbmm(X, Q, X, beta=a)
+    return X
+
+
+def join_master(p_bits, mantissa):
+    """fp32 numbers from their upper 16 bits (those of the bf16 parameter) and lower 16 bits, both int16."""
+    return ((p_bits.int() << 16) | (mantissa.int() & 0xFFFF)).view(torch.float32)
+
+
+def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
+    """Even out row norms, then cautious decay and update of the master weights.
+
+    p_bits, mantissa (n, R, C) int16: halves of the fp32 weights; v second moment (n, R, 1) for R >= C, else (n, 1, C), fp32;
+    y (n, R, C) orthogonalised update; lr, weight_decay 0-D fp32; matrix_lr (n, 1, 1) fp32. NorMuon: Li et al., arXiv 2510.05491.
+    """
+    axis = -1 if y.size(-2) >= y.size(-1) else -2
+    q = y.float().square().mean(axis, keepdim=True)
+    v.lerp_(q, 1 - beta2)
+    r = v.clamp(min=1e-10).rsqrt()
+    norm, new_norm = q.sum((-2, -1), keepdim=True).sqrt(), (q * r * r).sum((-2, -1), keepdim=True).sqrt()  # both / sqrt(axis length)
+    y = (y.float() * (r * norm / new_norm.clamp(min=1e-10))).to(y.dtype).float()
+    w = join_master(p_bits, mantissa)
+    lr = lr * matrix_lr
+    w = w - (y * w >= 0) * w * (weight_decay * lr) - y * lr  # K7: a zero update decays here, not in Adam
+    bits = w.view(torch.int32)
+    p_bits.copy_((bits >> 16).to(torch.int16))  # K8: truncation
+    mantissa.copy_(bits.to(torch.int16))
+
+
+def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
+    """Adam with cautious decay on p (any dtype); m, v fp32. step_size and weight_decay broadcast against p; betas too."""
+    grad = grad.float()
+    m.mul_(beta1).add_(grad * (1 - beta1))
+    v.mul_(beta2).add_(grad * grad * (1 - beta2))
+    w = p.float()
+    u = step_size * m / (v.sqrt() + eps)
+    p.copy_(w - u - weight_decay * w * (u * w > 0))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer: who is updated how, and when it travels
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    label: str
+    optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
+    comms: str  # replicated: all ranks update; sharded: the owner does; sharded_sparse: likewise, touched rows travel
+    betas: tuple[float, float] | None = None
+    lr_mul: float = 1.0
+    wd_mul: float = 1.0
+    matrix_lr: tuple[float, ...] = ()  # normuon: rate multiplier of each matrix in one row of the bank
+
+
+PARAM_TABLE = (
+    Row("attn_bank", "normuon", "sharded", matrix_lr=(1.0, 1.0, 1.0, 1.0)),  # Q, K, V, O
+    Row("mlp_bank", "normuon", "sharded", matrix_lr=(2.0, 4.0)),  # K9: W1, W2 (PR 168, nanochat PR 492)
+    Row("scalars", "adam", "replicated", (0.9, 0.99), 5.0, 0.0),  # higher beta2 smooths scalars and gates (PR 177)
+    Row("smear_gate", "adam", "replicated", (0.9, 0.99), 0.01, 0.0),
+    Row("skip_gate", "adam", "replicated", (0.9, 0.99), 0.05, 0.0),
+    Row("attn_gate_bank", "adam", "replicated", (0.9, 0.99)),
+    Row("ve_gate_bank", "adam", "replicated", (0.9, 0.99)),
+    Row("lm_head", "adam", "sharded", (0.5, 0.95), 1.0, 150.0),
+    Row("bigram_embed", "adam", "sharded_sparse", (0.75, 0.95), 75.0, 5.0),
+    Row("post_lambdas", "adam", "replicated", (0.9, 0.95), 1.0, 0.0),
+    Row("x0_lambdas", "adam", "replicated", (0.9, 0.95), 1.0, 0.0),
+    Row("bigram_lambdas", "adam", "replicated", (0.9, 0.95), 1.0, 0.0),
+    Row("resid_lambdas", "adam", "replicated", (0.9, 0.95), 5.0, 0.0),
+    Row("value_embeds", "adam", "sharded", (0.75, 0.95), 75.0, 5.0),
+    Row("embed", "adam", "sharded", (0.5, 0.95), 1.0, 150.0))
+
+# "replicated" stands for all replicated rows: one flat buffer, one reduction, one update.
+# Reductions start in the order in which backward finishes with the gradients that matter most for time.
+SCATTER_ORDER = ("attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds", "embed")
+# Small ones while the big reductions run; tables next, so that their gathers overlap with the orthogonalisation, which is
+# last; lm_head before embed, which is copied from it while tied.
+WORK_ORDER = ("replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank")
+
+
+class SparseRows:
+    """Averages a table's gradient over ranks by sending only the rows that were touched (PR 221, roeeshenberg).
+
+    Rank r owns rows [r·n/G, (r+1)·n/G). The host knows the touched rows from the batch, so the sizes of the exchange are
+    agreed on the CPU (gloo) while the forward pass runs, and the device is never waited for.
+    """
+
+    def __init__(self, rows, rt):
+        self.rt, self.owned = rt, rows // rt.world
+        self.touched = np.zeros(rows, dtype=bool)
+
+    def mark(self, rows: np.ndarray):
+        self.touched[rows] = True
+
+    def clear(self):
+        self.touched[:] = False
+
+    def send_counts(self):
+        """Before the forward pass of a step that updates."""
+        rows = np.flatnonzero(self.touched).astype(np.int32)
+        self.clear()
+        cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)
+        counts = np.diff(cuts)
+        counts[self.rt.rank] = 0  # own rows stay
+        rows = torch.from_numpy(np.delete(rows, slice(cuts[self.rt.rank], cuts[self.rt.rank + 1])))
+        self.rows = rows.pin_memory().to(self.rt.device, non_blocking=True) if self.rt.device.type == "cuda" else rows
+        self.counts = torch.from_numpy(counts)
+        self.counts_in = torch.empty_like(self.counts)
+        self.work = dist.all_to_all_single(self.counts_in, self.counts, async_op=True)
+
+    def send_rows(self):
+        """After the forward pass."""
+        self.work.wait()
+        self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
+        self.rows_in = self.rows.new_empty(sum(self.counts_in))
+        self.work = dist.all_to_all_single(self.rows_in, self.rows, self.counts_in, self.counts, async_op=True)
+
+    def send_values(self, grad):
+        """grad (rows, D): this rank's gradient, summed over the steps since the last exchange."""
+        values = grad[self.rows]
+        self.values_in = grad.new_empty(sum(self.counts_in), grad.size(1))
+        self.work_values = dist.all_to_all_single(self.values_in, values, self.counts_in, self.counts, async_op=True)
+
+    def receive(self, grad):
+        """Average of the owned rows (rows / G, D)."""
+        self.work.wait()
+        self.work_values.wait()
+        own = grad[self.rt.rank * self.owned:(self.rt.rank + 1) * self.owned]
+        # One source at a time: rows are unique within a source, so the sum does not depend on timing.
+        for rows, values in zip(self.rows_in.split(self.counts_in), self.values_in.split(self.counts_in)):
+            own.index_add_(0, rows - self.rt.rank * self.owned, values)
+        return own.div_(self.rt.world)
+
+
+class NorMuonAndAdam:
+    """State and communication of all parameters; the rules are above, the numbers in PARAM_TABLE.
+
+    named_params: {label: parameter}. State dicts are {label: {name: full tensor}} and fit any number of ranks.
+    Idea of one object with explicit orders in place of hooks: Chris McCormick (PR 200).
+    """
+
+    def __init__(self, named_params, config, rt, ops, compiler=lambda f: f, table=PARAM_TABLE):
+        self.params, self.config, self.rt, self.ops = dict(named_params), config.optim, rt, ops
+        self.table = {row.label: row for row in table}
+        if sorted(self.params) != sorted(row.label for row in table):
+            raise ValueError(f"parameters {sorted(self.params)} and table rows {sorted(row.label for row in table)} differ")
+        self.flat_labels = [row.label for row in table if row.comms == "replicated"]
+        shards = {row.label for row in table if row.comms != "replicated"} | {"replicated"}
+        if set(SCATTER_ORDER) != shards or set(WORK_ORDER) != shards:
+            raise ValueError("SCATTER_ORDER and WORK_ORDER must name every sharded label and 'replicated'")
+        self.normuon_tail, self.adam_update = compiler(normuon_tail), compiler(adam_update)
+        self.shards = {}  # label -> the part of the parameter this rank updates, in the optimizer's shape; a view
+        self.state = {}  # label (or "replicated") -> tensors of this rank's part
+        self.adam_steps = {}  # label (or "replicated") -> updates so far
+        self.matrix_lr = {}  # label -> rate multiplier of every owned matrix
+        for label, row in self.table.items():
+            if row.comms == "replicated":
+                continue
+            shard = self._own(self._matrices(label, self.params[label].detach()))
+            zeros = torch.zeros_like(shard, dtype=torch.float32)
+            self.shards[label] = shard
+            if row.optim == "normuon":
+                rates = torch.tensor(row.matrix_lr * (shard.size(0) * rt.world // len(row.matrix_lr)), device=rt.device)
+                self.matrix_lr[label] = self._own(rates).view(-1, 1, 1)
+                v = zeros[:, :, :1] if shard.size(1) >= shard.size(2) else zeros[:, :1]
+                self.state[label] = {"m": zeros, "v": v.clone(), "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
+            else:
+                self.state[label], self.adam_steps[label] = {"m": zeros, "v": zeros.clone()}, 0
+        self._init_replicated()
+        self.sparse = None
+        if rt.world > 1 and rt.world == config.run.micro_batches:  # worth it for the gradient of a single micro-batch
+            (label,) = [row.label for row in table if row.comms == "sharded_sparse"]
+            self.sparse = SparseRows(self.params[label].size(0), rt)
+
+    def _init_replicated(self):
+        """One flat fp32 buffer for all replicated parameters, with per-element coefficients."""
+        rows = [row for row in self.table.values() if row.comms == "replicated"]
+        sizes = [self.params[row.label].numel() for row in rows]
+
+        def spread(values):
+            return torch.tensor(values, device=self.rt.device).repeat_interleave(torch.tensor(sizes, device=self.rt.device))
+
+        self.flat_labels, self.flat_sizes = [row.label for row in rows], sizes
+        self.flat_beta1, self.flat_beta2 = spread([row.betas[0] for row in rows]), spread([row.betas[1] for row in rows])
+        self.flat_lr_mul, self.flat_wd_mul = spread([row.lr_mul for row in rows]), spread([row.wd_mul for row in rows])
+        self.state["replicated"] = {key: torch.zeros(sum(sizes), device=self.rt.device) for key in ("m", "v")}
+        self.adam_steps["replicated"] = 0
+
+    def _matrices(self, label, tensor):
+        """The optimizer's view of a parameter-shaped tensor: banks (n, R, C), all else as it is."""
+        per_row = len(self.table[label].matrix_lr)
+        return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
+
+    def _own(self, full):
+        rows = full.size(0) // self.rt.world
+        return full[self.rt.rank * rows:(self.rt.rank + 1) * rows]
+
+    def _gather_full(self, shard):
+        """The shards of all ranks joined along dimension 0."""
+        if self.rt.world == 1:
+            return shard
+        part = shard.contiguous().view(torch.uint8)  # bytes: NCCL does not know int16
+        full = part.new_empty(part.size(0) * self.rt.world, *part.shape[1:])
+        all_gather(full, part)
+        return full.view(shard.dtype)
+
+    def before_forward(self, plan, bigram_rows_cpu):
+        if self.sparse is not None:
+            self.sparse.mark(bigram_rows_cpu)
+            if plan.adam:
+                self.sparse.send_counts()
+
+    def before_backward(self, plan):
+        if self.sparse is not None and plan.adam:
+            self.sparse.send_rows()
+
+    @torch.no_grad()
+    def step(self, plan):
+        """Apply what is due at this step (`StepPlan`), drop the gradients that were used, publish the new parameters."""
+        def due(name):
+            if name in self.table and self.table[name].optim == "normuon":
+                return True
+            return plan.adam and not (name == "embed" and plan.tied)
+
+        # Phase 1: start the reductions.
+        pending = {}
+        for name in SCATTER_ORDER:
+            if due(name):
+                if name == "lm_head" and plan.tied:
+                    self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
+                pending[name] = self._start_reduction(name)
+
+        # Phase 2: wait for each, update, start its gather.
+        gathers = {}
+        for name in WORK_ORDER:
+            if name in pending:
+                grad = pending.pop(name)()
+                if name == "replicated":
+                    self._update_replicated(plan, grad)
+                    continue
+                update = self._update_normuon if self.table[name].optim == "normuon" else self._update_adam
+                update(name, plan, grad)
+                del grad
+                if self.rt.world > 1:
+                    full = self._matrices(name, self.params[name].detach())
+                    gathers[name] = all_gather(full, self.shards[name], async_op=True)
+
+        # Phase 3: finish. While tied the embedding is the transposed head.
+        if plan.adam and plan.tied:
+            if "lm_head" in gathers:
+                gathers.pop("lm_head").wait()
+            self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
+        for work in gathers.values():
+            work.wait()
+        for label, row in self.table.items():
+            if row.optim == "normuon" or plan.adam:
+                self.params[label].grad = None
+        if plan.split:
+            self._split_embedding()
+
+    def _start_reduction(self, name):
+        """Launch the average over ranks of one gradient; returns a function that waits for it and gives this rank's part."""
+        if name == "replicated":  # in fp32, whatever the parameter: it is one reduction of a few hundred numbers
+            grad = torch.cat([self.params[label].grad.float().flatten() for label in self.flat_labels])
+            work = dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True) if self.rt.world > 1 else None
+        else:
+            grad = self._matrices(name, self.params[name].grad)
+            if self.rt.world == 1:
+                work = None
+            elif self.sparse is not None and self.table[name].comms == "sharded_sparse":
+                self.sparse.send_values(grad)
+                return lambda: self.sparse.receive(grad)
+            else:
+                full, grad = grad, torch.empty_like(self.shards[name])
+                work = reduce_scatter(grad, full, op=dist.ReduceOp.AVG, async_op=True)
+
+        def finish():
+            if work is not None:
+                work.wait()
+            return grad
+
+        return finish
+
+    def _update_normuon(self, label, plan, grad):
+        state, shard = self.state[label], self.shards[label]
+        X, sum_of_squares = self.ops.fused_momentum(grad, state["m"], plan.momentum)
+        X = X / (POLAR_SAFETY * sum_of_squares.sqrt() + 1e-6).view(-1, 1, 1)
+        y = polar_express(X.to(shard.dtype), self.ops)
+        # 0-D CPU tensors: compiled code reads them at launch, so new values cost neither a recompile nor a copy.
+        lr = torch.tensor(self.config.muon_lr * plan.lr_factor)
+        weight_decay = torch.tensor(self.config.muon_wd * self.config.muon_lr * plan.lr_factor)  # rate of the bank, no multiplier
+        self.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label], weight_decay,
+                          self.config.muon_beta2)
+
+    def _update_adam(self, label, plan, grad):
+        row, state = self.table[label], self.state[label]
+        self.adam_steps[label] += 1
+        t, (beta1, beta2) = self.adam_steps[label], row.betas
+        lr = self.config.adam_lr * row.lr_mul * plan.lr_factor
+        step_size = torch.tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
+        weight_decay = torch.tensor(lr * lr * self.config.adam_wd * row.wd_mul)
+        self.adam_update(self.shards[label], state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps)
+
+    def _update_replicated(self, plan, grad):
+        state = self.state["replicated"]
+        self.adam_steps["replicated"] += 1
+        t = self.adam_steps["replicated"]
+        lr = self.config.adam_lr * plan.lr_factor * self.flat_lr_mul
+        step_size = lr * (1 - self.flat_beta2**t).sqrt() / (1 - self.flat_beta1**t)
+        weight_decay = lr * lr * self.config.adam_wd * self.flat_wd_mul
+        flat = torch.cat([self.params[label].detach().float().flatten() for label in self.flat_labels])
+        self.adam_update(flat, state["m"], state["v"], grad, step_size, weight_decay, self.flat_beta1, self.flat_beta2, self.config.adam_eps)
+        for label, part in zip(self.flat_labels, flat.split(self.flat_sizes)):
+            self.params[label].detach().copy_(part.view_as(self.params[label]))
+
+    def _split_embedding(self):
+        """From here on the embedding has its own state: it inherits that of the head, transposed (PR 200)."""
+        for key in ("m", "v"):
+            self.state["embed"][key].copy_(self._own(self._gather_full(self.state["lm_head"][key]).t()))
+        self.adam_steps["embed"] = self.adam_steps["lm_head"]
+
+    def reset(self):
+        """Back to the state before the first step."""
+        for tensors in self.state.values():
+            for tensor in tensors.values():
+                tensor.zero_()
+        self.adam_steps = dict.fromkeys(self.adam_steps, 0)
+        for param in self.params.values():
+            param.grad = None
+        if self.sparse is not None:
+            self.sparse.clear()
+
+    def state_dict(self):
+        """{label: {"m", "v", "mantissa" or "step"}} of full tensors; every rank must call it. Take it between an odd and an even
+        step: gradients held over to an Adam step are not in it."""
+        full = {}
+        for label, row in self.table.items():
+            name = "replicated" if row.comms == "replicated" else label
+            if name == "replicated":
+                index = self.flat_labels.index(label)
+                full[label] = {k: t.split(self.flat_sizes)[index].view_as(self.params[label]).clone() for k, t in self.state[name].items()}
+            else:
+                full[label] = {k: self._gather_full(t).clone() for k, t in self.state[name].items()}
+            if row.optim == "adam":
+                full[label]["step"] = self.adam_steps[name]
+        return full
+
+    def load_state_dict(self, full):
+        for label, row in self.table.items():
+            name = "replicated" if row.comms == "replicated" else label
+            for key, tensor in self.state[name].items():
+                if name == "replicated":
+                    tensor.split(self.flat_sizes)[self.flat_labels.index(label)].copy_(full[label][key].flatten())
+                else:
+                    tensor.copy_(self._own(full[label][key]))
+            if row.optim == "adam":
+                self.adam_steps[name] = full[label]["step"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schedule
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class StepPlan(NamedTuple):
+    step: int
+    stage: int  # index into schedule.stages
+    row_tokens: int  # N of a training forward pass
+    max_doc_len: int
+    lr_factor: float
+    momentum: float  # of NorMuon
+    mtp_weights: tuple[float, ...]
+    adam: bool  # Adam parameters are updated on odd steps, with the sum of two gradients (PR 146)
+    tied: bool  # embedding and head are one
+    split: bool  # they part after this step
+
+
+def stage_starts(schedule: Schedule) -> list[int]:
+    """First step of every stage, and the number of steps at the end."""
+    equal = len(schedule.stages) - 1
+    starts = [round(schedule.scheduled_steps * i / equal) for i in range(equal + 1)]
+    return [*starts, schedule.scheduled_steps + schedule.extension_steps]
+
+
+def make_plan(config: Config, step: int) -> StepPlan:
+    """All that depends on the step number; pure."""
+    schedule = config.schedule
+    *starts, total = stage_starts(schedule)
+    index = bisect_right(starts, step) - 1
+    stage, start = schedule.stages[index], starts[index]
+    progress = (step - start) / ([*starts, total][index + 1] - start) if step < total else 0.0
+
+    cooldown = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
+    t = min(1.0, max(0.0, (step - cooldown) / (schedule.scheduled_steps - cooldown)))  # K11: base jumps inside the cool-down
+    low, high = schedule.muon_momentum
+    if step < schedule.muon_warmup:
+        work = step / schedule.muon_warmup
+    else:
+        work = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
+    split_step = starts[schedule.split_stage - 1] | 1
+    return StepPlan(
+        step=step,
+        stage=index,
+        row_tokens=stage.batch_tokens // config.run.micro_batches,
+        max_doc_len=stage.max_doc_len,
+        lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
+        momentum=low + (high - low) * work,
+        mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
+        adam=step % 2 == 1,  # K12: the two gradients may come from different stages
+        tied=step <= split_step,
+        split=step == split_step)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Log, evaluation, sampling
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """The log file and the console of rank 0; other ranks write nothing. One writer, kept open, flushed at validations."""
+
+    def __init__(self, config, rt):
+        self.file, self.is_main = None, rt.is_main
+        self.terminal = rt.is_main and sys.stdout.isatty()
+        if rt.is_main:
+            folder = Path(__file__).parent / config.run.log_dir
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.path = folder / f"{config.run.run_label}_{uuid.uuid4()}.txt"
+                self.file = open(self.path, "w")
+            except OSError as error:
+                raise UserError(f"cannot write a log in {folder}: {error.strerror}; choose another --log_dir") from None
+            self.line(str(self.path), file=False)
+
+    def line(self, text, console=True, file=True):
+        if self.file is not None and file:
+            print(text, file=self.file)
+        if self.is_main and console:
+            print(("\r\033[K" if self.terminal else "") + text, flush=True)
+
+    def progress(self, text, seconds_left):
+        """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""
+        self.line(text, console=not self.terminal)
+        if self.terminal:
+            print(f"\r\033[K{text} eta:{seconds_left // 60:.0f}m{seconds_left % 60:02.0f}s", end="", flush=True)
+
+    def flush(self):
+        if self.file is not None:
+            self.file.flush()
+
+    def close(self):
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def log_header(log, config, rt, choices):
+    """Sources of both files, versions, machine, resolved config, choice of kernels: what is needed to repeat the run."""
+    kernel_file = Path(kernels.__file__)
+    for text in (Path(__file__).read_text(), f"\n{'-' * 40}\n# {kernel_file.name}\n{'-' * 40}\n", kernel_file.read_text(), "=" * 100,
+                 f"Running Python {sys.version}",
+                 f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
+                 f"Running Triton version {kernels.triton.__version__}"):
+        log.line(text, console=False)
+    if rt.device.type == "cuda":
+        log.line(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout, console=False)
+    log.line(f"host: {platform.platform()}, {os.cpu_count()} cores, {rt.world} ranks", console=False)
+    for key, value in (capability(rt.device) | flatten(config)).items():
+        log.line(f"{key}: {render(value)}", console=False)
+    log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
+    log.line("=" * 100, console=False)
+
+
+@torch.no_grad()
+def validate(forward, head, data, view, rt) -> float:
+    """Mean next-token cross-entropy (nats) over the validation tokens; the head unquantised, its logits in blocks of rows."""
+    view = view._replace(max_doc_len=data.config.data.val_batch_tokens)
+    one = torch.ones(1, device=rt.device)
+    total = torch.zeros((), device=rt.device)
+    for batch in data:
+        total += head(forward(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view), batch.targets, one, 1.0, exact=True)
+    if rt.world > 1:
+        dist.all_reduce(total)
+    return total.item() / data.config.data.val_tokens
+
+
+def text_codec(vocab_size):
+    """(encode, decode) between text and token ids: bytes, or the GPT-2 BPE if tiktoken can have its files."""
+    if vocab_size == 257:
+        return lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
+    try:
+        import tiktoken
+        bpe = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # tiktoken passes on whatever its download raised
+        raise UserError(f"no GPT-2 tokenizer, so no sample: {type(error).__name__}; its files are fetched once, go online") from None
+    return bpe.encode_ordinary, lambda ids: bpe.decode([i for i in ids if i < 50257])
+
+
+@torch.no_grad()
+def sample(model, view, prompt: str, count: int, seed: int, temperature=0.8, context=256) -> str:
+    """Prompt and `count` generated tokens; one forward pass over the last `context` tokens for each."""
+    config, device = model.config, model.embed.device
+    encode, decode = text_codec(config.vocab_size)
+    ids = [config.separator, *encode(prompt)]
+    generator = torch.Generator().manual_seed(seed)
+    view = view._replace(max_doc_len=context)
+    for _ in range(count):
+        window = np.array(ids[-context:])
+        rows = torch.from_numpy(bigram_rows(window, config.bigram_rows)).to(device)
+        cu = torch.tensor([0, len(window)], dtype=torch.int32, device=device)
+        h = model(torch.from_numpy(window.astype(np.int32)).to(device), cu, rows, view)
+        logits = kernels.softcap(h[-1:] @ model.lm_head.to(h.dtype))[0, :config.vocab_size - 1]  # no separator: one document
+        ids.append(int(torch.multinomial(torch.softmax(logits / temperature, 0).cpu(), 1, generator=generator)))
+    return decode(ids[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class LossWatch:
+    """Stops the run when a training loss is not finite, without making the host wait for the device."""
+
+    def __init__(self):
+        self.waiting = deque()
+
+    def add(self, step, loss):
+        event = torch.cuda.Event() if loss.is_cuda else None
+        host = loss.detach().to("cpu", non_blocking=True)
+        if event is not None:
+            event.record()
+        self.waiting.append((step, event, host))
+        self.check()
+
+    def check(self, everything=False):
+        while self.waiting:
+            step, event, host = self.waiting[0]
+            if event is not None and not event.query():
+                if not everything:
+                    return
+                event.synchronize()
+            self.waiting.popleft()
+            if not math.isfinite(host.item()):
+                raise UserError(f"the training loss of step {step} is {host.item()}: lower --muon_lr and --adam_lr, or check the data")
+
+
+def train_step(forward, head, optimizer, loader, plan, view, mtp_weights, micro_steps, kappa):
+    """One step: forward and backward for every micro-batch, then the optimizer. Returns the last micro-batch's loss (κ * sum)."""
+    for _ in range(micro_steps):
+        batch = loader.next_batch()
+        optimizer.before_forward(plan, batch.bigram_rows_cpu)
+        h = forward(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view)
+        loss = head(h, batch.targets, mtp_weights, kappa)
+        optimizer.before_backward(plan)
+        loss.backward()
+    optimizer.step(plan)
+    if plan.adam:
+        head.refresh()
+    return loss
+
+
+def warmup_steps(config) -> list[int]:
+    """Steps around every stage border: even and odd, tied, splitting and untied, so every graph is compiled before the clock."""
+    *starts, total = stage_starts(config.schedule)
+    near = {0, 1}.union(*({s - 2, s - 1, s, s + 1} for s in starts[1:]))
+    return sorted(s for s in near if 0 <= s < total)
+
+
+class Trainer:
+    """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
+
+    def __init__(self, config, rt, log, ops):
+        self.config, self.rt, self.log = config, rt, log
+        self.dtype = getattr(torch, config.run.dtype)
+        compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
+        torch._dynamo.config.recompile_limit = 64  # several shapes of one function are meant to be
+        self.total = stage_starts(config.schedule)[-1]
+        self.micro_steps = config.run.micro_batches // rt.world
+        self.kappa = 1 / self.micro_steps
+        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
+        self.seconds = {}  # phase -> seconds outside the clock
+
+        self.validation = ValidationData(config, rt)
+        self.loader = self.new_loader(range(self.total))
+        self.model = GPT(config.model, ops, self.dtype, rt.device)
+        self.model.init_weights(config.run.seed)
+        if rt.world > 1:
+            for param in self.model.parameters():
+                dist.broadcast(param.detach(), 0)
+        self.forward = compiler(self.model.forward)
+        self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.run.fp8, compiler)
+        self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
+        plain = ops.attention is kernels.attention_ref  # traced by the compiler, which then needs Python numbers
+        self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if plain else torch.tensor)
+        width = max(len(plan.mtp_weights) for plan in self.plans)
+        table = [plan.mtp_weights + (0.0,) * (width - len(plan.mtp_weights)) for plan in self.plans]
+        self.mtp_table = torch.tensor(table, device=rt.device)  # (steps + 1, 3)
+
+    def new_loader(self, steps):
+        def shape_of(step):
+            return self.plans[step].row_tokens, self.plans[step].max_doc_len
+
+        return Loader(self.config, self.rt, steps, shape_of, warn=lambda text: self.log.line("warning: " + text))
+
+    def step(self, loader, plan):
+        mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
+        return train_step(self.forward, self.head, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights,
+                          self.micro_steps, self.kappa)
+
+    def synchronize(self):
+        if self.rt.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def warm_up(self):
+        """Compile every graph by running it, then put everything back to the start."""
+        steps = warmup_steps(self.config)
+        self.log.line(f"Sampling steps {steps} for warmup")
+        initial = [param.detach().clone() for param in self.model.parameters()]
+        loader = self.new_loader(steps)
+        for view in self.views:  # a compiled graph each only with the plain attention, one otherwise
+            validate(self.forward, self.head, self.validation, view, self.rt)
+        for step in steps:
+            self.step(loader, self.plans[step])
+        self.synchronize()
+        self.log.line("Resetting Model")
+        with torch.no_grad():
+            for param, value in zip(self.model.parameters(), initial):
+                param.copy_(value)
+        self.optimizer.reset()
+        self.head.refresh()
+
+    def run(self):
+        """The timed run -> (final validation loss, seconds inside the clock)."""
+        validation_seconds, watch = 0.0, LossWatch()
+        gc.collect()
+        gc.disable()  # collected at validations, outside the clock
+        self.synchronize()
+        elapsed, start = 0.0, time.perf_counter()  # the clock starts: first batch ready, everything compiled
+        for step, plan in enumerate(self.plans):
+            last = step == self.total
+            if last or step % self.config.run.val_every == 0:
+                self.synchronize()
+                elapsed += time.perf_counter() - start  # the clock stops
+                pause = time.perf_counter()
+                watch.check(everything=True)
+                loss = validate(self.forward, self.head, self.validation, self.views[-1 if last else plan.stage], self.rt)
+                ms = 1000 * elapsed
+                self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms")
+                self.log.flush()
+                if not math.isfinite(loss):
+                    raise UserError(f"the validation loss of step {step} is {loss}: lower --muon_lr and --adam_lr, or check the data")
+                gc.collect()
+                self.synchronize()
+                start = time.perf_counter()
+                validation_seconds += start - pause
+                if last:
+                    break
+            watch.add(step, self.step(self.loader, plan))
+            ms = 1000 * (elapsed + time.perf_counter() - start)
+            self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
+                              self.seconds_left(step, ms / 1000))
+        gc.enable()
+        self.seconds["validation"] = validation_seconds
+        return loss, elapsed
+
+    def seconds_left(self, step, seconds):
+        """Estimate from the tokens still to come."""
+        tokens = [self.config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]]
+        done = sum(tokens[:step + 1])
+        return seconds * (sum(tokens) - done) / done
+
+    def save(self):
+        """Model, optimizer, loader position and source beside the log, complete or not at all."""
+        state = {"step": self.total, "source": Path(__file__).read_text(), "config": flatten(self.config),
+                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
+        if self.rt.is_main:
+            path = self.log.path.with_suffix("") / f"state_step{self.total:06d}.pt"
+            path.parent.mkdir(exist_ok=True)
+            torch.save(state, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)
+            self.log.line(f"saved {path}")
+
+
+def peak_memory(device) -> tuple[int, int]:
+    """(allocated, reserved) MiB at the peak; on a CPU both are the peak resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
+    import resource  # not on Windows
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+    return peak, peak
+
+
+def train(config, rt, log, launched):
+    """Everything after the process group exists."""
+    can_fp8 = capability(rt.device)["fp8"] == "yes"
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=config.run.fp8 and can_fp8))
+    try:
+        ops, choices = kernels.choose_ops(rt.device, config.run.kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    log_header(log, config, rt, choices | {"head": "fp8" if config.run.fp8 else config.run.dtype})
+    trainer = Trainer(config, rt, log, ops)
+    ready = time.perf_counter()
+    if config.run.compile:
+        log.line("Compiling model and warming up kernels (minutes on first execution)")
+        log.flush()
+        trainer.warm_up()
+    trainer.seconds |= {"setup": ready - launched, "warmup": time.perf_counter() - ready}
+    loss, seconds = trainer.run()
+    allocated, reserved = peak_memory(rt.device)
+    log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    if config.run.save_checkpoint:
+        trainer.save()
+    if config.run.sample_tokens and rt.is_main:
+        try:
+            text = sample(trainer.model, trainer.views[-1], config.run.sample_prompt, config.run.sample_tokens, config.run.seed)
+            log.line(f"sample:\n{text}")
+        except UserError as error:
+            log.line(f"warning: {error}")
+    tokens = sum(config.schedule.stages[plan.stage].batch_tokens for plan in trainer.plans[:-1])
+    summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{seconds:.3f}"}
+    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in trainer.seconds.items()}
+    summary |= {"total_seconds": f"{time.perf_counter() - launched:.3f}", "steps": trainer.total, "tokens": tokens,
+                "peak_memory_mib": allocated}
+    for key, value in summary.items():
+        log.line(f"{key}: {value}")
+
+
+def main(argv) -> int:
+    """Train as `argv` says; returns the exit status."""
+    launched = time.perf_counter()
+    if "--help" in argv:
+        print(help_text())
+        return 0
+
+    def interrupted(signum, frame):
+        raise KeyboardInterrupt
+
+    main_thread_rank = int(os.environ.get("RANK", 0))
+    log = None
+    try:
+        signal.signal(signal.SIGTERM, interrupted)  # how torchrun ends the other ranks
+        config = parse_config(argv)
+        rt = init_runtime(config)
+        log = Log(config, rt)
+        train(config, rt, log, launched)
+        dist.destroy_process_group()
+        return 0
+    except UserError as error:
+        message = str(error)
+    except torch.OutOfMemoryError as error:
+        message = f"out of GPU memory: raise --micro_batches (16, 32: smaller forward passes) or lower --val_batch_tokens ({error})"
+    except KeyboardInterrupt:
+        message = "interrupted"
+    finally:
+        if log is not None:
+            log.close()
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 130 if message == "interrupted" else 1
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # after an error other ranks may hang in a collective; do not wait for them

@@ -1,0 +1,299 @@
+"""Make token shards for train_gpt.py: 256 int32 of header, then one uint16 per token, documents begin with a separator.
+
+    python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub
+    python data/prepare.py text PATH --out NAME  your own text files or folders, one document per file
+    python data/prepare.py stdlib                bytes of Python's own library: no network, nothing to choose, 9 MB
+
+Results lie in data/fineweb10B, data/NAME and data/stdlib. A shard gets its name once it is finished and verified, so a
+name that is there can be trusted; whatever was interrupted is continued or made again by the same command.
+"""
+import argparse
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+DATA = Path(__file__).resolve().parent
+sys.path.insert(0, str(DATA.parent))
+from train_gpt import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard_header  # noqa: E402
+
+GPT2_SEPARATOR = 50256  # <|endoftext|>
+BYTE_SEPARATOR = 256  # the first value that is no byte
+MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
+
+HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
+HUB_SHARDS = 103
+FINEWEB_SHARDS = 9  # more than one record run reads
+
+STDLIB_BYTES = 9_000_000  # a little less than any Python since 3.10 has, so that all give about the same
+STDLIB_SHARD_TOKENS = 4_000_000  # three training shards, so that short runs change shards too
+# The loader takes the head of a document and drops the rest. At 1024 tokens it would see 5% of the training part if
+# files were documents (median 9394 bytes); of documents that end at the first line end after 1000 characters, 99%.
+STDLIB_DOCUMENT = re.compile(r".{1000}.*?\n|.+", re.DOTALL)
+# Tests, two applications and tables of hexadecimal numbers; installed packages differ from machine to machine.
+STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    header = np.zeros(SHARD_HEADER_BYTES // 4, "<i4")
+    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
+    with open(path, "wb") as file:
+        file.write(header.tobytes())
+        file.write(tokens.astype("<u2", copy=False))
+
+
+def pack(documents, limit: int):
+    """Yields the token arrays of `documents` joined and cut into pieces of `limit` tokens; the last may be shorter."""
+    pending, have = [], 0
+    for tokens in documents:
+        pending.append(tokens)
+        have += len(tokens)
+        if have >= limit:
+            joined = np.concatenate(pending)
+            whole = have - have % limit
+            yield from joined[:whole].reshape(-1, limit)
+            pending, have = [joined[whole:].copy()], have % limit
+    if have:
+        yield np.concatenate(pending)
+
+
+def report(folder: Path, prefix: str, separator: int) -> None:
+    """Prints what the finished shards of a folder hold. The entropy is the loss of a model that knows only how frequent each byte
+    is; a trained one has to be below it."""
+    count, shards = {}, {}
+    for part in ("train", "val"):
+        shards[part] = sorted(folder.glob(f"{prefix}_{part}_*.bin"))
+        count[part] = np.zeros(2**16, np.int64)
+        for path in shards[part]:
+            tokens = np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES, (read_shard_header(path),))
+            for i in range(0, len(tokens), 2**22):  # bincount makes an int64 copy, so not the whole shard at once
+                count[part] += np.bincount(tokens[i:i + 2**22], minlength=2**16)
+    train, val = count["train"], count["val"]
+    print(f"{folder.name}: {train[separator] + val[separator]:,} documents, {train.sum():,} training and {val.sum():,} "
+          f"validation tokens in {len(shards['train'])} + {len(shards['val'])} shards")
+    if separator == BYTE_SEPARATOR:
+        p = train[train > 0] / train.sum()
+        print(f"unigram entropy: {-(p * np.log(p)).sum():.4f} nats/token")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FineWeb
+
+def hub_fetch(name: str, folder: Path) -> tuple[Path, int]:
+    """Downloads one file of the dataset into `folder`, continuing where an earlier call stopped, with a progress bar.
+    Returns its path and the size the hub reports for it. The only place that uses the network for FineWeb."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    size = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset")).size  # fails at once when offline
+    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), size
+
+
+def fineweb(shards: int) -> None:
+    if not 1 <= shards <= HUB_SHARDS:
+        raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
+    folder = DATA / "fineweb10B"
+    partial = folder / ".partial"
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
+    for i, name in enumerate(names, 1):
+        if (folder / name).exists():
+            try:
+                read_shard_header(folder / name)
+                print(f"{name}: already there")
+                continue
+            except UserError as error:
+                print(f"damaged, fetching it again: {error}")
+                (folder / name).unlink()
+        print(f"{name}: fetching, {i} of {len(names)}", flush=True)
+        try:
+            path, size = hub_fetch(name, partial)
+        except Exception as error:  # the hub's client has a dozen kinds; all mean that the file could not be had
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{name}: cannot be fetched from the hub ({type(error).__name__}: {reason}); "
+                            "see to the network and run this again, what is finished is kept") from error
+        try:
+            if path.stat().st_size != size:
+                raise UserError(f"{path.stat().st_size} bytes arrived, the hub has {size}")
+            read_shard_header(path)
+        except UserError as error:
+            path.unlink()  # or the hub's client would take it for finished
+            raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
+        os.replace(path, folder / name)
+    shutil.rmtree(partial, ignore_errors=True)
+    report(folder, "fineweb", GPT2_SEPARATOR)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+def walk(root: Path, skip=frozenset()):
+    """Yields (name relative to root, path) of the files under root, sorted by name; hidden ones and `skip` left out."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
+        found += [Path(folder, f) for f in files if not f.startswith(".")]
+    return sorted((path.relative_to(root).as_posix(), path) for path in found)
+
+
+def load_tokenizer(kind: str):
+    """The function from str to token ids, and the separator."""
+    if kind != "bytes":
+        try:
+            import tiktoken
+            return tiktoken.get_encoding("gpt2").encode_ordinary, GPT2_SEPARATOR
+        except (ImportError, OSError, ValueError) as error:  # not installed, no network, damaged on its way
+            reason = f"GPT-2's tokenizer cannot be had ({type(error).__name__})"
+            if kind == "gpt2":
+                raise UserError(f"{reason}: install tiktoken and run this once with network, or use --tokenizer bytes") from error
+            print(f"{reason}: using bytes instead, separator {BYTE_SEPARATOR}")
+    return lambda text: np.frombuffer(text.encode(), np.uint8), BYTE_SEPARATOR
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; raises UnicodeDecodeError when it is not UTF-8. Line ends stay as they are."""
+    return path.read_bytes().decode("utf-8")
+
+
+def rank(key: str) -> tuple[int, str]:
+    """A fixed shuffle of files: the same on every machine, and mostly kept when files come or go."""
+    return zlib.crc32(key.encode("utf-8", "surrogateescape")), key
+
+
+def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
+    """The files to validate on: the first by rank() that make up `val_fraction` of the size."""
+    val, have, want = set(), 0, val_fraction * sum(sizes.values())
+    for key in sorted(sizes, key=rank)[:-1]:  # one at least is left for training
+        if have < want:
+            val.add(key)
+            have += sizes[key]
+    return val
+
+
+def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int,
+          documents=lambda text: [text]) -> None:
+    """Tokenises `files` (by name relative to where they were found) in their order into the shards of data/NAME;
+    `documents` cuts a file's text. Reads files one at a time and holds one training shard, or all of validation."""
+    sizes, binary, empty = {}, 0, 0
+    for key, path in files.items():
+        try:
+            text = read_text(path)
+        except UnicodeDecodeError:
+            binary += 1
+            continue
+        if text.strip():
+            sizes[key] = len(text)
+        else:
+            empty += 1
+    if binary or empty:
+        print(f"warning: skipped {binary + empty} files ({binary} not UTF-8, {empty} empty)")
+    if len(sizes) < 2:
+        raise UserError(f"{len(sizes)} usable text files: at least two are needed, one to train and one to validate on; "
+                        "every file is one document, so cut a long text into several files")
+    val = split(sizes, val_fraction)
+    encode, separator = load_tokenizer(tokenizer)
+
+    def tokens(keys):
+        for key in keys:
+            for document in documents(read_text(files[key])):
+                yield np.concatenate([[separator], encode(document)]).astype(np.uint16)
+
+    # Everything is made in a folder of its own and renamed at the end, validation last: its presence tells that the
+    # shards belong together and are complete.
+    folder = DATA / name
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=DATA) as made:
+        for i, shard in enumerate(pack(tokens(k for k in sizes if k not in val), shard_tokens), 1):
+            write_shard(Path(made, f"{name}_train_{i:06d}.bin"), shard)
+        for i, shard in enumerate(pack(tokens(k for k in sizes if k in val), MAX_SHARD_TOKENS)):
+            write_shard(Path(made, f"{name}_val_{i:06d}.bin"), shard)
+        folder.mkdir(exist_ok=True)
+        for part in ("val", "train"):  # of an earlier build, which may have had more
+            for old in folder.glob(f"{name}_{part}_*.bin"):
+                old.unlink()
+        for shard in sorted(Path(made).iterdir()):
+            os.replace(shard, folder / shard.name)
+    report(folder, name, separator)
+
+
+def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", out):
+        raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
+    if not 0 < val_fraction < 1:
+        raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
+    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
+        raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
+    files, known = {}, set()
+    for root in paths:
+        if not root.exists():
+            raise UserError(f"{root}: no such file or folder")
+        for key, path in walk(root) if root.is_dir() else [(root.name, root)]:
+            if path.resolve() not in known and path.is_file():
+                known.add(path.resolve())
+                # Keys hold no machine's paths: where the same text lies must not change its split.
+                files[key if key not in files else f"{key} {len(files)}"] = path
+    build(out, files, tokenizer, val_fraction, shard_tokens)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded default
+
+def stdlib() -> None:
+    """Identical shards for identical library sources."""
+    folder = DATA / "stdlib"
+    if all((folder / f"stdlib_{shard}.bin").exists() for shard in ("train_000001", "val_000000")):
+        try:
+            report(folder, "stdlib", BYTE_SEPARATOR)
+            print("already there, nothing to do")
+            return
+        except UserError as error:
+            print(f"damaged, building it again: {error}")
+    root = Path(sysconfig.get_path("stdlib"))
+    # Names with a dash, and _sysconfigdata, come from how this Python was built and hold its paths.
+    files = {key: path for key, path in walk(root, STDLIB_SKIP)
+                 if key.endswith(".py") and "-" not in key and not key.startswith("_sysconfigdata")}
+    total = sum(path.stat().st_size for path in files.values())
+    if total < STDLIB_BYTES // 2:
+        raise UserError(f"{root}: only {total} bytes of library sources here; use `prepare.py text` with text of your own")
+    # rank() also spreads what is left out evenly. It cuts at its end, validation takes from its start.
+    keep = 2**32 * STDLIB_BYTES / total
+    files = {key: path for key, path in files.items() if rank(key)[0] < keep}
+    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS, STDLIB_DOCUMENT.findall)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="fineweb|text|stdlib")
+    command = commands.add_parser("fineweb", help="download tokenised FineWeb")
+    command.set_defaults(run=fineweb)
+    command.add_argument("--shards", type=int, default=FINEWEB_SHARDS, help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
+    command = commands.add_parser("text", help="tokenise text files")
+    command.set_defaults(run=text)
+    command.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder with such files")
+    command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
+    command.add_argument("--val-fraction", type=float, default=0.05, help="share of the text for validation (default %(default)s)")
+    command.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per training shard (default %(default)s)")
+    command.add_argument("--tokenizer", choices=("gpt2", "bytes", "auto"), default="auto",
+                         help="auto: gpt2, or bytes where GPT-2's files cannot be had (default %(default)s)")
+    commands.add_parser("stdlib", help="Python's own library as bytes").set_defaults(run=stdlib)
+    args = vars(parser.parse_args(argv))
+    try:
+        args.pop("run")(**args)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,23 @@
+"""Shared by all tests. Without a GPU the Triton kernels run in Triton's interpreter, which has to be asked for before
+triton is imported; the trainer's own CPU path (the references) is triton_kernels.INTERPRETED = False."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

@@ -1,0 +1,540 @@
+"""Oracles: the trainer of shared/spec/system.md once more, slow and plain, to judge the fast one.
+
+Written from the specification alone (§ numbers below point into it); nothing here imports the trainer. No bf16 or
+FP8 rounding anywhere: arithmetic runs in the dtype of the tensors handed in, so fp64 gives reference values.
+Contents: model and losses (§1), data (§5), optimizer (§3), schedules of the record run (§4).
+
+Letters: N tokens, D width, H heads, d = D/H head width, F = 4D, V padded vocabulary, c matrices of R x C in a bank.
+"""
+import math
+
+import numpy as np
+import torch
+
+RMS_EPS = 2.0 ** -23  # §0.4
+GATE = 12  # channels that a gate reads, §1.1
+
+# §1.3, one row per layer:
+# (attn_bank row, window, paired, key offset, (value table, gate channels of x, gate channels of ve))
+LAYERS = [
+    (0, "S", True, False, None),
+    (1, "S", False, False, (0, 6, 6)),
+    (2, "S", True, False, (1, 12, 0)),
+    (3, "L", False, True, None),
+    (4, "S", False, False, None),
+    (5, "S", True, False, None),
+    (None, None, False, False, None),
+    (6, "S", False, False, None),
+    (7, "S", False, False, (2, 6, 6)),
+    (8, "S", True, False, (3, 12, 0)),
+    (9, "L", False, True, (4, 6, 6)),
+]
+
+
+# ------------------------------------------------------------------------------------------------ model, §1
+
+def rms(x):
+    """§0.2, §0.4: x / sqrt(mean(x^2) + eps) over the last axis."""
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + RMS_EPS)
+
+
+def base_freqs(n):
+    """§1.8: n frequencies from 1 to 1/1024, equally spaced in the logarithm (n = 32 for d = 128)."""
+    return [1024.0 ** (-j / (n - 1)) for j in range(n)]
+
+
+def yarn(freqs, scale, W_old, W_new):
+    """§1.8: frequencies and attention scale after the long window went from W_old to W_new tokens."""
+    out = []
+    for w in freqs:
+        turns = W_old * w / (2 * math.pi)
+        keep = min(max((turns - 1) / (32 - 1), 0.0), 1.0)
+        out.append(w * (W_old / W_new + keep * (1 - W_old / W_new)))
+    return out, scale * (1 + 0.2 * math.log(W_new / W_old))
+
+
+def bigram_hash(tokens, rows):
+    """§1.10: bigram table row of every token, as a list of Python ints; rows is the size of the table."""
+    M = rows - 1
+    out = []
+    for t in range(len(tokens)):
+        if t == 0:
+            out.append(M)
+            continue
+        a, b = 36313 * int(tokens[t]), 27191 * int(tokens[t - 1])
+        assert max(a, b) < 2 ** 31, "token id outside the range for which the spec's int32 products are exact"
+        out.append((a ^ b) % M)
+    return out
+
+
+def rotate(u, tau, freqs):
+    """§1.8: rotary embedding of u (N, H, d); tau (N, H) holds the angle index of every head vector."""
+    d = u.shape[-1]
+    freqs = torch.as_tensor(freqs, dtype=u.dtype, device=u.device)
+    assert len(freqs) == d // 4
+    angle = tau[:, :, None].to(u.dtype) * freqs  # (N, H, d/4)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    out = list(u.unbind(-1))  # d channels of (N, H)
+    for j in range(d // 4):
+        even, odd = u[:, :, 2 * j], u[:, :, 2 * j + 1]
+        out[2 * j] = cos[:, :, j] * even + sin[:, :, j] * odd
+        out[2 * j + 1] = cos[:, :, j] * odd - sin[:, :, j] * even
+    return torch.stack(out, dim=-1)
+
+
+def pair(u):
+    """§1.7, App. B: (N, H, c) -> (2N, H/2, c); head h of token t is at position 2t + h//(H/2) of stream h mod (H/2)."""
+    N, H, c = u.shape
+    half = H // 2
+    out = u.new_zeros(2 * N, half, c)
+    for h in range(H):
+        out[h // half::2, h % half] = u[:, h]
+    return out
+
+
+def unpair(u):
+    """§1.7: inverse of pair()."""
+    half = u.shape[1]
+    return torch.stack([u[h // half::2, h % half] for h in range(2 * half)], dim=1)
+
+
+def attention_mask(cu, n, window):
+    """§1.5 step 4: (n, n) booleans; query p of a document sees its keys p - window ... p."""
+    assert cu[0] == 0 and cu[-1] == n
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for a, b in zip(cu[:-1], cu[1:]):
+        for p in range(a, b):
+            mask[p, max(a, p - window):p + 1] = True
+    return mask
+
+
+def attend(q, k, v, cu, window, scale):
+    """§1.5 step 4: dense softmax attention, one head at a time; q, k, v (n, heads, d)."""
+    mask = attention_mask(cu, q.shape[0], window).to(q.device)
+    heads = []
+    for h in range(q.shape[1]):
+        scores = (q[:, h] @ k[:, h].T) * scale
+        heads.append(torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1) @ v[:, h])
+    return torch.stack(heads, dim=1)
+
+
+def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
+    """§1.5-1.7: attention of layer i on the normalised x (N, D)."""
+    row, window, paired, key_offset, value = LAYERS[i]
+    window = S if window == "S" else L
+    N, D = x.shape
+    d, V = D // H, params["embed"].shape[0]
+    W = params["attn_bank"][row]  # (4D, D)
+    sa = params["scalars"][2 * i:2 * i + 2]
+
+    q = (x @ (sa[0] * W[0:D]).T).reshape(N, H, d)
+    k = (x @ (sa[0] * W[D:2 * D]).T).reshape(N, H, d)
+    v = (x @ (sa[0] * W[2 * D:3 * D]).T).reshape(N, H, d)
+    q, k = rms(q), rms(k)
+
+    t, h = torch.arange(N, device=x.device)[:, None], torch.arange(H, device=x.device)[None, :]
+    tau = 2 * t + h % 2 if paired else t + 0 * h
+    q, k = rotate(q, tau, freqs), rotate(k, tau, freqs)
+
+    if key_offset:  # §1.6.2: the half that is not rotated comes from the previous token of the packed row
+        moved = torch.cat([k[:1, :, d // 2:], k[:-1, :, d // 2:]], dim=0)
+        k = torch.cat([k[:, :, :d // 2], moved], dim=-1)
+
+    if value is not None:  # §1.6.3, §1.7
+        table, from_x, from_ve = value
+        ve = params["value_embeds"][table * V + tok]  # (N, D)
+        inp = torch.cat([x[:, :from_x], ve[:, :from_ve]], dim=-1)
+        gate = 2 * torch.sigmoid(inp @ params["ve_gate_bank"][table].T)  # (N, H)
+        v = v + gate[:, :, None] * ve.reshape(N, H, d)
+
+    if paired:
+        y = unpair(attend(pair(q), pair(k), pair(v), [2 * c for c in cu], window, attn_scale))
+    else:
+        y = attend(q, k, v, cu, window, attn_scale)
+
+    y = y * torch.sigmoid(x[:, :GATE] @ params["attn_gate_bank"][row].T)[:, :, None]
+    return y.reshape(N, D) @ (sa[1] * W[3 * D:4 * D]).T
+
+
+def mlp(params, i, x):
+    """§1.9: relu(x W1^T)^2 W2, both matrices stored (F, D)."""
+    W1, W2 = params["mlp_bank"][i, 0], params["mlp_bank"][i, 1]
+    return torch.relu(x @ W1.T) ** 2 @ W2
+
+
+def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
+    """§1.2-1.9: the normalised output h (N, D) that enters the head."""
+    cu = [int(c) for c in cu]
+    tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
+    device = params["embed"].device
+    tok, bigram_rows = tok.to(device), bigram_rows.to(device)
+
+    def lambdas(label):  # §1.4: rounded to lambda_dtype before use (K6)
+        p = params[label]
+        return p if lambda_dtype is None else p.to(lambda_dtype).to(p.dtype)
+
+    rho, pi = lambdas("resid_lambdas"), lambdas("post_lambdas")
+    alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
+    smear_lambda, backout_lambda, skip_lambda = params["scalars"][22:25]
+
+    def attn(i, lane):
+        return attention(params, i, rms(lane), tok, cu, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H)
+
+    # §1.2
+    e = params["embed"][tok]
+    gate = smear_lambda * torch.sigmoid(e[1:, :GATE] @ params["smear_gate"].T)  # (N-1, 1)
+    x0 = rms(torch.cat([e[:1], e[1:] + gate * e[:-1]], dim=0))
+    b = params["bigram_embed"][bigram_rows]
+
+    # §1.4
+    lane0 = x0 + beta[0] * b
+    for i in range(0, 6):
+        inject = alpha[0] * x0 if i == 0 else alpha[i] * x0 + beta[i] * b
+        lane0 = rho[i, 0] * lane0 + attn(i, lane0) + inject
+        if i == 3:
+            skip = lane0
+        lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * mlp(params, i, rms(lane0))
+
+    g = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(x0[:, :GATE] @ params["skip_gate"].T)  # (N, 1)
+    lane0 = lane0 + g * skip
+    lane0 = rho[6, 1] * lane0 + pi[6, 1, 0] * mlp(params, 6, rms(lane0))
+
+    lane1 = lane0
+    for i in range(7, 11):
+        a = attn(i, lane0)
+        lane0 = rho[i, 0] * lane0 + pi[i, 0, 0] * a + alpha[i] * x0 + beta[i] * b
+        lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
+        m = mlp(params, i, rms(lane1))
+        lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * m
+        lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
+        if i == 7:
+            backout = lane0
+    return rms(0.5 * (lane0 + lane1) - backout_lambda * backout)
+
+
+def softcapped_logits(params, h):
+    """§1.11: z = 23 sigmoid((l + 5) / 7.5), (N, V)."""
+    return 23 * torch.sigmoid((h @ params["lm_head"] + 5) / 7.5)
+
+
+def mtp_losses(z, targets, weights):
+    """§1.11: loss_t (N,) from softcapped logits z (N, V); prediction k of token t is target t+k of the packed row."""
+    N = z.shape[0]
+    targets = torch.as_tensor(targets).long().to(z.device)
+    lse = torch.logsumexp(z, dim=-1)
+    loss = torch.zeros_like(lse)
+    for k, w in enumerate(weights):
+        w, M = float(w), N - k  # tokens t < M have a target t+k
+        if w > 0 and M > 0:
+            term = w * (lse[:M] - z[:M].gather(1, targets[k:, None])[:, 0])
+            loss = loss + torch.cat([term, torch.zeros_like(lse[M:])])
+    return loss
+
+
+def model_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, mtp_weights, kappa, H,
+               lambda_dtype=None):
+    """§1.2-1.11 without FP8: (kappa * sum_t loss_t, softcapped logits (N, V)); differentiable in every parameter."""
+    h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
+                     lambda_dtype=lambda_dtype)
+    z = softcapped_logits(params, h)
+    return kappa * mtp_losses(z, targets, mtp_weights).sum(), z
+
+
+def validation_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
+    """§1.11 validation: plain mean cross-entropy of the next token."""
+    h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
+                     lambda_dtype=lambda_dtype)
+    return mtp_losses(softcapped_logits(params, h), targets, [1.0]).mean()
+
+
+# ------------------------------------------------------------------------------------------------- data, §5
+
+def one_call(tokens, B, i, n, M, ranks):
+    """§5.2: one call of the batcher from cursor i: (list of ranks batches, new cursor), or None if B runs out."""
+    batches = []
+    for _ in range(ranks):
+        have, pieces, lengths = 0, [], []
+        while have <= n:
+            if i == len(B):
+                return None
+            s = B[i]
+            following = B[i + 1] if i + 1 < len(B) else len(tokens)
+            e = min(following, s + M, s + n - have + 1)
+            pieces.append(tokens[s:e])
+            lengths.append(e - s)
+            have += e - s
+            i += 1
+        assert have == n + 1
+        c = np.concatenate(pieces)
+        batches.append((c[0:n].astype(np.int32), c[1:n + 1].astype(np.int64), lengths))
+    return batches, i
+
+
+def pack_documents(tokens_of_shards, sep, spec, ranks=8):
+    """§5.2: for each (n, M) of spec, the list of `ranks` tuples (inputs (n,), targets (n,), document lengths).
+
+    The lengths sum to n + 1. A call that finds no more documents starts over on the next shard; after the last shard
+    comes the first. Raises if no shard holds enough documents for one call.
+    """
+    shards = [(tokens, [p for p, x in enumerate(tokens.tolist()) if x == sep]) for tokens in tokens_of_shards]
+    shard, i = 0, 0
+    for n, M in spec:
+        for _ in range(len(shards) + 1):
+            tokens, B = shards[shard]
+            result = one_call(tokens, B, i, n, M, ranks)
+            if result is not None:
+                break
+            shard, i = (shard + 1) % len(shards), 0
+        else:
+            raise ValueError(f"no shard fills {ranks} x {n} tokens with documents of at most {M}")
+        batches, i = result
+        yield batches
+
+
+def cu_capacity(n):
+    """§5.3: K, the smallest positive multiple of 128 that is at least n // 300."""
+    K = 128
+    while K < n // 300:
+        K += 128
+    return K
+
+
+def cu_seqlens(lengths, n, K):
+    """§5.3: cumulative lengths of documents that sum to n + 1 tokens (the last one loses one), filled up with n."""
+    assert sum(lengths) == n + 1
+    if len(lengths) >= K:
+        raise ValueError(f"{len(lengths)} documents do not fit into {K} cumulative lengths")
+    cu = [0]
+    for length in lengths:
+        cu.append(cu[-1] + length)
+    cu[-1] -= 1
+    while len(cu) < K:
+        cu.append(n)
+    return np.array(cu, dtype=np.int32)
+
+
+def validation_piece(tokens, pos, n, sep, K):
+    """§5.5: (inputs, targets, cu) of the n tokens from pos on; cu[0] = 0, then every separator, then n."""
+    inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
+    assert len(targets) == n
+    cu = [0]
+    for p, x in enumerate(inputs.tolist()):
+        if x == sep:
+            cu.append(p)
+    if len(cu) >= K:  # one n must follow
+        raise ValueError(f"{len(cu)} segments do not fit into {K} cumulative lengths")
+    while len(cu) < K:
+        cu.append(n)
+    return inputs.astype(np.int32), targets.astype(np.int64), np.array(cu, dtype=np.int32)
+
+
+# -------------------------------------------------------------------------------------------- optimizer, §3
+
+ADAM_LR, ADAM_EPS, ADAM_WD = 0.008, 1e-10, 0.005  # §3.1
+NORMUON_LR, NORMUON_BETA2, NORMUON_WD = 0.023, 0.95, 1.2  # §3.1
+
+# §3.5 step 3
+POLAR = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+# §3.2, label: (beta1, beta2, lr_mul, wd_mul)
+ADAM_TABLE = {
+    "scalars": (0.9, 0.99, 5.0, 0),
+    "smear_gate": (0.9, 0.99, 0.01, 0),
+    "skip_gate": (0.9, 0.99, 0.05, 0),
+    "attn_gate_bank": (0.9, 0.99, 1, 1),
+    "ve_gate_bank": (0.9, 0.99, 1, 1),
+    "lm_head": (0.5, 0.95, 1, 150),
+    "bigram_embed": (0.75, 0.95, 75, 5),
+    "post_lambdas": (0.9, 0.95, 1.0, 0),
+    "x0_lambdas": (0.9, 0.95, 1.0, 0),
+    "bigram_lambdas": (0.9, 0.95, 1.0, 0),
+    "resid_lambdas": (0.9, 0.95, 5.0, 0),
+    "value_embeds": (0.75, 0.95, 75, 5),
+    "embed": (0.5, 0.95, 1, 150),
+}
+
+# §3.4, label: learning-rate multipliers of the matrices of one bank, repeated along the bank
+NORMUON_TABLE = {
+    "attn_bank": (1, 1, 1, 1),  # Q, K, V, O
+    "mlp_bank": (2, 4),  # W1, W2
+}
+
+
+def polar_normalise(X):
+    """§3.5 step 2: every matrix of X (..., R, C) divided by 1.02 times its Frobenius norm (plus 1e-6)."""
+    return X / (1.02 * torch.sqrt((X * X).sum((-2, -1), keepdim=True)) + 1e-6)
+
+
+def polar_express(X):
+    """§3.5 step 3 alone: five iterations on X (..., R, C) that polar_normalise() has scaled already."""
+    wide = X.shape[-2] <= X.shape[-1]
+    for a, b, c in POLAR:
+        P = X @ X.mT if wide else X.mT @ X
+        Q = b * P + c * P @ P
+        X = a * X + (Q @ X if wide else X @ Q)
+    return X
+
+
+def polar_sign_svd(X):
+    """The exact factor that polar_express() approximates: U V^T of X = U diag(sigma) V^T."""
+    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    return U @ Vh
+
+
+def normuon_state(w):
+    """§3.5: state of a bank chunk with master weights w (c, R, C), which is updated in place."""
+    c, R, C = w.shape
+    return dict(w=w, m=torch.zeros_like(w), v=w.new_zeros((c, R, 1) if R >= C else (c, 1, C)))
+
+
+def normuon_step(state, g, mu, lrs, wd):
+    """§3.5: one step of a bank chunk g (c, R, C), lrs one rate per matrix, wd = lambda; returns y after step 4."""
+    w, m, v = state["w"], state["m"], state["v"]
+    c, R, C = w.shape
+    g = g.to(w.dtype)
+    lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(c, 1, 1)
+    # 1-3
+    m.copy_(m + (1 - mu) * (g - m))
+    u = g + mu * (m - g)
+    y = polar_express(polar_normalise(u))
+    # 4
+    axis, n = (2, C) if R >= C else (1, R)
+    q = (y * y).mean(axis, keepdim=True)
+    norm = torch.sqrt(n * q.sum((1, 2), keepdim=True))
+    v.copy_(v + (1 - NORMUON_BETA2) * (q - v))
+    r = 1 / torch.sqrt(v.clamp(min=1e-10))
+    new_norm = torch.sqrt((n * q * r * r).sum((1, 2), keepdim=True))
+    y = y * r * norm / new_norm.clamp(min=1e-10)
+    # 5
+    keep = (y * w >= 0).to(w.dtype)
+    w.copy_(w - keep * w * wd * lrs - y * lrs)
+    return y
+
+
+def split_master(w):
+    """§3.5 step 5: fp32 array -> (upper, lower) 16 bits as uint16; the upper half is the truncated bf16 weight."""
+    bits = np.ascontiguousarray(w, dtype=np.float32).view(np.uint32)
+    return (bits >> np.uint32(16)).astype(np.uint16), (bits & np.uint32(0xFFFF)).astype(np.uint16)
+
+
+def join_master(upper, lower):
+    """§3.5 step 5: inverse of split_master()."""
+    return ((upper.astype(np.uint32) << np.uint32(16)) | lower.astype(np.uint32)).view(np.float32)
+
+
+def adam_state(p):
+    """§3.6: state of a parameter p, which is updated in place."""
+    return dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
+
+
+def adam_step(state, g, lr, beta1, beta2, eps, wd_mul):
+    """§3.6: one Adam step with quadratic cautious decay; returns the update u that was subtracted."""
+    p, m, v = state["p"], state["m"], state["v"]
+    g = g.to(p.dtype)
+    state["t"] += 1
+    m.copy_(beta1 * m + (1 - beta1) * g)
+    v.copy_(beta2 * v + (1 - beta2) * g * g)
+    size = lr * math.sqrt(1 - beta2 ** state["t"]) / (1 - beta1 ** state["t"])
+    u = size * m / (torch.sqrt(v) + eps)
+    wd = lr * lr * ADAM_WD * wd_mul
+    u = u + wd * p * (u * p > 0).to(p.dtype)
+    p.copy_(p - u)
+    return u
+
+
+class OracleOptimizer:
+    """§3.2-3.8 for the whole model on one rank, with exact weights: the banks are their masters, nothing is rounded.
+
+    `params` holds the current weights under the labels of §1.1; `states` the Adam and NorMuon states.
+    """
+
+    def __init__(self, params, dtype=torch.float64):
+        assert set(params) == set(ADAM_TABLE) | set(NORMUON_TABLE)
+        self.params = {label: p.detach().to(dtype, copy=True).contiguous() for label, p in params.items()}
+        self.states = {}
+        for label in NORMUON_TABLE:
+            self.states[label] = normuon_state(self._matrices(label, self.params[label]))
+        for label in ADAM_TABLE:
+            self.states[label] = adam_state(self.params[label])
+        self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}  # §3.7
+        self.tied = True
+
+    def _matrices(self, label, tensor):
+        """§2.1: optimizer view, (40, D, D) of attn_bank and (24, F, D) of mlp_bank; shares storage."""
+        D = tensor.shape[-1]
+        return tensor.view(-1, D, D) if label == "attn_bank" else tensor.view(-1, tensor.shape[-2], D)
+
+    @torch.no_grad()
+    def step(self, grads, step, s, mu, split_step):
+        """§3.7, §3.8: optimizer step number `step` at learning-rate factor s and momentum mu."""
+        assert split_step % 2 == 1
+        for label, muls in NORMUON_TABLE.items():
+            g = self._matrices(label, grads[label].to(self.params[label].dtype).contiguous())
+            lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
+            normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s)
+
+        for label in ADAM_TABLE:
+            self.sums[label] += grads[label].to(self.sums[label].dtype)
+        if step % 2 == 0:
+            return
+        if self.tied:
+            self.sums["lm_head"] += self.sums["embed"].T
+        for label, (beta1, beta2, lr_mul, wd_mul) in ADAM_TABLE.items():
+            if not (label == "embed" and self.tied):
+                adam_step(self.states[label], self.sums[label], ADAM_LR * s * lr_mul, beta1, beta2, ADAM_EPS, wd_mul)
+            self.sums[label].zero_()
+        if self.tied:
+            self.params["embed"].copy_(self.params["lm_head"].T)
+
+        if step == split_step:
+            head, embed = self.states["lm_head"], self.states["embed"]
+            embed["t"] = head["t"]
+            embed["m"].copy_(head["m"].T)
+            embed["v"].copy_(head["v"].T)
+            self.tied = False
+
+
+# -------------------------------------------------------------------------- schedules of the record run, §4
+
+def stage_of(step):
+    """§4.1, §4.2: 0, 1, 2, and 3 for the extension (which also holds step 1490)."""
+    if step < 483:
+        return 0
+    if step < 967:
+        return 1
+    if step < 1450:
+        return 2
+    return 3
+
+
+def lr_factor(step):
+    """§4.3: s(step)."""
+    base = [1.0, 1.52, 1.73, 1.73][stage_of(step)]  # of no effect in the extension
+    if step < 580:
+        return base
+    t = min(1, (step - 580) / (1450 - 580))
+    return base * (1 - t) + 0.15 * t
+
+
+def muon_momentum(step):
+    """§4.4: mu(step)."""
+    if step < 300:
+        return 0.85 + 0.10 * step / 300
+    if step <= 1440:
+        return 0.95
+    return 0.95 - 0.10 * (step - 1440) / 50
+
+
+def mtp_weights(step):
+    """§4.1: weights of the next-token predictions, linear within a stage."""
+    if step < 483:
+        return [1.0, 0.5, 0.25 * (1 - step / 483)]
+    if step < 967:
+        return [1.0, 0.5 * (1 - (step - 483) / (967 - 483))]
+    return [1.0]
