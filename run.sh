@@ -88,7 +88,7 @@ done
 
 if [ -z "$python" ]; then
   [ -z "$outdated" ] || say "$outdated has a torch older than 2.11 and is left as it is; using .venv"
-  python=$PWD/.venv/bin/python
+  python=.venv/bin/python
   stamp=$(cksum <requirements.txt)
   if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
     [ -n "$base" ] || die "no Python 3.10 or newer on PATH; install one and start again"
@@ -119,7 +119,8 @@ done
 gpus=0
 if [ "$preset" != cpu ] && { nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; }; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || die "torch cannot be imported; the lines above say why"
-  [ "$gpus" -gt 0 ] || say "this machine has GPUs, but torch sees none (CPU build, old driver, or CUDA_VISIBLE_DEVICES): training on the CPU"
+  [ "$gpus" -gt 0 ] ||
+    say "this machine has GPUs, but torch sees none (CPU build, old driver, or CUDA_VISIBLE_DEVICES): training on the CPU"
 fi
 procs=1
 for n in 2 4 8; do

@@ -164,19 +164,19 @@ class Config:
 
 PRESETS = {
     "record": Config(),
-    # Everything about 1/8 in width and window, 1/16 in batch, 1/8 in steps. Bytes instead of GPT-2 tokens.
+    # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/12; bytes as tokens.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
         Schedule(
-            scheduled_steps=180, extension_steps=8, final_window=320, muon_warmup=40, muon_cooldown=8,
+            scheduled_steps=120, extension_steps=6, final_window=320, muon_warmup=25, muon_cooldown=6,
             stages=(
-                Stage(8192, 448, 16, 48, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-                Stage(16384, 1024, 48, 112, 1.52, (1.0, 0.5), (1.0, 0.0)),
-                Stage(24576, 1024, 80, 176, 1.73, (1.0,), (1.0,)),
-                Stage(24576, 1024, 96, 208, 1.73, (1.0,), (1.0,)))),
+                Stage(4096, 448, 16, 48, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+                Stage(8192, 512, 48, 112, 1.52, (1.0, 0.5), (1.0, 0.0)),
+                Stage(12288, 512, 80, 176, 1.73, (1.0,), (1.0,)),
+                Stage(12288, 512, 96, 208, 1.73, (1.0,), (1.0,)))),
         Optim(),
-        Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=131072,
-             val_batch_tokens=16384),
+        Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
+             val_batch_tokens=8192),
         Run(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200, sample_prompt="def ")),
 }
 

@@ -67,8 +67,8 @@ def pack(documents, limit: int):
 
 
 def report(folder: Path, prefix: str, separator: int) -> None:
-    """Prints what the finished shards of a folder hold. The entropy is the loss of a model that knows only how frequent each byte
-    is; a trained one has to be below it."""
+    """Prints what the finished shards of a folder hold. The entropy is the loss of a model that knows only how frequent
+    each byte is; a trained one has to be below it."""
     count, shards = {}, {}
     for part in ("train", "val"):
         shards[part] = sorted(folder.glob(f"{prefix}_{part}_*.bin"))

@@ -110,6 +110,7 @@ def train(procs, *arguments, python="system/python3") -> str:
 def test_gpus_decide_processes_and_the_record_preset(machine, gpus, procs):
     calls = machine.run(SMI_GPUS=str(gpus), TORCH_GPUS=str(gpus))
     assert calls == ["system/python3|data/prepare.py|fineweb", train(procs, "--preset=record")]
+    assert machine.threads() == "", "with GPUs the threads are torchrun's and the trainer's business"
 
 
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
@@ -122,6 +123,12 @@ def test_torch_has_the_last_word_on_gpus(machine):
     assert machine.run(SMI_GPUS="8", TORCH_GPUS="0")[-1] == train(1, "--preset=cpu")
     assert "torch sees none" in machine.err
     assert machine.run(SMI_GPUS="8", TORCH_GPUS="2")[-1] == train(2, "--preset=record")
+
+
+def test_a_torch_that_cannot_be_imported_ends_it(machine):
+    (machine.folder / "sites" / "system" / "torch" / "__init__.py").write_text("raise ImportError('libcudart')")
+    assert machine.run(SMI_GPUS="1", status=1) == []
+    assert "libcudart" in machine.err and machine.err.endswith("run.sh: torch cannot be imported; the lines above say why\n")
 
 
 def test_threads_are_shared_among_processes_unless_given(machine):
