@@ -945,77 +945,70 @@ class SparseRows:
         return own.div_(self.rt.world)
 
 
+def flat_views(flat, like):
+    """The consecutive parts of a flat buffer, each in the shape of one of `like`."""
+    return [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in like]), like)]
+
+
 class NorMuonAndAdam:
     """State and communication of all parameters; the rules are above, the numbers in PARAM_TABLE.
 
-    named_params: {label: parameter}. State dicts are {label: {name: full tensor}} and fit any number of ranks.
-    Idea of one object with explicit orders in place of hooks: Chris McCormick (PR 200).
+    named_params: {label: parameter}. One object with explicit orders in place of hooks: Chris McCormick (PR 200).
     """
 
-    def __init__(self, named_params, config, rt, ops, compiler=lambda f: f, table=PARAM_TABLE):
+    def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
         self.params, self.config, self.rt, self.ops = dict(named_params), config.optim, rt, ops
-        self.table = {row.label: row for row in table}
-        if sorted(self.params) != sorted(row.label for row in table):
-            raise ValueError(f"parameters {sorted(self.params)} and table rows {sorted(row.label for row in table)} differ")
-        self.flat_labels = [row.label for row in table if row.comms == "replicated"]
-        shards = {row.label for row in table if row.comms != "replicated"} | {"replicated"}
-        if set(SCATTER_ORDER) != shards or set(WORK_ORDER) != shards:
-            raise ValueError("SCATTER_ORDER and WORK_ORDER must name every sharded label and 'replicated'")
+        self.table = {row.label: row for row in PARAM_TABLE}
+        if len(self.table) != len(PARAM_TABLE) or set(self.table) != set(self.params):
+            raise ValueError(f"PARAM_TABLE needs one row per parameter; differing: {sorted(set(self.table) ^ set(self.params))}")
         self.normuon_tail, self.adam_update = compiler(normuon_tail), compiler(adam_update)
         self.shards = {}  # label -> the part of the parameter this rank updates, in the optimizer's shape; a view
-        self.state = {}  # label (or "replicated") -> tensors of this rank's part
-        self.adam_steps = {}  # label (or "replicated") -> updates so far
+        self.state = {}  # label -> {"m", "v", "mantissa"} of that part
         self.matrix_lr = {}  # label -> rate multiplier of every owned matrix
+        self.coefficients = {}  # label -> (beta1, beta2, lr_mul, wd_mul)
         for label, row in self.table.items():
-            if row.comms == "replicated":
-                continue
-            shard = self._own(self._matrices(label, self.params[label].detach()))
-            zeros = torch.zeros_like(shard, dtype=torch.float32)
-            self.shards[label] = shard
-            if row.optim == "normuon":
-                rates = torch.tensor(row.matrix_lr * (shard.size(0) * rt.world // len(row.matrix_lr)), device=rt.device)
-                self.matrix_lr[label] = self._own(rates).view(-1, 1, 1)
-                v = zeros[:, :, :1] if shard.size(1) >= shard.size(2) else zeros[:, :1]
-                self.state[label] = {"m": zeros, "v": v.clone(), "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
+            shard = self.shards[label] = self._own(label, self._matrices(label, self.params[label].detach()))
+            m, v = (torch.zeros_like(shard, dtype=torch.float32) for _ in range(2))
+            self.state[label] = {"m": m, "v": v}
+            if row.optim == "adam":
+                self.coefficients[label] = (*row.betas, row.lr_mul, row.wd_mul)
             else:
-                self.state[label], self.adam_steps[label] = {"m": zeros, "v": zeros.clone()}, 0
-        self._init_replicated()
-        self.sparse = None
-        if rt.world > 1 and rt.world == config.run.micro_batches:  # worth it for the gradient of a single micro-batch
-            (label,) = [row.label for row in table if row.comms == "sharded_sparse"]
-            self.sparse = SparseRows(self.params[label].size(0), rt)
+                v = v[:, :, :1] if shard.size(1) >= shard.size(2) else v[:, :1]
+                self.state[label] = {"m": m, "v": v.clone(), "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
+                rates = torch.tensor(row.matrix_lr * self.params[label].size(0), device=rt.device)
+                self.matrix_lr[label] = self._own(label, rates).view(-1, 1, 1)
 
-    def _init_replicated(self):
-        """One flat fp32 buffer for all replicated parameters, with per-element coefficients."""
-        rows = [row for row in self.table.values() if row.comms == "replicated"]
-        sizes = [self.params[row.label].numel() for row in rows]
+        # Replicated parameters share one flat fp32 buffer, one reduction and one update; coefficients are vectors over it.
+        self.flat_labels = [row.label for row in PARAM_TABLE if row.comms == "replicated"]
+        self.flat_params = [self.shards[label] for label in self.flat_labels]
+        self.state["replicated"] = {key: torch.zeros(sum(p.numel() for p in self.flat_params), device=rt.device) for key in ("m", "v")}
+        for key, flat in self.state["replicated"].items():
+            for label, view in zip(self.flat_labels, flat_views(flat, self.flat_params)):
+                self.state[label][key] = view
+        sizes = torch.tensor([p.numel() for p in self.flat_params])
+        columns = zip(*(self.coefficients[label] for label in self.flat_labels))
+        self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
 
-        def spread(values):
-            return torch.tensor(values, device=self.rt.device).repeat_interleave(torch.tensor(sizes, device=self.rt.device))
-
-        self.flat_labels, self.flat_sizes = [row.label for row in rows], sizes
-        self.flat_beta1, self.flat_beta2 = spread([row.betas[0] for row in rows]), spread([row.betas[1] for row in rows])
-        self.flat_lr_mul, self.flat_wd_mul = spread([row.lr_mul for row in rows]), spread([row.wd_mul for row in rows])
-        self.state["replicated"] = {key: torch.zeros(sum(sizes), device=self.rt.device) for key in ("m", "v")}
-        self.adam_steps["replicated"] = 0
+        # Exchanging touched rows pays for the gradient of a single micro-batch only.
+        self.sparse = SparseRows(self.params["bigram_embed"].size(0), rt) if rt.world == config.run.micro_batches > 1 else None
 
     def _matrices(self, label, tensor):
         """The optimizer's view of a parameter-shaped tensor: banks (n, R, C), all else as it is."""
         per_row = len(self.table[label].matrix_lr)
         return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
 
-    def _own(self, full):
-        rows = full.size(0) // self.rt.world
-        return full[self.rt.rank * rows:(self.rt.rank + 1) * rows]
+    def _own(self, label, full):
+        """This rank's part of a full tensor."""
+        return full if self.table[label].comms == "replicated" else full.chunk(self.rt.world)[self.rt.rank]
 
-    def _gather_full(self, shard):
-        """The shards of all ranks joined along dimension 0."""
-        if self.rt.world == 1:
-            return shard
-        part = shard.contiguous().view(torch.uint8)  # bytes: NCCL does not know int16
-        full = part.new_empty(part.size(0) * self.rt.world, *part.shape[1:])
-        all_gather(full, part)
-        return full.view(shard.dtype)
+    def _full(self, label, part):
+        """The full tensor from every rank's part."""
+        if self.table[label].comms == "replicated" or self.rt.world == 1:
+            return part
+        octets = part.contiguous().view(torch.uint8)  # NCCL does not know int16
+        full = octets.new_empty(octets.size(0) * self.rt.world, *octets.shape[1:])
+        all_gather(full, octets)
+        return full.view(part.dtype)
 
     def before_forward(self, plan, bigram_rows_cpu):
         if self.sparse is not None:
@@ -1029,145 +1022,100 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def step(self, plan):
-        """Apply what is due at this step (`StepPlan`), drop the gradients that were used, publish the new parameters."""
+        """Apply what is due at this step (`StepPlan`), publish the new parameters, drop the gradients that were used."""
         def due(name):
-            if name in self.table and self.table[name].optim == "normuon":
-                return True
-            return plan.adam and not (name == "embed" and plan.tied)
+            return name in self.matrix_lr or plan.adam and not (name == "embed" and plan.tied)
 
-        # Phase 1: start the reductions.
+        # Phase 1: start the reductions. Tied: the embedding's gradient joins that of the head.
         pending = {}
-        for name in SCATTER_ORDER:
-            if due(name):
-                if name == "lm_head" and plan.tied:
-                    self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
-                pending[name] = self._start_reduction(name)
+        for name in filter(due, SCATTER_ORDER):
+            if name == "lm_head" and plan.tied:
+                self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
+            pending[name] = self._start_reduction(name)
 
         # Phase 2: wait for each, update, start its gather.
         gathers = {}
-        for name in WORK_ORDER:
-            if name in pending:
-                grad = pending.pop(name)()
-                if name == "replicated":
-                    self._update_replicated(plan, grad)
-                    continue
-                update = self._update_normuon if self.table[name].optim == "normuon" else self._update_adam
-                update(name, plan, grad)
-                del grad
-                if self.rt.world > 1:
-                    full = self._matrices(name, self.params[name].detach())
-                    gathers[name] = all_gather(full, self.shards[name], async_op=True)
+        for name in filter(due, WORK_ORDER):
+            grad = pending.pop(name)()
+            (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
+            if self.rt.world > 1 and name != "replicated":
+                gathers[name] = all_gather(self._matrices(name, self.params[name].detach()), self.shards[name], async_op=True)
 
-        # Phase 3: finish. While tied the embedding is the transposed head.
+        # Phase 3: finish. Tied: the embedding is the transposed head.
         if plan.adam and plan.tied:
-            if "lm_head" in gathers:
+            if self.rt.world > 1:
                 gathers.pop("lm_head").wait()
             self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
         for work in gathers.values():
             work.wait()
-        for label, row in self.table.items():
-            if row.optim == "normuon" or plan.adam:
-                self.params[label].grad = None
-        if plan.split:
-            self._split_embedding()
+        for label, param in self.params.items():
+            if label in self.matrix_lr or plan.adam:
+                param.grad = None
+        if plan.split:  # from here on the embedding has a state of its own, inherited from the head (PR 200)
+            for key, part in self.state["embed"].items():
+                part.copy_(self._own("embed", self._full("lm_head", self.state["lm_head"][key]).t()))
 
     def _start_reduction(self, name):
         """Launch the average over ranks of one gradient; returns a function that waits for it and gives this rank's part."""
-        if name == "replicated":  # in fp32, whatever the parameter: it is one reduction of a few hundred numbers
+        if name == "replicated":
             grad = torch.cat([self.params[label].grad.float().flatten() for label in self.flat_labels])
-            work = dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True) if self.rt.world > 1 else None
         else:
             grad = self._matrices(name, self.params[name].grad)
-            if self.rt.world == 1:
-                work = None
-            elif self.sparse is not None and self.table[name].comms == "sharded_sparse":
-                self.sparse.send_values(grad)
-                return lambda: self.sparse.receive(grad)
-            else:
-                full, grad = grad, torch.empty_like(self.shards[name])
-                work = reduce_scatter(grad, full, op=dist.ReduceOp.AVG, async_op=True)
+        if self.rt.world == 1:
+            return lambda: grad
+        if name == "replicated":
+            part, work = grad, dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)
+        elif self.sparse is not None and self.table[name].comms == "sharded_sparse":
+            self.sparse.send_values(grad)
+            return lambda: self.sparse.receive(grad)
+        else:
+            part = torch.empty_like(self.shards[name])
+            work = reduce_scatter(part, grad, op=dist.ReduceOp.AVG, async_op=True)
+        return lambda: (work.wait(), part)[1]
 
-        def finish():
-            if work is not None:
-                work.wait()
-            return grad
-
-        return finish
+    # In both updates numbers that change from step to step are 0-D CPU tensors: compiled code reads them at launch, so a new
+    # value costs neither a recompile nor a copy to the device.
 
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
         X, sum_of_squares = self.ops.fused_momentum(grad, state["m"], plan.momentum)
         X = X / (POLAR_SAFETY * sum_of_squares.sqrt() + 1e-6).view(-1, 1, 1)
         y = polar_express(X.to(shard.dtype), self.ops)
-        # 0-D CPU tensors: compiled code reads them at launch, so new values cost neither a recompile nor a copy.
         lr = torch.tensor(self.config.muon_lr * plan.lr_factor)
-        weight_decay = torch.tensor(self.config.muon_wd * self.config.muon_lr * plan.lr_factor)  # rate of the bank, no multiplier
-        self.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label], weight_decay,
-                          self.config.muon_beta2)
+        self.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
+                          self.config.muon_wd * lr, self.config.muon_beta2)  # decay: the bank's rate, no multiplier
 
-    def _update_adam(self, label, plan, grad):
-        row, state = self.table[label], self.state[label]
-        self.adam_steps[label] += 1
-        t, (beta1, beta2) = self.adam_steps[label], row.betas
-        lr = self.config.adam_lr * row.lr_mul * plan.lr_factor
-        step_size = torch.tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
-        weight_decay = torch.tensor(lr * lr * self.config.adam_wd * row.wd_mul)
-        self.adam_update(self.shards[label], state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps)
-
-    def _update_replicated(self, plan, grad):
-        state = self.state["replicated"]
-        self.adam_steps["replicated"] += 1
-        t = self.adam_steps["replicated"]
-        lr = self.config.adam_lr * plan.lr_factor * self.flat_lr_mul
-        step_size = lr * (1 - self.flat_beta2**t).sqrt() / (1 - self.flat_beta1**t)
-        weight_decay = lr * lr * self.config.adam_wd * self.flat_wd_mul
-        flat = torch.cat([self.params[label].detach().float().flatten() for label in self.flat_labels])
-        self.adam_update(flat, state["m"], state["v"], grad, step_size, weight_decay, self.flat_beta1, self.flat_beta2, self.config.adam_eps)
-        for label, part in zip(self.flat_labels, flat.split(self.flat_sizes)):
-            self.params[label].detach().copy_(part.view_as(self.params[label]))
-
-    def _split_embedding(self):
-        """From here on the embedding has its own state: it inherits that of the head, transposed (PR 200)."""
-        for key in ("m", "v"):
-            self.state["embed"][key].copy_(self._own(self._gather_full(self.state["lm_head"][key]).t()))
-        self.adam_steps["embed"] = self.adam_steps["lm_head"]
+    def _update_adam(self, name, plan, grad):
+        state, (beta1, beta2, lr_mul, wd_mul) = self.state[name], self.coefficients[name]
+        t = (plan.step + 1) // 2  # updates so far, this one included; the embedding inherits those of the head
+        lr = self.config.adam_lr * plan.lr_factor * lr_mul
+        step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
+        weight_decay = torch.as_tensor(lr * lr * self.config.adam_wd * wd_mul)
+        p = torch.cat([p.float().flatten() for p in self.flat_params]) if name == "replicated" else self.shards[name]
+        self.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps)
+        if name == "replicated":
+            for param, new in zip(self.flat_params, flat_views(p, self.flat_params)):
+                param.copy_(new)
 
     def reset(self):
         """Back to the state before the first step."""
-        for tensors in self.state.values():
-            for tensor in tensors.values():
-                tensor.zero_()
-        self.adam_steps = dict.fromkeys(self.adam_steps, 0)
+        for part in (part for parts in self.state.values() for part in parts.values()):
+            part.zero_()
         for param in self.params.values():
             param.grad = None
         if self.sparse is not None:
             self.sparse.clear()
 
     def state_dict(self):
-        """{label: {"m", "v", "mantissa" or "step"}} of full tensors; every rank must call it. Take it between an odd and an even
-        step: gradients held over to an Adam step are not in it."""
-        full = {}
-        for label, row in self.table.items():
-            name = "replicated" if row.comms == "replicated" else label
-            if name == "replicated":
-                index = self.flat_labels.index(label)
-                full[label] = {k: t.split(self.flat_sizes)[index].view_as(self.params[label]).clone() for k, t in self.state[name].items()}
-            else:
-                full[label] = {k: self._gather_full(t).clone() for k, t in self.state[name].items()}
-            if row.optim == "adam":
-                full[label]["step"] = self.adam_steps[name]
-        return full
+        """{label: {"m", "v", "mantissa"}} of full tensors, for any number of ranks; every rank must call it. Exact after an odd
+        step; after an even one the gradients that wait for the next Adam update are missing."""
+        return {label: {key: self._full(label, part).clone() for key, part in self.state[label].items()} for label in self.table}
 
+    @torch.no_grad()
     def load_state_dict(self, full):
-        for label, row in self.table.items():
-            name = "replicated" if row.comms == "replicated" else label
-            for key, tensor in self.state[name].items():
-                if name == "replicated":
-                    tensor.split(self.flat_sizes)[self.flat_labels.index(label)].copy_(full[label][key].flatten())
-                else:
-                    tensor.copy_(self._own(full[label][key]))
-            if row.optim == "adam":
-                self.adam_steps[name] = full[label]["step"]
+        for label in self.table:
+            for key, part in self.state[label].items():
+                part.copy_(self._own(label, full[label][key]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

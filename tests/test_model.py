@@ -56,9 +56,68 @@ def test_loss_and_all_gradients(setting):
     borders = [0, *np.cumsum(LENGTHS)]
     expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows, mtp_weights=WEIGHTS, kappa=KAPPA, **settings)
     expected.backward()
-    # The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; seen: 3e-7 at most.
+    # The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 1.6e-7. The gradients of
+    # lambdas are rounded to bf16 with the lambdas themselves (K6); largest seen: 4.2e-4.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for name, param in model.named_parameters():
         error = (param.grad - params[name].grad).abs().max() / params[name].grad.abs().max()
-        print(name, error.item())
-        assert error < 2e-6, f"gradient of {name}: relative error {error:.1e}"
+        assert error < (2**-8 if name.endswith("_lambdas") else 1e-6), f"gradient of {name}: relative error {error:.1e}"
+
+
+def test_validation_loss(setting):
+    model, tokens, cu, rows, view, settings = setting
+    head = kernels.HeadLoss(model.lm_head, torch.float64, fp8=False)
+    with torch.no_grad():
+        h = model(tokens[:-1].int(), cu, rows, view)
+        loss = head(h, tokens[1:], torch.ones(1), 1.0, exact=True) / len(h)
+    expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows, **settings)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_every_technique_matters(setting):
+    """Each parameter, the document borders, the windows, the scale and the hash reach the output: none is silently unused."""
+    model, tokens, cu, rows, view, _ = setting
+
+    def output(**changes):
+        new = dict(cu=cu, rows=rows, view=view) | changes
+        with torch.no_grad():
+            return model(tokens[:-1].int(), new["cu"], new["rows"], new["view"])
+
+    base = output()
+    assert torch.equal(base, output())
+    one_document = torch.full_like(cu, len(tokens) - 1)
+    one_document[0] = 0
+    for changes in (dict(cu=one_document), dict(rows=rows.flip(0)), *(dict(view=view._replace(**{field: getattr(view, field) * 2}))
+                    for field in ("short_window", "long_window", "attn_scale"))):
+        assert not torch.allclose(base, output(**changes), rtol=1e-6), changes
+
+
+def test_initial_identities():
+    """Appendix B at step 0: MLPs and bigram rows are silent, attention gates 1/2, value gates 1, skip gate 0.18243."""
+    cpu = torch.device("cpu")
+    ops, _ = kernels.choose_ops(cpu, "torch")
+    model = T.GPT(CONFIG, ops, torch.float32, cpu)
+    model.init_weights(0)
+    assert torch.count_nonzero(model.mlp_bank[:, 1]) == torch.count_nonzero(model.bigram_embed) == 0
+    assert torch.count_nonzero(model.attn_gate_bank) == torch.count_nonzero(model.ve_gate_bank) == 0
+    assert model.scalars[-3:].tolist() == [0.0, 0.5, -1.5]
+    assert (torch.sigmoid(model.scalars[-1]) * 2 * 0.5).item() == pytest.approx(0.18243, abs=1e-5)
+    assert torch.equal(model.embed, model.lm_head.t())
+
+
+def test_bf16_is_near_fp32():
+    """The production dtype of activations: the loss of a fresh model moves by bf16 rounding only (seen: 7e-5 relative)."""
+    cpu = torch.device("cpu")
+    ops, _ = kernels.choose_ops(cpu, "torch")
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = T.GPT(CONFIG, ops, dtype, cpu)
+        model.init_weights(0)
+        tokens = torch.arange(129, dtype=torch.int32) * 7 % 120
+        cu = torch.full((128,), 128, dtype=torch.int32)
+        cu[:2] = torch.tensor([0, 50])
+        frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
+        view = T.View(*T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
+        h = model(tokens[:-1], cu, torch.from_numpy(T.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows)), view)
+        losses.append(kernels.HeadLoss(model.lm_head, dtype, fp8=False)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)

@@ -91,10 +91,10 @@ def test_adam_matches_torch_without_decay_and_first_step_is_lr():
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def small_config(**schedule):
+def small_config():
     config = T.PRESETS["cpu"]
     return dataclasses.replace(config, model=T.Model(vocab_size=120, model_dim=48),
-                               schedule=dataclasses.replace(config.schedule, scheduled_steps=12, extension_steps=2, **schedule))
+                               schedule=dataclasses.replace(config.schedule, scheduled_steps=8, extension_steps=2))
 
 
 def make_model(config, seed=0):
@@ -106,8 +106,8 @@ def make_model(config, seed=0):
 def test_ten_steps_across_the_split_against_the_oracle():
     """All 15 parameters, even and odd steps, tied, the split with its state transfer, untied; fp64 oracle without bf16 rounding."""
     config = small_config()
-    plans = [T.make_plan(config, step) for step in range(4, 14)]
-    assert [p.step for p in plans if p.split] == [9]
+    plans = [T.make_plan(config, step) for step in range(10)]
+    assert [p.step for p in plans if p.split] == [5]
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
     oracle = oracles.OracleOptimizer({k: p.detach().clone() for k, p in model.named_parameters()})
@@ -117,7 +117,7 @@ def test_ten_steps_across_the_split_against_the_oracle():
         for label, param in model.named_parameters():
             param.grad = grads[label].clone() if param.grad is None else param.grad + grads[label]
         optimizer.step(plan)
-        oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=9)
+        oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5)
         if plan.tied and plan.adam:
             assert torch.equal(model.embed, model.lm_head.t())
     assert not torch.equal(model.embed, model.lm_head.t())  # they have parted
@@ -129,7 +129,6 @@ def test_ten_steps_across_the_split_against_the_oracle():
         bound = 0.03 if param.dtype == torch.bfloat16 else 1e-5
         print(label, error.item())
         assert error < bound, f"{label}: relative error {error:.1e}"
-    assert optimizer.adam_steps["embed"] == optimizer.adam_steps["lm_head"] == 5
 
 
 def test_adam_parameters_move_only_on_odd_steps_and_use_the_sum():
@@ -165,12 +164,12 @@ def test_state_dict_round_trip_continues_bitwise():
         torch.manual_seed(3)
         model = make_model(config)
         optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-        for step in range(6, 12):
+        for step in range(2, 8):
             for param in model.parameters():
                 grad = torch.randn_like(param)
                 param.grad = grad if param.grad is None else param.grad + grad
             optimizer.step(T.make_plan(config, step))
-            if reload and step == 9:
+            if reload and step == 5:
                 saved = optimizer.state_dict()
                 assert set(saved) == set(dict(model.named_parameters()))
                 optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
