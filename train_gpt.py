@@ -54,9 +54,7 @@ class UserError(Exception):
     """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...)
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...) ------------
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,6 @@ class Model:
     @property
     def head_dim(self):
         return self.model_dim // self.num_heads
-
-    @property
-    def mlp_dim(self):
-        return 4 * self.model_dim
 
     @property
     def bigram_rows(self):
@@ -277,9 +271,7 @@ def help_text() -> str:
     return f"{__doc__}\nKnobs with the values of --preset=record (the other preset: cpu):\n" + "\n".join(lines)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Runtime
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Runtime ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -287,10 +279,6 @@ class Runtime:
     rank: int
     world: int
     device: torch.device
-
-    @property
-    def is_main(self):
-        return self.rank == 0
 
 
 def init_runtime(config) -> Runtime:
@@ -308,7 +296,6 @@ def init_runtime(config) -> Runtime:
             raise UserError(f"{world} processes but {torch.cuda.device_count()} GPUs: start one process per GPU")
         torch.cuda.set_device(local)
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     device = torch.device(config.run.device, local) if config.run.device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
     store = None if "RANK" in os.environ else dist.HashStore()
@@ -331,9 +318,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data: token shards -> packed documents -> batches on the device
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Data: token shards -> packed documents -> batches on the device -------------------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 
@@ -421,43 +406,44 @@ def make_batch(run_of_tokens: np.ndarray, cu: np.ndarray, config, device) -> Bat
 
 
 class Shard:
-    """One training shard: tokens and where its documents start."""
+    """One training shard: tokens, and where its documents start."""
 
     def __init__(self, path, model):
-        self.path, self.tokens = path, read_shard(path, model.vocab_size)
+        self.tokens = read_shard(path, model.vocab_size)
         self.starts = np.flatnonzero(self.tokens == model.separator)
         if not len(self.starts):
             raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer? (--vocab_size)")
         self.lengths = np.diff(self.starts, append=len(self.tokens))
-        self.cut = {}  # longest document -> (cut lengths, their running sum)
 
-    def pack(self, cursor, tokens, max_doc_len):
-        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor), None if they run out.
+    def pack(self, cursor, rows, tokens, max_doc_len):
+        """`rows` rows of tokens + 1 places filled with documents from number `cursor` on, or None if they run out.
 
-        Documents are cut at max_doc_len and the last one where the row is full; what is cut off is never seen again.
+        Documents are cut at max_doc_len, the last of a row also where the row is full; what is cut off is never seen.
+        Returns ([(starts, lengths) per row], next cursor).
         """
-        if max_doc_len not in self.cut:
-            lengths = np.minimum(self.lengths, max_doc_len)
-            self.cut[max_doc_len] = lengths, np.cumsum(lengths)
-        lengths, total = self.cut[max_doc_len]
-        full = (total[cursor - 1] if cursor else 0) + tokens + 1
-        last = int(np.searchsorted(total, full))
-        if last == len(total):
-            return None
-        taken = lengths[cursor:last + 1].copy()
-        taken[-1] -= total[last] - full
-        return self.starts[cursor:last + 1], taken, last + 1
+        lengths = np.minimum(self.lengths[cursor:], max_doc_len)
+        total = np.cumsum(lengths)
+        packed, first = [], 0
+        for _ in range(rows):
+            full = (total[first - 1] if first else 0) + tokens + 1
+            last = int(np.searchsorted(total, full))
+            if last == len(total):
+                return None
+            taken = lengths[first:last + 1].copy()
+            taken[-1] -= total[last] - full
+            packed.append((self.starts[cursor + first:cursor + last + 1], taken))
+            first = last + 1
+        return packed, cursor + first
 
 
 class Loader:
     """Training batches of one rank, in the order of the official 8-GPU run for any number of ranks.
 
-    A step takes `micro_batches` rows of documents, row j goes to rank j mod G as its (j div G)-th micro-step. A step that does not
-    fit into the rest of a shard starts over on the next one (as the 8-rank reference does; its runs on fewer ranks only repeat the
-    row, which moves the documents after a shard border by less than one step). Batches are built one ahead by a thread.
+    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A step that does not fit
+    into the rest of a shard starts on the next one, as with 8 ranks in the reference (with fewer ranks it repeats only a part
+    of the step, which moves later documents by less than one step). A thread builds one batch ahead, another reads a shard.
 
-    steps: the steps to serve, in order; shape_of(step) -> (tokens per row, longest document). `state_dict` describes what
-    `next_batch` has handed out, not what was read ahead.
+    steps: the steps to serve, in order; shape_of(step) -> (tokens per row, longest document).
     """
 
     def __init__(self, config, rt, steps, shape_of, warn=print):
@@ -468,17 +454,16 @@ class Loader:
         self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
 
     def state_dict(self):
-        """index, part: step (place in `steps`) and micro-step that come next; shard, cursor: first document of that step."""
+        """index, part: step (place in `steps`) and micro-step that come next; shard, cursor: first document of that step.
+
+        It describes what `next_batch` has handed out, not what was read ahead.
+        """
         return dict(self.state)
 
     def load_state_dict(self, state):
-        self.builder.submit(lambda: None).result()  # a build under way finishes first
         self.state = dict(state)
-        self.index, self.part, self.shard_index, self.cursor = (state[k] for k in ("index", "part", "shard", "cursor"))
-        self.shard = Shard(self.files[self.shard_index % len(self.files)], self.config.model)
-        self._read_ahead()
-        self.rows = None  # the rows of the current step
-        self.ready = self.builder.submit(self._build)
+        self.batches = self._batches(**state)
+        self.ready = self.builder.submit(next, self.batches, None)
 
     def next_batch(self) -> Batch:
         batch, copied, self.state = self.ready.result()
@@ -487,62 +472,46 @@ class Loader:
             current.wait_event(copied)
             for tensor in batch[:4]:
                 tensor.record_stream(current)
-        self.ready = self.builder.submit(self._build)
+        self.ready = self.builder.submit(next, self.batches, None)
         return batch
 
-    def _read_ahead(self):
-        path = self.files[(self.shard_index + 1) % len(self.files)]
-        self.coming = self.reader.submit(Shard, path, self.config.model) if len(self.files) > 1 else None
+    def _shard(self, index):
+        return Shard(self.files[index % len(self.files)], self.config.model)
 
-    def _next_shard(self):
-        self.shard_index, self.cursor = self.shard_index + 1, 0
-        if self.shard_index % len(self.files) == 0:
-            if self.config.data.data_end == "stop":
-                raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or allow --data_end=wrap")
-            if self.shard_index == len(self.files):
-                self.warn("training data exhausted: starting again with the first shard")
-        if self.coming is not None:
-            self.shard = self.coming.result()
-            self._read_ahead()
+    def _batches(self, index, part, shard, cursor):
+        """Yields (batch, event after its copies, state after it), from a state on."""
+        current, coming = self._shard(shard), self.reader.submit(self._shard, shard + 1)
+        rows, parts = self.config.run.micro_batches, self.config.run.micro_batches // self.rt.world
+        for index in range(index, len(self.steps)):
+            tokens, max_doc_len = self.shape_of(self.steps[index])
+            misses = 0
+            while (packed := current.pack(cursor, rows, tokens, max_doc_len)) is None:
+                shard, cursor, misses = shard + 1, 0, misses + 1
+                if misses > len(self.files):
+                    raise UserError(f"no training shard holds one step: {rows} rows of {tokens} tokens of documents cut at"
+                                    f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
+                if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
+                    raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or allow --data_end=wrap")
+                if shard == len(self.files):
+                    self.warn("training data exhausted: starting again with the first shard")
+                current, coming = coming.result(), self.reader.submit(self._shard, shard + 1)
+            for part in range(part, parts):
+                batch = self._batch(current, *packed[0][part * self.rt.world + self.rt.rank], tokens)
+                last = part + 1 == parts
+                yield *batch, {"index": index + last, "part": 0 if last else part + 1, "shard": shard,
+                               "cursor": packed[1] if last else cursor}
+            part, cursor = 0, packed[1]
 
-    def _pack_step(self, tokens, max_doc_len):
-        """All rows of one step, as (shard, starts, lengths); moves the cursor."""
-        for _ in range(len(self.files) + 1):
-            rows, cursor = [], self.cursor
-            while len(rows) < self.config.run.micro_batches:
-                if (packed := self.shard.pack(cursor, tokens, max_doc_len)) is None:
-                    break
-                starts, lengths, cursor = packed
-                rows.append((self.shard, starts, lengths))
-            else:
-                self.cursor = cursor
-                return rows
-            self._next_shard()
-        raise UserError(f"no training shard holds one step: {self.config.run.micro_batches} rows of {tokens} tokens of documents"
-                        f" cut at {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
-
-    def _build(self):
-        """The next batch of this rank -> (batch, event after its copies, state once it is handed out); None at the end."""
-        if self.index == len(self.steps):
-            return None
-        tokens, max_doc_len = self.shape_of(self.steps[self.index])
-        if self.rows is None:
-            self.step_start = self.shard_index, self.cursor
-            self.rows = self._pack_step(tokens, max_doc_len)
-        shard, starts, lengths = self.rows[self.part * self.rt.world + self.rt.rank]
+    def _batch(self, shard, starts, lengths, tokens):
+        """One row -> (Batch on the device, event after its copies). K2: a cut document's last target is the next separator."""
         run_of_tokens = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
-        # K2: the target after a cut document is the separator of the next document.
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-        self.part += 1
-        if self.part == self.config.run.micro_batches // self.rt.world:
-            self.index, self.part, self.rows, self.step_start = self.index + 1, 0, None, (self.shard_index, self.cursor)
-        state = {"index": self.index, "part": self.part, "shard": self.step_start[0], "cursor": self.step_start[1]}
         if self.stream is None:
-            return make_batch(run_of_tokens, cu, self.config, self.rt.device), None, state
+            return make_batch(run_of_tokens, cu, self.config, self.rt.device), None
         torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
         with torch.cuda.stream(self.stream):
-            return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event(), state
+            return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event()
 
 
 class ValidationData:
@@ -567,9 +536,7 @@ class ValidationData:
             yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Model
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Model -----------------------------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
@@ -672,7 +639,7 @@ class GPT(nn.Module):
             return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
 
         self.attn_bank = parameter(ATTENTION_ROWS, 4 * D, D)  # rows of a layer: Q, K, V, O
-        self.mlp_bank = parameter(MLP_ROWS, 2, config.mlp_dim, D)  # W1 up, W2 down, both hidden-major
+        self.mlp_bank = parameter(MLP_ROWS, 2, 4 * D, D)  # W1 up, W2 down, both hidden-major
         self.attn_gate_bank = parameter(ATTENTION_ROWS, H, GATE_CHANNELS)
         self.ve_gate_bank = parameter(VALUE_TABLES, H, GATE_CHANNELS)
         self.smear_gate = parameter(1, GATE_CHANNELS)
@@ -713,7 +680,7 @@ class GPT(nn.Module):
 
         # One unbind per bank: its backward is one stack, where selects would add a full bank of zeros per layer (PR 233).
         attn_weights = iter(self.attn_bank.to(dtype).unbind(0))
-        mlp_weights = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, D).unbind(0)
+        mlp_weights = self.mlp_bank.to(dtype).view(-1, 4 * D, D).unbind(0)
         attn_gates = iter(self.attn_gate_bank.to(dtype).unbind(0))
         value_gates = iter(self.ve_gate_bank.to(dtype).unbind(0))
         # K6: these act with bf16 precision (1.1 ** 0.5 becomes 1.046875).
@@ -790,9 +757,7 @@ class GPT(nn.Module):
         return rms_norm(0.5 * (lane0 + lane1) - backout_lambda * kept["backout"])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizer: update rules. They change their first arguments in place and know nothing else.
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Optimizer: update rules. They change their first arguments in place and know nothing else. ----------------------
 
 # Coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ. Polar Express, Amsel et al., arXiv 2505.16932: 5 steps, safety 2e-2.
 POLAR_EXPRESS = (
@@ -851,9 +816,7 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     p.copy_(w - u - weight_decay * w * (u * w > 0))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizer: who is updated how, and when it travels
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Optimizer: who is updated how, and when it travels --------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -1118,9 +1081,7 @@ class NorMuonAndAdam:
                 part.copy_(self._own(label, full[label][key]))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Schedule
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Schedule --------------------------------------------------------------------------------------------------------
 
 
 class StepPlan(NamedTuple):
@@ -1172,18 +1133,16 @@ def make_plan(config: Config, step: int) -> StepPlan:
         split=step == split_step)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Log, evaluation, sampling
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Log, evaluation, sampling ---------------------------------------------------------------------------------------
 
 
 class Log:
     """The log file and the console of rank 0; other ranks write nothing. One writer, kept open, flushed at validations."""
 
     def __init__(self, config, rt):
-        self.file, self.is_main = None, rt.is_main
-        self.terminal = rt.is_main and sys.stdout.isatty()
-        if rt.is_main:
+        self.file, self.is_main = None, rt.rank == 0
+        self.terminal = rt.rank == 0 and sys.stdout.isatty()
+        if rt.rank == 0:
             folder = Path(__file__).parent / config.run.log_dir
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -1275,9 +1234,7 @@ def sample(model, view, prompt: str, count: int, seed: int, temperature=0.8, con
     return decode(ids[1:])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Training
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 class LossWatch:
@@ -1435,7 +1392,7 @@ class Trainer:
         """Model, optimizer, loader position and source beside the log, complete or not at all."""
         state = {"step": self.total, "source": Path(__file__).read_text(), "config": flatten(self.config),
                  "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
-        if self.rt.is_main:
+        if self.rt.rank == 0:
             path = self.log.path.with_suffix("") / f"state_step{self.total:06d}.pt"
             path.parent.mkdir(exist_ok=True)
             torch.save(state, path.with_suffix(".tmp"))
@@ -1473,7 +1430,7 @@ def train(config, rt, log, launched):
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if config.run.save_checkpoint:
         trainer.save()
-    if config.run.sample_tokens and rt.is_main:
+    if config.run.sample_tokens and rt.rank == 0:
         try:
             text = sample(trainer.model, trainer.views[-1], config.run.sample_prompt, config.run.sample_tokens, config.run.seed)
             log.line(f"sample:\n{text}")

@@ -1,0 +1,466 @@
+"""From shard files to batches, against the plain loops of oracles.py. Integers throughout, so all comparisons are exact."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+import train_gpt as T
+
+CPU = torch.device("cpu")
+MODEL = T.Model(vocab_size=50, model_dim=96)
+SEP = MODEL.separator
+BIGRAM_ROWS = 5 * 128
+WORLDS = [1, 2, 4, 8]
+SHAPES = [(16, 7), (64, 20), (48, 1000), (33, 12)]  # (tokens per row, longest document)
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None):
+    header = np.random.default_rng(1).integers(-2**31, 2**31, 256).astype("<i4")  # the rest of the header has no meaning
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
+    return path
+
+
+def random_shard(rng, documents, headless=False):
+    """Documents of 1 to 60 tokens with their separator, some of them of one; `headless`: the shard starts inside a document."""
+    parts = [rng.integers(0, SEP, 10)] if headless else []
+    for length in rng.integers(0, 60, documents) * (rng.random(documents) > 0.1):
+        parts += [[SEP], rng.integers(0, SEP, length)]
+    return np.concatenate(parts).astype(np.uint16)
+
+
+class Corpus:
+    """Shards on disk, and what the oracle makes of them."""
+
+    def __init__(self, folder, shards, spec, micro_batches=8, **data):
+        self.shards, self.spec, self.micro_batches = shards, spec, micro_batches
+        for i, tokens in enumerate(shards):
+            write_shard(folder / f"train_{i:03}.bin", tokens)
+        self.config = T.Config(model=MODEL, data=T.Data(train_files=f"{folder}/train_*.bin", **data),
+                               run=T.Run(micro_batches=micro_batches))
+        self.warnings, self.asked = [], []
+
+    def loader(self, rank=0, world=1, first=0, device=CPU):
+        """Steps carry numbers of their own: 100 and then every third."""
+        numbers = [100 + 3 * i for i in range(len(self.spec))][first:]
+
+        def shape_of(step):
+            self.asked.append(step)
+            return self.spec[(step - 100) // 3]
+
+        return T.Loader(self.config, T.Runtime(rank, world, device), numbers, shape_of, warn=self.warnings.append)
+
+    def expected(self):
+        """Rows of all steps in one list, in micro-batch order."""
+        return [row for step in oracles.pack_documents(self.shards, SEP, self.spec, self.micro_batches) for row in step]
+
+    def rows_of(self, rank, world):
+        """Positions in expected() of the batches of a rank."""
+        return range(rank, len(self.spec) * self.micro_batches, world)
+
+    def steps_before_the_end(self):
+        """Number of steps that the shards hold without wrapping."""
+        shard, i = 0, 0
+        for step, (n, longest) in enumerate(self.spec):
+            while True:
+                tokens = self.shards[shard]
+                result = oracles.one_call(tokens, np.flatnonzero(tokens == SEP).tolist(), i, n, longest, self.micro_batches)
+                if result is not None:
+                    break
+                shard, i = shard + 1, 0
+                if shard == len(self.shards):
+                    return step
+            i = result[1]
+        return len(self.spec)
+
+
+def random_corpus(folder, seed, steps=24, **options):
+    """Three shards of which the second starts inside a document; steps enough to go through them more than twice."""
+    rng = np.random.default_rng(seed)
+    shards = [random_shard(rng, documents, headless) for documents, headless in [(90, False), (120, True), (70, False)]]
+    return Corpus(folder, shards, [SHAPES[i] for i in rng.integers(0, len(SHAPES), steps)], **options)
+
+
+def assert_batch(batch, row):
+    """All five members of a batch, values and dtypes, against a row of the oracle."""
+    inputs, targets, lengths = row
+    rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
+    cu = oracles.cu_seqlens(lengths, len(inputs), oracles.cu_capacity(len(inputs)))
+    assert isinstance(batch.bigram_rows_cpu, np.ndarray)
+    got = [t.cpu().numpy() for t in batch[:4]] + [batch.bigram_rows_cpu]
+    for name, values, wanted in zip(T.Batch._fields, got, [inputs, targets, cu, rows, rows], strict=True):
+        assert values.dtype == wanted.dtype, name
+        np.testing.assert_array_equal(values, wanted, err_msg=name)
+
+
+# ---- Training batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, world):
+    """Row j of a step is micro-step j div G of rank j mod G, whatever G: cuts, shard changes and wraps included."""
+    corpus = random_corpus(tmp_path, seed)
+    assert corpus.steps_before_the_end() < len(corpus.spec) / 2
+    expected = corpus.expected()
+    for rank in range(world):
+        loader = corpus.loader(rank, world)
+        for j in corpus.rows_of(rank, world):
+            assert_batch(loader.next_batch(), expected[j])
+
+
+@pytest.mark.parametrize("micro_batches, world", [(16, 2), (4, 4), (1, 1)])
+def test_other_numbers_of_micro_batches(tmp_path, micro_batches, world):
+    corpus = random_corpus(tmp_path, 5, micro_batches=micro_batches)
+    expected = corpus.expected()
+    for rank in range(world):
+        loader = corpus.loader(rank, world)
+        for j in corpus.rows_of(rank, world):
+            assert_batch(loader.next_batch(), expected[j])
+
+
+def document(length, first):
+    return [SEP, *range(first, first + length - 1)]
+
+
+def test_hand_made_step(tmp_path):
+    """Documents of 4, 3 and 9 tokens, rows of 5, documents cut at 4: what is dropped, where rows end, K1, K2."""
+    shard = np.array([7, 8, *document(4, 1), *document(3, 11), *document(9, 21), *document(2, 31), *document(5, 41)], np.uint16)
+    corpus = Corpus(tmp_path, [shard], [(5, 4)], micro_batches=2)
+    loader = corpus.loader()
+    first, second = loader.next_batch(), loader.next_batch()
+    assert first.tokens.tolist() == [SEP, 1, 2, 3, SEP] and first.targets.tolist() == [1, 2, 3, SEP, 11]
+    assert first.cu_seqlens.tolist() == [0, 4] + [5] * 126
+    assert second.tokens.tolist() == [SEP, 21, 22, 23, SEP] and second.targets.tolist() == [21, 22, 23, SEP, 31]
+    assert second.cu_seqlens.tolist() == [0, 4] + [5] * 126
+    across_the_border = (36313 * SEP ^ 27191 * 23) % (BIGRAM_ROWS - 1)
+    assert second.bigram_rows[-1] == across_the_border and second.bigram_rows[0] == BIGRAM_ROWS - 1
+
+
+@pytest.mark.parametrize("small", [0, 1, 2])
+def test_shard_too_small_for_a_step_is_passed_over(tmp_path, small):
+    """Steps of 8 x 17 and 8 x 65 tokens; the small shard holds the one but not the other."""
+    rng = np.random.default_rng(7)
+    shards = [random_shard(rng, 12 if i == small else 80) for i in range(3)]
+    corpus = Corpus(tmp_path, shards, [(64, 30), (16, 9)] * 10)
+    loader, expected = corpus.loader(), corpus.expected()
+    for row in expected:
+        assert_batch(loader.next_batch(), row)
+
+
+def test_files_are_read_in_the_order_of_their_names(tmp_path):
+    corpus = random_corpus(tmp_path, 0)
+    (tmp_path / "train_000.bin").rename(tmp_path / "train_9.bin")
+    corpus.shards = corpus.shards[1:] + corpus.shards[:1]
+    assert_batch(corpus.loader().next_batch(), corpus.expected()[0])
+
+
+# ---- State -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_resumes_after_any_number_of_batches(tmp_path, world):
+    """Also in the middle of a step, of a step that a shard change interrupted, and after a wrap; the state is plain numbers."""
+    corpus = random_corpus(tmp_path, 1, steps=12)
+    assert corpus.steps_before_the_end() < 12
+    expected, rank = corpus.expected(), world - 1
+    rows = [expected[j] for j in corpus.rows_of(rank, world)]
+    loader, resumed = corpus.loader(rank, world), corpus.loader(rank, world)
+    for taken in range(len(rows) + 1):
+        resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # onto a loader that was elsewhere
+        for row in rows[taken:taken + 12]:
+            assert_batch(resumed.next_batch(), row)
+        if taken < len(rows):
+            assert_batch(loader.next_batch(), rows[taken])  # asking for the state changes nothing
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_resumes_on_another_number_of_ranks(tmp_path, world):
+    """At a step border all ranks are in one state, which does for any number of ranks."""
+    corpus = random_corpus(tmp_path, 2, steps=12)
+    expected = corpus.expected()
+    for done in range(0, 12, 3):
+        states = []
+        for rank in range(world):
+            loader = corpus.loader(rank, world)
+            for _ in range(done * 8 // world):
+                loader.next_batch()
+            states.append(loader.state_dict())
+        assert states == states[:1] * world
+        for other in WORLDS:
+            loader = corpus.loader(other - 1, other)
+            loader.load_state_dict(states[0])
+            for j in range(8 * done + other - 1, 8 * done + 24, other):
+                assert_batch(loader.next_batch(), expected[j])
+
+
+def test_a_state_is_a_snapshot(tmp_path):
+    loader = random_corpus(tmp_path, 3).loader()
+    state = loader.state_dict()
+    kept = dict(state)
+    loader.next_batch()
+    assert state == kept != loader.state_dict()
+
+
+# ---- The end of the data ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
+    """With data for exactly the given steps and data_end=stop, reading ahead neither fails nor asks for another step."""
+    corpus = random_corpus(tmp_path, 4, data_end="stop")
+    corpus.spec = corpus.spec[:corpus.steps_before_the_end()]
+    expected = corpus.expected()
+    for rank in range(world):
+        loader = corpus.loader(rank, world)
+        for j in corpus.rows_of(rank, world):
+            assert_batch(loader.next_batch(), expected[j])
+        loader.load_state_dict(loader.state_dict())  # again at the end, where nothing is left to build
+    assert set(corpus.asked) == {100 + 3 * i for i in range(len(corpus.spec))} and not corpus.warnings
+
+
+def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
+    corpus = random_corpus(tmp_path, 4, data_end="stop")
+    loader, expected = corpus.loader(), corpus.expected()
+    for row in expected[:8 * corpus.steps_before_the_end()]:
+        assert_batch(loader.next_batch(), row)
+    with pytest.raises(T.UserError, match="training data exhausted.*data_end=wrap"):
+        loader.next_batch()
+    assert not corpus.warnings
+
+
+def test_wrap_warns_once(tmp_path):
+    corpus = random_corpus(tmp_path, 4)
+    loader, early = corpus.loader(), 8 * (corpus.steps_before_the_end() - 1)
+    for _ in range(early):  # a batch is built ahead
+        loader.next_batch()
+    assert early and not corpus.warnings
+    for _ in range(8 * len(corpus.spec) - early):
+        loader.next_batch()
+        if loader.state_dict()["shard"] == 4:
+            wrapped = loader.state_dict()
+    assert loader.state_dict()["shard"] >= 6, "the corpus was to be used up twice"
+    assert len(corpus.warnings) == 1 and "exhausted" in corpus.warnings[0]
+    resumed = corpus.loader()
+    resumed.load_state_dict(wrapped)
+    for _ in range(8 * len(corpus.spec) - 8 * wrapped["index"]):
+        resumed.next_batch()
+    assert len(corpus.warnings) == 1
+
+
+@pytest.mark.parametrize("data_end, message", [("wrap", "no training shard holds one step"), ("stop", "training data exhausted")])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_corpus_too_small_for_a_step(tmp_path, shards, data_end, message):
+    """Each shard fills 7 of the 8 rows."""
+    corpus = Corpus(tmp_path, [np.array(document(17, 0) * 7, np.uint16)] * shards, [(16, 100)], data_end=data_end)
+    with pytest.raises(T.UserError, match=message):
+        corpus.loader().next_batch()
+    with pytest.raises(ValueError):
+        corpus.expected()
+
+
+def test_corpus_just_large_enough_for_a_step(tmp_path):
+    corpus = Corpus(tmp_path, [np.array(document(17, 0) * 8, np.uint16)], [(16, 100)] * 3)
+    loader = corpus.loader()
+    for row in corpus.expected():
+        assert_batch(loader.next_batch(), row)
+
+
+def test_too_many_documents(tmp_path):
+    """cu_seqlens of 128 holds 127 documents; --tokens_per_doc gives room for more."""
+    shard = np.full(8 * 201, SEP, np.uint16)
+    with pytest.raises(T.UserError, match=r"201 documents in 200 tokens.*holds 127.*--tokens_per_doc"):
+        Corpus(tmp_path, [shard], [(200, 9)]).loader().next_batch()
+    batch = Corpus(tmp_path, [shard], [(200, 9)], tokens_per_doc=1).loader().next_batch()
+    assert batch.cu_seqlens.tolist() == [*range(201), *[200] * 55]
+    fits = Corpus(tmp_path, [shard], [(126, 9)])
+    assert_batch(fits.loader().next_batch(), fits.expected()[0])
+
+
+# ---- Shard files -----------------------------------------------------------------------------------------------------
+
+TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
+
+
+def test_read_shard(tmp_path):
+    path = write_shard(tmp_path / "a.bin", TOKENS)
+    tokens = T.read_shard(path, MODEL.vocab_size)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == TOKENS.tolist() and T.read_shard_header(path) == 6
+    top = T.read_shard(write_shard(path, [65535, 0, 32768]), 65536)
+    assert top.tolist() == [65535, 0, 32768]
+    assert T.read_shard(write_shard(path, []), 50).tolist() == []
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(magic=20240521), "magic number 20240521"),
+    (dict(version=2), "version 2"),
+    (dict(count=7), "promises 7 tokens but the file holds 6"),
+    (dict(count=5), "promises 5 tokens but the file holds 6"),
+    (dict(count=-1), "promises -1 tokens"),
+    (dict(tokens=[SEP, 50, 1]), "token 50 is outside the vocabulary of 50"),
+])
+def test_damaged_shards(tmp_path, change, message):
+    path = write_shard(tmp_path / "bad.bin", **{"tokens": TOKENS} | change)
+    with pytest.raises(T.UserError, match=f"bad.bin.*{message}"):
+        T.read_shard(path, MODEL.vocab_size)
+
+
+@pytest.mark.parametrize("size", [0, 1023])
+def test_file_shorter_than_a_header(tmp_path, size):
+    (tmp_path / "bad.bin").write_bytes(bytes(size))
+    with pytest.raises(T.UserError, match=f"bad.bin.*{size} bytes is too short"):
+        T.read_shard(tmp_path / "bad.bin", MODEL.vocab_size)
+
+
+def test_half_a_token_too_many(tmp_path):
+    path = write_shard(tmp_path / "bad.bin", TOKENS)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(T.UserError, match="bad.bin"):
+        T.read_shard(path, MODEL.vocab_size)
+
+
+def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
+    corpus = random_corpus(tmp_path, 6)
+    write_shard(tmp_path / "train_001.bin", corpus.shards[1], version=3)
+    loader, served = corpus.loader(), 0
+    with pytest.raises(T.UserError, match="train_001.bin.*version 3"):
+        for row in corpus.expected():
+            assert_batch(loader.next_batch(), row)
+            served += 1
+    assert served >= 8 and served % 8 == 0
+
+
+def test_shard_without_documents(tmp_path):
+    with pytest.raises(T.UserError, match=f"train_000.bin.*no document separator.*{SEP}"):
+        Corpus(tmp_path, [np.arange(40, dtype=np.uint16)], [(16, 9)]).loader().next_batch()
+
+
+def test_where_files_are_looked_for(tmp_path, monkeypatch):
+    for name in ("b.bin", "a.bin", "c.txt"):
+        (tmp_path / name).touch()
+    wanted = [tmp_path / "a.bin", tmp_path / "b.bin"]
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    assert T.find_files(f"{tmp_path}/*.bin") == wanted
+    assert T.find_files("train_g*.py") == [T.Path(T.__file__)]
+    monkeypatch.setenv("DATA_PATH", str(tmp_path.parent))
+    assert T.find_files(f"{tmp_path.name}/*.bin") == wanted
+    with pytest.raises(T.UserError, match=f"no files match {tmp_path.parent}/nothing.*prepare.py"):
+        T.find_files("nothing*.bin")
+
+
+# ---- Validation ------------------------------------------------------------------------------------------------------
+
+
+def validation(folder, files, world, rank=0, pieces=8, n=64):
+    for i, tokens in enumerate(files):
+        write_shard(folder / f"val_{i}.bin", tokens)
+    data = T.Data(val_files=f"{folder}/val_*.bin", val_tokens=pieces * n, val_batch_tokens=n)
+    return T.ValidationData(T.Config(model=MODEL, data=data), T.Runtime(rank, world, CPU))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_validation_pieces(tmp_path, world):
+    """Pieces of all ranks are those of the oracle and hold tokens 0 to val_tokens, from two files, targets one further."""
+    stream = random_shard(np.random.default_rng(3), 40)[:600]
+    stream[64] = SEP  # a document starts exactly with a piece
+    pieces = {}
+    for rank in range(world):
+        data = validation(tmp_path, [stream[:150], stream[150:]], world, rank)
+        for i, batch in enumerate(data):
+            piece = i * world + rank
+            inputs, targets, cu = oracles.validation_piece(stream, 64 * piece, 64, SEP, oracles.cu_capacity(64))
+            rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
+            for got, wanted in zip([t.numpy() for t in batch[:4]] + [batch.bigram_rows_cpu], [inputs, targets, cu, rows, rows]):
+                assert got.dtype == wanted.dtype
+                np.testing.assert_array_equal(got, wanted)
+            pieces[piece] = batch
+        assert [b.tokens.tolist() for b in data] == [pieces[i].tokens.tolist() for i in range(rank, 8, world)]  # once more
+    assert sorted(pieces) == list(range(8))
+    assert torch.cat([pieces[i].tokens for i in range(8)]).tolist() == stream[:512].tolist()
+    assert torch.cat([pieces[i].targets for i in range(8)]).tolist() == stream[1:513].tolist()
+
+
+def test_validation_errors(tmp_path):
+    stream = random_shard(np.random.default_rng(3), 40)[:513]
+    assert len(list(validation(tmp_path, [stream], 1))) == 8
+    with pytest.raises(T.UserError, match="holds 512 tokens, validation needs 513"):
+        validation(tmp_path, [stream[:512]], 1)
+    with pytest.raises(T.UserError, match="documents.*--tokens_per_doc"):
+        list(validation(tmp_path, [np.full(513, SEP)], 1, pieces=2, n=256))
+    with pytest.raises(T.UserError, match="val_1.bin.*token 50"):
+        validation(tmp_path, [stream[:500], [50] * 13], 1)
+
+
+# ---- Vectors ---------------------------------------------------------------------------------------------------------
+
+
+def test_cu_seqlens_vector():
+    """Appendix B: documents of 4, 3 and 4 tokens in 10 + 1."""
+    wanted = [0, 4, 7, 10, 10, 10, 10, 10]
+    got = T.cu_seqlens(np.array([4, 7, 10]), 10, 8)
+    assert got.dtype == np.int32 and got.tolist() == wanted == oracles.cu_seqlens([4, 3, 4], 10, 8).tolist()
+
+
+def test_cu_seqlens_capacity():
+    assert T.cu_seqlens(np.array([1, 2, 3, 4, 5, 6, 10]), 10, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 10]
+    with pytest.raises(T.UserError, match="8 documents in 10 tokens"):
+        T.cu_seqlens(np.array([1, 2, 3, 4, 5, 6, 7, 10]), 10, 8)
+
+
+@pytest.mark.parametrize("tokens, size", [(16384, 128), (32768, 128), (49152, 256), (262144, 896)])
+def test_cu_seqlens_size_of_the_record(tokens, size):
+    assert T.cu_seqlens_size(tokens, T.Data().tokens_per_doc) == size == oracles.cu_capacity(tokens)
+
+
+def test_cu_seqlens_size_around_its_borders():
+    for tokens in [16, 299, 300, 38399, 38400, 38699, 38700, 76800, 77100]:
+        assert T.cu_seqlens_size(tokens, 300) == oracles.cu_capacity(tokens)
+    assert T.cu_seqlens_size(1000, 2) == 512 and T.cu_seqlens_size(1000, 7) == 256
+
+
+@pytest.mark.parametrize("before, current, row", [
+    (50256, 464, 19030), (464, 3290, 223622), (262, 640, 99344), (0, 0, 0), (11, 262, 3826), (50256, 50256, 35060), (1, 0, 27191)])
+def test_bigram_vectors(before, current, row):
+    """Appendix B."""
+    for dtype in (np.uint16, np.int32, np.int64):
+        got = T.bigram_rows(np.array([before, current], dtype), T.Model().bigram_rows)
+        assert got.dtype == np.int32 and got.tolist() == [251519, row]
+
+
+def test_bigram_rows_against_oracle():
+    """Ids up to 59138, where the products reach 2^31."""
+    tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
+    tokens[-2:] = 59138
+    assert T.bigram_rows(tokens, 251520).tolist() == oracles.bigram_hash(tokens, 251520)
+    assert T.bigram_rows(tokens[:1], 251520).tolist() == [251519]
+
+
+def test_bigram_rows_of_the_largest_ids_stay_in_the_table():
+    tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
+    tokens[:4] = 65535
+    for rows in (251520, 327680, 640):
+        got = T.bigram_rows(tokens, rows)
+        assert got.dtype == np.int32 and got[0] == rows - 1
+        assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
+
+
+# ---- GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies on a side stream need a GPU")
+def test_batches_on_the_gpu(tmp_path):
+    """What arrives through the side stream, with the main stream kept busy and batches dropped at once."""
+    corpus = random_corpus(tmp_path, 0)
+    device = torch.device("cuda", 0)
+    loader, busy = corpus.loader(device=device), torch.randn(2000, 2000, device=device)
+    for row in corpus.expected():
+        batch = loader.next_batch()
+        assert {t.device for t in batch[:4]} == {device}
+        copy = [t + 0 for t in batch[:4]]  # in the main stream, before anything waits
+        rows = batch.bigram_rows_cpu
+        del batch
+        busy = (busy @ busy).clamp(-1, 1)
+        assert_batch(T.Batch(*copy, rows), row)
