@@ -37,7 +37,8 @@ import uuid
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +103,7 @@ class Schedule:
         Stage(393216, 2048, 640, 1408, 1.73, (1.0,), (1.0,)),
         Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,)))
     final_window: int = 2560  # K10: long window of the last validation, no rotary update
-    split_stage: int = 3  # head and embedding part at the first odd step of this stage (PR 175, PR 200)
+    split_stage: int = 3  # head and embedding part at the first odd step of this stage (PR 175, PR 178, varunneal)
     cooldown_frac: float = 0.60  # of the scheduled steps, linear to lr_floor
     lr_floor: float = 0.15  # rate factor at the end of the cool-down and after
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # at rest, at work
@@ -287,7 +288,7 @@ def init_runtime(config) -> Runtime:
     if config.run.micro_batches % world:
         raise UserError(f"{world} processes do not divide --micro_batches={config.run.micro_batches}: start 1, 2, 4 or 8")
     if config.data.val_tokens // config.data.val_batch_tokens % world:
-        raise UserError(f"{world} processes do not divide the validation set: --val_tokens / --val_batch_tokens must be a multiple")
+        raise UserError(f"{world} processes cannot share the validation: make --val_tokens / --val_batch_tokens a multiple of {world}")
     if config.run.device == "cuda":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
         if not torch.cuda.is_available():
@@ -307,10 +308,10 @@ def init_runtime(config) -> Runtime:
 
 def capability(device) -> dict[str, str]:
     """What the hardware offers, for the log and for the choice of kernels."""
-    if device.type != "cuda":
-        return {"arch": platform.machine(), "fp8": "no", "tma": "no"}
-    major, minor = torch.cuda.get_device_capability(device)
-    return {"arch": f"sm_{major}{minor}", "fp8": "yes" if (major, minor) >= (8, 9) else "no", "tma": "yes" if major >= 9 else "no"}
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return {"hardware": f"sm_{major}{minor}" if major else platform.machine(),
+            "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no",
+            "hardware_tma": "yes" if major >= 9 else "no"}
 
 
 # reduce_scatter_tensor and all_gather_into_tensor carry other names from torch 2.13 on.
@@ -334,9 +335,9 @@ def read_shard_header(path: Path) -> int:
         raise UserError(f"{path}: {size} bytes is too short for a shard header; delete the file and fetch it again")
     magic, version, count = (int(v) for v in np.fromfile(path, "<i4", 3))
     if magic != SHARD_MAGIC:
-        raise UserError(f"{path}: magic number {magic} instead of {SHARD_MAGIC}; not a token shard, make one with data/prepare.py")
+        raise UserError(f"{path}: magic number {magic} instead of {SHARD_MAGIC}; not a token shard (data/prepare.py makes them)")
     if version != SHARD_VERSION:
-        raise UserError(f"{path}: shard version {version}, this script reads version {SHARD_VERSION}; make it again with data/prepare.py")
+        raise UserError(f"{path}: version {version} instead of {SHARD_VERSION}; make the shard again with data/prepare.py")
     if size != SHARD_HEADER_BYTES + 2 * count:
         raise UserError(f"{path}: header promises {count} tokens but the file holds {(size - SHARD_HEADER_BYTES) // 2};"
                         " truncated or damaged, delete it and fetch it again")
@@ -348,7 +349,7 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
     count = read_shard_header(path)
     tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(f"{path}: token {largest} is outside the vocabulary of {vocab_size}; data of another tokenizer? (--vocab_size)")
+        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer? (--vocab_size)")
     return tokens
 
 
@@ -361,7 +362,7 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of the bigram table for each token and its predecessor (PR 201, classiclarryd), int32; the last row is the first token's.
+    """Row of the bigram table for each token and its predecessor, int32; the first token has the last row (PR 201, classiclarryd).
 
     K1: the predecessor may belong to the previous document.
     """
@@ -543,9 +544,9 @@ class Layer(NamedTuple):
     """What one layer does. Bank rows, gates and windows follow from the table below."""
 
     attention: bool = True
-    paired: bool = False  # heads of a token become consecutive positions (PR 191)
-    long: bool = False  # long window, with partial key offset: half of every key comes from the previous token
-    value_table: int | None = None  # value embedding added to v (PR 209, PR 218)
+    paired: bool = False  # heads of a token become consecutive positions (PR 191, classiclarryd)
+    long: bool = False  # long window, and partial key offset: half of a key is the previous token's (PR 169, classiclarryd)
+    value_table: int | None = None  # value embedding added to v (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP lane 1, both write both (PR 230, sisovicm)
     keep: str | None = None  # "skip": keep the stream after attention; "backout": keep it after the MLP
     add_skip: bool = False
@@ -578,7 +579,7 @@ def rms_norm(x):
 def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
 
-    Frequencies that turn less than once in the window are stretched with it, those of 32 turns and more are kept. (arXiv 2309.00071)
+    Frequencies of less than one turn in the window are stretched with it, those of 32 turns and more are kept (arXiv 2309.00071).
     """
     keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
     return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
@@ -595,7 +596,8 @@ def rotary_states(head_dim: int, windows) -> list[tuple[np.ndarray, float]]:
 
 def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> tuple[Tensor, Tensor]:
     """cos and sin, each (rows, head_dim / 4), of position * frequency in fp32."""
-    angle = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * torch.tensor(frequencies, dtype=torch.float32, device=device)
+    frequencies = torch.tensor(frequencies, dtype=torch.float32, device=device)
+    angle = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -607,7 +609,7 @@ def rotate(x, cos, sin):
 
 
 class View(NamedTuple):
-    """What a stage changes in the forward pass. For kernels, windows and scale are 0-D CPU tensors: one graph serves all stages."""
+    """What a stage changes in the forward pass; windows and scale as 0-D CPU tensors, so that one graph serves all stages."""
 
     cos: Tensor  # (>= 2N, d / 4)
     sin: Tensor
@@ -628,7 +630,7 @@ def stage_views(config, device, dtype, number=torch.tensor) -> list[View]:
 
 
 class GPT(nn.Module):
-    """The parameters of §... and a flat forward pass. Parameter names are the labels of the optimizer's table."""
+    """The parameters and a flat forward pass. Parameter names are the labels of the optimizer's table."""
 
     def __init__(self, config: Model, ops, dtype, device):
         super().__init__()
@@ -656,7 +658,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Initial values; what is not named here stays zero. MLP outputs are zero at first (muP-like), V and O are not (PR 214)."""
+        """Initial values; the rest stays zero, as the MLP's W2 (muP-like). V and O are not zero (PR 214, srashedll)."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         bound = 3**0.5 * 0.5 * self.config.model_dim**-0.5
         for weights in (self.attn_bank, self.mlp_bank[:, 0]):
@@ -694,7 +696,7 @@ class GPT(nn.Module):
         rotary_paired = view.cos[:2 * N].view(N, 1, 2, d // 4), view.sin[:2 * N].view(N, 1, 2, d // 4)
         cu_paired = 2 * cu_seqlens
 
-        # Token embedding, smeared one token forward (PR 130; K1: across document borders), bigram and value embeddings.
+        # Token embedding, smeared one token forward (PR 130, classiclarryd; K1: across document borders), bigram and value embeddings.
         e = F.embedding(tokens, self.embed).to(dtype)
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
         x0 = rms_norm(torch.cat((e[:1], e[1:] + smear_lambda * gate * e[:-1])))
@@ -705,7 +707,7 @@ class GPT(nn.Module):
         def attention(x, i, layer):
             """rms-normed stream (N, D) -> output of the attention block (N, D)."""
             weights = next(attn_weights)
-            qkv = F.linear(x, sa[i, 0] * weights[:3 * D]).view(N, 3 * H, d)  # scaling weights is cheaper than activations (PR 166)
+            qkv = F.linear(x, sa[i, 0] * weights[:3 * D]).view(N, 3 * H, d)  # cheaper than scaling x (PR 166)
             q, k, v = qkv.split(H, 1)
             q, k = rms_norm(q), rms_norm(k)
             if layer.value_table is not None:
@@ -796,7 +798,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
     q = y.float().square().mean(axis, keepdim=True)
     v.lerp_(q, 1 - beta2)
     r = v.clamp(min=1e-10).rsqrt()
-    norm, new_norm = q.sum((-2, -1), keepdim=True).sqrt(), (q * r * r).sum((-2, -1), keepdim=True).sqrt()  # both / sqrt(axis length)
+    norm, new_norm = (s.sum((-2, -1), keepdim=True).sqrt() for s in (q, q * r * r))  # both / sqrt(axis length)
     y = (y.float() * (r * norm / new_norm.clamp(min=1e-10))).to(y.dtype).float()
     w = join_master(p_bits, mantissa)
     lr = lr * matrix_lr
@@ -944,11 +946,11 @@ class NorMuonAndAdam:
         # Replicated parameters share one flat fp32 buffer, one reduction and one update; coefficients are vectors over it.
         self.flat_labels = [row.label for row in PARAM_TABLE if row.comms == "replicated"]
         self.flat_params = [self.shards[label] for label in self.flat_labels]
-        self.state["replicated"] = {key: torch.zeros(sum(p.numel() for p in self.flat_params), device=rt.device) for key in ("m", "v")}
+        sizes = torch.tensor([p.numel() for p in self.flat_params])
+        self.state["replicated"] = {key: torch.zeros(int(sizes.sum()), device=rt.device) for key in ("m", "v")}
         for key, flat in self.state["replicated"].items():
             for label, view in zip(self.flat_labels, flat_views(flat, self.flat_params)):
                 self.state[label][key] = view
-        sizes = torch.tensor([p.numel() for p in self.flat_params])
         columns = zip(*(self.coefficients[label] for label in self.flat_labels))
         self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
 
@@ -1092,7 +1094,7 @@ class StepPlan(NamedTuple):
     lr_factor: float
     momentum: float  # of NorMuon
     mtp_weights: tuple[float, ...]
-    adam: bool  # Adam parameters are updated on odd steps, with the sum of two gradients (PR 146)
+    adam: bool  # Adam parameters are updated on odd steps, with the sum of two gradients (PR 136, classiclarryd)
     tied: bool  # embedding and head are one
     split: bool  # they part after this step
 
@@ -1175,30 +1177,33 @@ class Log:
 
 
 def log_header(log, config, rt, choices):
-    """Sources of both files, versions, machine, resolved config, choice of kernels: what is needed to repeat the run."""
+    """Sources of both files, versions, machine, resolved config: what is needed to repeat the run."""
     kernel_file = Path(kernels.__file__)
-    for text in (Path(__file__).read_text(), f"\n{'-' * 40}\n# {kernel_file.name}\n{'-' * 40}\n", kernel_file.read_text(), "=" * 100,
+    try:
+        gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        gpus = "nvidia-smi: not found"
+    rule, short_rule = "=" * 100, "-" * 40
+    settings = capability(rt.device) | {"ranks": rt.world, "cores": os.cpu_count(), "platform": platform.platform()}
+    for text in (Path(__file__).read_text(), f"\n{short_rule}\n# {kernel_file.name}\n{short_rule}\n", kernel_file.read_text(), rule,
                  f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
-                 f"Running Triton version {kernels.triton.__version__}"):
+                 f"Running Triton version {kernels.triton.__version__}", gpus, rule,
+                 *(f"{key}: {render(value)}" for key, value in (settings | flatten(config)).items()), rule):
         log.line(text, console=False)
-    if rt.device.type == "cuda":
-        log.line(subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout, console=False)
-    log.line(f"host: {platform.platform()}, {os.cpu_count()} cores, {rt.world} ranks", console=False)
-    for key, value in (capability(rt.device) | flatten(config)).items():
-        log.line(f"{key}: {render(value)}", console=False)
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
-    log.line("=" * 100, console=False)
 
 
 @torch.no_grad()
+def summed_loss(forward, head, batch, view) -> Tensor:
+    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32; the head unquantised, its logits in blocks of rows."""
+    h = forward(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view._replace(max_doc_len=len(batch.tokens)))
+    return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
+
+
 def validate(forward, head, data, view, rt) -> float:
-    """Mean next-token cross-entropy (nats) over the validation tokens; the head unquantised, its logits in blocks of rows."""
-    view = view._replace(max_doc_len=data.config.data.val_batch_tokens)
-    one = torch.ones(1, device=rt.device)
-    total = torch.zeros((), device=rt.device)
-    for batch in data:
-        total += head(forward(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view), batch.targets, one, 1.0, exact=True)
+    """Mean loss over the validation tokens of all ranks."""
+    total = sum(summed_loss(forward, head, batch, view) for batch in data)
     if rt.world > 1:
         dist.all_reduce(total)
     return total.item() / data.config.data.val_tokens
@@ -1212,7 +1217,7 @@ def text_codec(vocab_size):
         import tiktoken
         bpe = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken passes on whatever its download raised
-        raise UserError(f"no GPT-2 tokenizer, so no sample: {type(error).__name__}; its files are fetched once, go online") from None
+        raise UserError(f"no GPT-2 tokenizer, so no sample ({type(error).__name__}): tiktoken fetches it once, online") from None
     return bpe.encode_ordinary, lambda ids: bpe.decode([i for i in ids if i < 50257])
 
 
@@ -1237,34 +1242,13 @@ def sample(model, view, prompt: str, count: int, seed: int, temperature=0.8, con
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-class LossWatch:
-    """Stops the run when a training loss is not finite, without making the host wait for the device."""
-
-    def __init__(self):
-        self.waiting = deque()
-
-    def add(self, step, loss):
-        event = torch.cuda.Event() if loss.is_cuda else None
-        host = loss.detach().to("cpu", non_blocking=True)
-        if event is not None:
-            event.record()
-        self.waiting.append((step, event, host))
-        self.check()
-
-    def check(self, everything=False):
-        while self.waiting:
-            step, event, host = self.waiting[0]
-            if event is not None and not event.query():
-                if not everything:
-                    return
-                event.synchronize()
-            self.waiting.popleft()
-            if not math.isfinite(host.item()):
-                raise UserError(f"the training loss of step {step} is {host.item()}: lower --muon_lr and --adam_lr, or check the data")
+def require_finite(value, what):
+    if not math.isfinite(value):
+        raise UserError(f"the {what} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
 def train_step(forward, head, optimizer, loader, plan, view, mtp_weights, micro_steps, kappa):
-    """One step: forward and backward for every micro-batch, then the optimizer. Returns the last micro-batch's loss (κ * sum)."""
+    """Forward and backward for every micro-batch, then the optimizer. Returns the last micro-batch's loss (κ * sum)."""
     for _ in range(micro_steps):
         batch = loader.next_batch()
         optimizer.before_forward(plan, batch.bigram_rows_cpu)
@@ -1297,6 +1281,8 @@ class Trainer:
         self.micro_steps = config.run.micro_batches // rt.world
         self.kappa = 1 / self.micro_steps
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
+        self.tokens = list(accumulate(config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]))  # seen by then
+        self.losses = deque()  # (step, event after its copy, loss on the host) of steps that are not known to have gone well
         self.seconds = {}  # phase -> seconds outside the clock
 
         self.validation = ValidationData(config, rt)
@@ -1336,8 +1322,8 @@ class Trainer:
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         loader = self.new_loader(steps)
-        for view in self.views:  # a compiled graph each only with the plain attention, one otherwise
-            validate(self.forward, self.head, self.validation, view, self.rt)
+        for view in self.views:  # with a kernel for attention all share one graph
+            summed_loss(self.forward, self.head, next(iter(self.validation)), view)
         for step in steps:
             self.step(loader, self.plans[step])
         self.synchronize()
@@ -1350,7 +1336,7 @@ class Trainer:
 
     def run(self):
         """The timed run -> (final validation loss, seconds inside the clock)."""
-        validation_seconds, watch = 0.0, LossWatch()
+        validation_seconds = 0.0
         gc.collect()
         gc.disable()  # collected at validations, outside the clock
         self.synchronize()
@@ -1361,32 +1347,37 @@ class Trainer:
                 self.synchronize()
                 elapsed += time.perf_counter() - start  # the clock stops
                 pause = time.perf_counter()
-                watch.check(everything=True)
+                self.check_losses(keep=0)
                 loss = validate(self.forward, self.head, self.validation, self.views[-1 if last else plan.stage], self.rt)
                 ms = 1000 * elapsed
-                self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms")
+                self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms"
+                              f" step_avg:{ms / max(step, 1):.2f}ms")
                 self.log.flush()
-                if not math.isfinite(loss):
-                    raise UserError(f"the validation loss of step {step} is {loss}: lower --muon_lr and --adam_lr, or check the data")
+                require_finite(loss, f"validation loss before step {step}")
                 gc.collect()
                 self.synchronize()
                 start = time.perf_counter()
                 validation_seconds += start - pause
                 if last:
                     break
-            watch.add(step, self.step(self.loader, plan))
+            host_loss = self.step(self.loader, plan).detach().to("cpu", non_blocking=True)
+            copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
+            self.losses.append((step, copied, host_loss))
+            self.check_losses(keep=2)
             ms = 1000 * (elapsed + time.perf_counter() - start)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
-                              self.seconds_left(step, ms / 1000))
+                              ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
         gc.enable()
         self.seconds["validation"] = validation_seconds
         return loss, elapsed
 
-    def seconds_left(self, step, seconds):
-        """Estimate from the tokens still to come."""
-        tokens = [self.config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]]
-        done = sum(tokens[:step + 1])
-        return seconds * (sum(tokens) - done) / done
+    def check_losses(self, keep):
+        """Stop at a training loss that is not finite. The last `keep` steps may be under way: the host does not wait for them."""
+        while len(self.losses) > keep:
+            step, copied, loss = self.losses.popleft()
+            if copied is not None:
+                copied.synchronize()
+            require_finite(loss.item(), f"training loss of step {step}")
 
     def save(self):
         """Model, optimizer, loader position and source beside the log, complete or not at all."""
@@ -1411,7 +1402,7 @@ def peak_memory(device) -> tuple[int, int]:
 
 def train(config, rt, log, launched):
     """Everything after the process group exists."""
-    can_fp8 = capability(rt.device)["fp8"] == "yes"
+    can_fp8 = capability(rt.device)["hardware_fp8"] == "yes"
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=config.run.fp8 and can_fp8))
     try:
         ops, choices = kernels.choose_ops(rt.device, config.run.kernels)
@@ -1436,11 +1427,10 @@ def train(config, rt, log, launched):
             log.line(f"sample:\n{text}")
         except UserError as error:
             log.line(f"warning: {error}")
-    tokens = sum(config.schedule.stages[plan.stage].batch_tokens for plan in trainer.plans[:-1])
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{seconds:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in trainer.seconds.items()}
-    summary |= {"total_seconds": f"{time.perf_counter() - launched:.3f}", "steps": trainer.total, "tokens": tokens,
-                "peak_memory_mib": allocated}
+    summary |= {"total_seconds": f"{time.perf_counter() - launched:.3f}", "steps": trainer.total,
+                "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
 
@@ -1455,7 +1445,6 @@ def main(argv) -> int:
     def interrupted(signum, frame):
         raise KeyboardInterrupt
 
-    main_thread_rank = int(os.environ.get("RANK", 0))
     log = None
     try:
         signal.signal(signal.SIGTERM, interrupted)  # how torchrun ends the other ranks
@@ -1468,14 +1457,19 @@ def main(argv) -> int:
     except UserError as error:
         message = str(error)
     except torch.OutOfMemoryError as error:
-        message = f"out of GPU memory: raise --micro_batches (16, 32: smaller forward passes) or lower --val_batch_tokens ({error})"
+        message = ("out of GPU memory: raise --micro_batches (16, 32: smaller forward passes) or lower --val_batch_tokens"
+                   f" ({' '.join(str(error).split())})")
     except KeyboardInterrupt:
         message = "interrupted"
     finally:
         if log is not None:
             log.close()
+    if (rank := int(os.environ.get("RANK", 0))) > 0:  # usually rank 0 says the same, and torchrun then ends this one
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+        message = f"rank {rank}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)
-    return 130 if message == "interrupted" else 1
+    return 130 if message.endswith("interrupted") else 1
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1 and "exhausted" in corpus.warnings[0]
     resumed = corpus.loader()
     resumed.load_state_dict(wrapped)
-    for _ in range(8 * len(corpus.spec) - 8 * wrapped["index"]):
+    for _ in range(8 * len(corpus.spec) - 8 * wrapped["index"] - wrapped["part"]):
         resumed.next_batch()
     assert len(corpus.warnings) == 1
 

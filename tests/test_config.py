@@ -1,0 +1,488 @@
+"""What is decided before anything runs: knobs, schedules, rotary states, the parameter table and the initial weights."""
+
+import dataclasses
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+import oracles
+import train_gpt as T
+
+CPU = torch.device("cpu")
+RECORD = T.PRESETS["record"]
+STEPS = range(1491)  # the last is the final validation
+
+
+# ---- Command line ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arg, section, name, value", [
+    ("--val_every=125", "run", "val_every", 125),
+    ("--val_tokens=2_097_152", "data", "val_tokens", 2097152),
+    ("--adam_eps=1e-8", "optim", "adam_eps", 1e-8),
+    ("--muon_lr=1", "optim", "muon_lr", 1.0),
+    ("--run_label=a=b c,d", "run", "run_label", "a=b c,d"),
+    ("--sample_prompt=", "run", "sample_prompt", ""),
+    ("--compile=False", "run", "compile", False),
+    ("--compile=0", "run", "compile", False),
+    ("--save_checkpoint=true", "run", "save_checkpoint", True),
+    ("--save_checkpoint=1", "run", "save_checkpoint", True),
+    ("--muon_momentum=0.9,1", "schedule", "muon_momentum", (0.9, 1.0)),
+    ("--num_heads=12", "model", "num_heads", 12),
+])
+def test_values_of_every_type(arg, section, name, value):
+    """Only the named knob changes, and its type stays."""
+    config = T.parse_config([arg])
+    got = getattr(getattr(config, section), name)
+    assert got == value and type(got) is type(value) is type(getattr(getattr(RECORD, section), name))
+    changed = dataclasses.replace(getattr(RECORD, section), **{name: value})
+    assert config == dataclasses.replace(RECORD, **{section: changed})
+
+
+def test_no_arguments_and_several():
+    assert T.parse_config([]) == RECORD == T.Config()
+    config = T.parse_config(["--seed=3", "--preset=cpu", "--final_window=99"])
+    assert (config.run.seed, config.schedule.final_window, config.run.device) == (3, 99, "cpu")
+    assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages and T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"]
+
+
+def test_stage_knobs():
+    config = T.parse_config(["--stage2.long_window=1000", "--stage1.mtp_start=1,.5,.2", "--stage4.batch_tokens=786_432"])
+    stages = list(RECORD.schedule.stages)
+    stages[0] = dataclasses.replace(stages[0], mtp_start=(1.0, 0.5, 0.2))
+    stages[1] = dataclasses.replace(stages[1], long_window=1000)
+    stages[3] = dataclasses.replace(stages[3], batch_tokens=786432)
+    assert config == dataclasses.replace(RECORD, schedule=dataclasses.replace(RECORD.schedule, stages=tuple(stages)))
+
+
+@pytest.mark.parametrize("arg, message", [
+    ("--scheduled_step=3", "unknown key --scheduled_step; the nearest is --scheduled_steps"),
+    ("--stage2.longwindow=3", "nearest is --stage2.long_window"),
+    ("--stage5.lr_mul=3", r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul"),
+    ("--prest=cpu", "nearest is --preset"),
+    ("--=3", "unknown key"),
+    ("--stages=3", "unknown key --stages"),
+    ("--val_every", "'--val_every': write --key=value"),
+    ("val_every=3", "'val_every=3': write --key=value"),
+    ("", "'': write --key=value"),
+    ("--preset=h100", "preset=h100.*record, cpu"),
+    ("--val_every=2.5", "--val_every=2.5: expected int, for example --val_every=250"),
+    ("--val_every=", "--val_every=: expected int"),
+    ("--muon_lr=fast", "expected float, for example --muon_lr=0.023"),
+    ("--compile=yes", "expected bool, for example --compile=True"),
+    ("--stage1.mtp_end=1,x", "--stage1.mtp_end=1,x: expected comma-separated numbers, for example --stage1.mtp_end=1.0,0.5,0.0"),
+    ("--muon_momentum=", "expected comma-separated numbers"),
+])
+def test_what_it_does_not_understand(arg, message):
+    with pytest.raises(T.UserError, match=message):
+        T.parse_config([arg])
+
+
+@pytest.mark.parametrize("args, message", [
+    ("--model_dim=100", "--model_dim=100.*--num_heads=6.*multiple of 8"),
+    ("--num_heads=3", "heads must be even"),
+    ("--model_dim=60 --num_heads=6", "multiple of 8"),
+    ("--vocab_size=1", "--vocab_size=1"),
+    ("--vocab_size=65537", "--vocab_size=65537"),
+    ("--scheduled_steps=2", "a step for every stage"),
+    ("--extension_steps=-1", "schedule|extension_steps"),
+    ("--muon_cooldown=0", "muon_cooldown"),
+    ("--cooldown_frac=0", "cooldown_frac"),
+    ("--cooldown_frac=1.5", "cooldown_frac"),
+    ("--split_stage=0", "split_stage"),
+    ("--split_stage=5", "split_stage"),
+    ("--device=tpu", "--device=tpu: cuda or cpu"),
+    ("--dtype=float16", "--dtype=float16: bfloat16 or float32"),
+    ("--data_end=loop", "--data_end=loop: wrap or stop"),
+    ("--val_tokens=1000", "--val_tokens=1000 must be a multiple of --val_batch_tokens"),
+    ("--val_batch_tokens=24 --val_tokens=240", "of 16"),
+    ("--micro_batches=0", "--micro_batches=0"),
+    ("--micro_batches=3", "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3"),
+    ("--stage3.batch_tokens=1000", "--stage3.batch_tokens=1000"),
+    ("--stage2.mtp_end=1", "--stage2.mtp_start and mtp_end need the same length"),
+])
+def test_numbers_that_do_not_fit_together(args, message):
+    with pytest.raises(T.UserError, match=message):
+        T.parse_config(args.split())
+
+
+@pytest.mark.parametrize("arg", ["--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0",
+                                 "--muon_momentum=0.9", "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
+def test_numbers_that_would_crash_later(arg):
+    """One line that names the knob, not a traceback from the middle of the run."""
+    with pytest.raises(T.UserError, match=arg.partition("=")[0].removeprefix("--").removeprefix("stage1.")):
+        T.parse_config([arg])
+
+
+@pytest.mark.parametrize("args", [
+    "--vocab_size=2", "--vocab_size=65536", "--scheduled_steps=3 --extension_steps=0", "--cooldown_frac=1", "--split_stage=1",
+    "--split_stage=4", "--micro_batches=16", "--model_dim=16 --num_heads=2", "--val_batch_tokens=16 --val_tokens=16"])
+def test_extreme_numbers_that_do_fit(args):
+    T.parse_config(args.split())
+
+
+def test_parsing_leaves_the_presets_alone():
+    before = {name: T.flatten(config) for name, config in T.PRESETS.items()}
+    T.parse_config(["--preset=cpu", "--stage1.lr_mul=7", "--seed=7"])
+    assert {name: T.flatten(config) for name, config in T.PRESETS.items()} == before
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RECORD.run.seed = 3
+
+
+def test_no_knob_hides_another():
+    """flatten gives every field of every section a name of its own."""
+    fields = [f.name for section in dataclasses.fields(T.Config) for f in dataclasses.fields(getattr(RECORD, section.name))]
+    stage_fields = [f.name for f in dataclasses.fields(T.Stage)]
+    assert len(set(fields)) == len(fields) and fields.count("stages") == 1 and "preset" not in fields
+    stages = [f"stage{i}.{name}" for i in (1, 2, 3, 4) for name in stage_fields]
+    assert sorted(T.flatten(RECORD)) == sorted([name for name in fields if name != "stages"] + stages)
+    assert T.flatten(RECORD)["stage3.long_window"] == 1408 and T.flatten(RECORD)["adam_lr"] == 0.008
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+@pytest.mark.parametrize("base", T.PRESETS)
+def test_written_out_config_is_read_back(preset, base):
+    """Every knob of a preset, as render writes it, turns any preset into that one."""
+    args = [f"--{key}={T.render(value)}" for key, value in T.flatten(T.PRESETS[preset]).items()]
+    assert T.parse_config([f"--preset={base}", *args]) == T.PRESETS[preset]
+
+
+def test_presets_pass_their_own_check():
+    for config in T.PRESETS.values():
+        assert T.check_config(config) is config
+
+
+def test_help_lists_every_knob():
+    lines = T.help_text().splitlines()
+    assert T.help_text().startswith(T.__doc__)
+    for key, value in T.flatten(RECORD).items():
+        (line,) = [line for line in lines if line.startswith(f"  --{key}=")]
+        assert line.startswith(f"  --{key}={T.render(value)}")
+    words = [line.split() for line in lines]
+    assert ["--val_every=250", "steps"] in words  # the comment beside the field
+    assert any(line[0] == "--stage2.max_doc_len=2048" and "cut" in line for line in words if line)
+
+
+@pytest.fixture
+def signals():
+    """main takes over SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_main_prints_help_or_one_line(capsys, signals):
+    assert T.main(["--preset=cpu", "--help"]) == 0
+    assert capsys.readouterr().out == T.help_text() + "\n"
+    assert T.main(["--val_evry=3"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err == "error: unknown key --val_evry; the nearest is --val_every (see --help)\n"
+
+
+# ---- Schedules -------------------------------------------------------------------------------------------------------
+
+
+def plan(step):
+    return T.make_plan(RECORD, step)
+
+
+def test_stages_of_the_record():
+    """§4.1: (steps, tokens per step, N, longest document, windows)."""
+    assert T.stage_starts(RECORD.schedule) == [0, 483, 967, 1450, 1490]
+    wanted = [(483, 131072, 16384, 896, 128, 384), (484, 262144, 32768, 2048, 384, 896), (483, 393216, 49152, 2048, 640, 1408),
+              (40, 393216, 49152, 2048, 768, 1664)]
+    got = []
+    for i, stage in enumerate(RECORD.schedule.stages):
+        steps = [step for step in STEPS[:-1] if plan(step).stage == i]
+        rows, longest = {(plan(step).row_tokens, plan(step).max_doc_len) for step in steps}.pop()
+        got.append((len(steps), stage.batch_tokens, rows, longest, stage.short_window, stage.long_window))
+    assert got == wanted and RECORD.schedule.final_window == 2560
+    assert sum(RECORD.schedule.stages[plan(step).stage].batch_tokens for step in STEPS[:-1]) == 395_837_440
+
+
+@pytest.mark.parametrize("step, factor", [
+    (0, 1), (482, 1), (483, 1.52), (580, 1.52), (581, 1.518425), (966, 0.912161), (967, 1.027172), (1200, 0.604023), (1449, 0.151816),
+    (1450, 0.15), (1489, 0.15), (1490, 0.15)])
+def test_rate_vectors(step, factor):
+    assert plan(step).lr_factor == pytest.approx(factor, abs=5e-7)
+
+
+@pytest.mark.parametrize("step, momentum", [
+    (0, 0.85), (100, 0.883333), (299, 0.949667), (300, 0.95), (1000, 0.95), (1440, 0.95), (1441, 0.948), (1465, 0.90), (1489, 0.852)])
+def test_momentum_vectors(step, momentum):
+    assert plan(step).momentum == pytest.approx(momentum, abs=5e-7)
+
+
+@pytest.mark.parametrize("step, weights", [
+    (0, [1, 0.5, 0.25]), (482, [1, 0.5, 0.000518]), (483, [1, 0.5]), (725, [1, 0.25]), (966, [1, 0.001033]), (967, [1]), (1490, [1])])
+def test_mtp_vectors(step, weights):
+    assert plan(step).mtp_weights == pytest.approx(weights, abs=5e-7)
+
+
+def test_every_step_of_the_record_against_the_oracle():
+    for step in STEPS:
+        got = plan(step)
+        stage = oracles.stage_of(step)
+        assert (got.step, got.stage) == (step, stage)
+        assert got.row_tokens == [16384, 32768, 49152, 49152][stage] and got.max_doc_len == [896, 2048, 2048, 2048][stage]
+        assert got.lr_factor == pytest.approx(oracles.lr_factor(step), rel=1e-12)
+        assert got.momentum == pytest.approx(oracles.muon_momentum(step), rel=1e-12)
+        assert len(got.mtp_weights) == len(oracles.mtp_weights(step))
+        assert got.mtp_weights == pytest.approx(oracles.mtp_weights(step), abs=1e-12)
+        assert got.adam is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
+
+
+def test_shortened_record():
+    """The same shape on a tenth of the steps."""
+    config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"])
+    assert T.stage_starts(config.schedule) == [0, 48, 97, 145, 149]
+    plans = [T.make_plan(config, step) for step in range(150)]
+    assert [p.step for p in plans if p.split] == [97] and [p.step for p in plans if p.tied] == list(range(98))
+    assert [p.lr_factor for p in plans[:59]] == [1.0] * 48 + [1.52] * 11 and plans[59].lr_factor < 1.52
+    assert {p.lr_factor for p in plans[145:]} == {0.15} and plans[144].lr_factor > 0.15
+    assert plans[47].mtp_weights == pytest.approx((1, 0.5, 0.25 / 48)) and plans[48].mtp_weights == (1, 0.5)
+    assert plans[99].momentum == pytest.approx(0.85 + 0.1 * 99 / 300) and plans[149].stage == 3
+
+
+@pytest.mark.parametrize("scheduled, stage, split", [(144, 3, 97), (145, 3, 97), (145, 2, 49), (145, 1, 1), (145, 4, 145), (146, 4, 147)])
+def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
+    """It has to be a step on which Adam updates the still tied pair."""
+    config = T.parse_config([f"--scheduled_steps={scheduled}", f"--split_stage={stage}"])
+    plans = [T.make_plan(config, step) for step in range(scheduled + 40)]
+    assert [(p.step, p.adam, p.tied) for p in plans if p.split] == [(split, True, True)]
+    assert [p.tied for p in plans] == [step <= split for step in range(scheduled + 40)]
+
+
+def test_warmup_steps():
+    assert T.warmup_steps(RECORD) == [0, 1, 481, 482, 483, 484, 965, 966, 967, 968, 1448, 1449, 1450, 1451]
+    short = T.parse_config(["--scheduled_steps=3", "--extension_steps=1"])
+    assert T.warmup_steps(short) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+def test_warmup_meets_every_kind_of_step(preset):
+    """(stage, Adam or not, tied or not, split or not): each is a graph of its own."""
+    config = T.PRESETS[preset]
+
+    def kinds(steps):
+        return {(p.stage, p.adam, p.tied, p.split) for p in (T.make_plan(config, step) for step in steps)}
+
+    assert kinds(T.warmup_steps(config)) == kinds(range(T.stage_starts(config.schedule)[-1]))
+
+
+# ---- Rotary states ---------------------------------------------------------------------------------------------------
+
+# Appendix B: long window -> attention scale and frequencies 0, 1, 2, 4, 8, 16, 24, 31
+YARN = {
+    384: (0.1, 1, 0.799638, 0.639421, 0.408860, 0.167166, 0.027945, 0.004671, 0.000977),
+    896: (0.116946, 1, 0.799638, 0.639421, 0.356011, 0.100042, 0.012341, 0.002002, 0.000419),
+    1408: (0.127518, 1, 0.799638, 0.639421, 0.356011, 0.079231, 0.007963, 0.001274, 0.000266),
+    1664: (0.131778, 1, 0.799638, 0.639421, 0.356011, 0.073630, 0.006769, 0.001078, 0.000225),
+}
+
+
+def oracle_states():
+    states = [(oracles.base_freqs(32), 0.1)]
+    for old, new in zip(list(YARN), list(YARN)[1:]):
+        states.append(oracles.yarn(*states[-1], old, new))
+    return states
+
+
+def test_yarn_table():
+    states = T.rotary_states(128, list(YARN))
+    assert len(states) == 4
+    for (frequencies, scale), wanted, (exact, exact_scale) in zip(states, YARN.values(), oracle_states()):
+        assert frequencies.dtype == np.float64
+        assert [scale, *frequencies[[0, 1, 2, 4, 8, 16, 24, 31]]] == pytest.approx(wanted, abs=6e-7)
+        assert frequencies.tolist() == pytest.approx(exact, rel=1e-12) and scale == pytest.approx(exact_scale, rel=1e-12)
+
+
+def test_rotary_state_stays_when_the_window_does():
+    first, second, third = T.rotary_states(24, [16, 16, 32])
+    assert np.array_equal(first[0], second[0]) and first[1] == second[1] == 0.1
+    assert third[1] == pytest.approx(0.1 * (1 + 0.2 * np.log(2))) and len(third[0]) == 6
+
+
+def small_record():
+    """The record with rows short enough for tables on a CPU."""
+    stages = tuple(dataclasses.replace(stage, batch_tokens=128 * (i + 1)) for i, stage in enumerate(RECORD.schedule.stages))
+    return dataclasses.replace(RECORD, schedule=dataclasses.replace(RECORD.schedule, stages=stages),
+                               data=dataclasses.replace(RECORD.data, val_tokens=4096, val_batch_tokens=2048))
+
+
+def test_views_of_the_stages():
+    """Windows, scale and tables of the four stages; the final validation has a longer window and nothing else (K10)."""
+    views = T.stage_views(small_record(), CPU, torch.float32)
+    windows = [(int(view.short_window), int(view.long_window), view.max_doc_len) for view in views]
+    assert windows == [(128, 384, 896), (384, 896, 2048), (640, 1408, 2048), (768, 1664, 2048), (768, 2560, 2048)]
+    states = oracle_states()
+    for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):
+        assert float(view.attn_scale) == pytest.approx(scale, rel=1e-7)
+        for number in (view.short_window, view.long_window, view.attn_scale):
+            assert number.shape == () and number.device == CPU
+        assert view.cos.shape == view.sin.shape == (4096, 32)  # twice the longest row, for paired heads
+        # The angle is an fp32 product of fp32 factors.
+        angle = (np.arange(4096, dtype=np.float32)[:, None] * np.array(frequencies, np.float32)).astype(np.float64)
+        assert np.abs(view.cos.numpy() - np.cos(angle)).max() < 2e-7 and np.abs(view.sin.numpy() - np.sin(angle)).max() < 2e-7
+
+
+def test_view_tables_are_long_enough_and_rounded_last():
+    """On the meta device for the size of the record; bf16 tables are the rounded fp32 ones."""
+    for config in T.PRESETS.values():
+        longest = max(config.data.val_batch_tokens, *(T.make_plan(config, step).row_tokens for step in (0, 50, 100, 1000, 1490)))
+        for view in T.stage_views(config, torch.device("meta"), torch.bfloat16):
+            assert view.cos.shape == view.sin.shape == (2 * longest, config.model.head_dim // 4)
+            assert view.cos.dtype == view.sin.dtype == torch.bfloat16
+    exact, rounded = (T.stage_views(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
+    assert torch.equal(exact.cos.bfloat16(), rounded.cos) and torch.equal(exact.sin.bfloat16(), rounded.sin)
+
+
+def test_views_with_python_numbers():
+    view = T.stage_views(small_record(), CPU, torch.float32, number=lambda x: x)[0]
+    assert (view.short_window, view.long_window, view.attn_scale) == (128, 384, 0.1)
+
+
+# ---- Parameter table -------------------------------------------------------------------------------------------------
+
+# §3.2, row order = scatter order: optimizer, communication, betas, lr_mul, wd_mul
+TABLE = {
+    "attn_bank": ("normuon", "sharded", None, 1, 1),
+    "mlp_bank": ("normuon", "sharded", None, 1, 1),
+    "scalars": ("adam", "replicated", (0.9, 0.99), 5, 0),
+    "smear_gate": ("adam", "replicated", (0.9, 0.99), 0.01, 0),
+    "skip_gate": ("adam", "replicated", (0.9, 0.99), 0.05, 0),
+    "attn_gate_bank": ("adam", "replicated", (0.9, 0.99), 1, 1),
+    "ve_gate_bank": ("adam", "replicated", (0.9, 0.99), 1, 1),
+    "lm_head": ("adam", "sharded", (0.5, 0.95), 1, 150),
+    "bigram_embed": ("adam", "sharded_sparse", (0.75, 0.95), 75, 5),
+    "post_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
+    "x0_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
+    "bigram_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
+    "resid_lambdas": ("adam", "replicated", (0.9, 0.95), 5, 0),
+    "value_embeds": ("adam", "sharded", (0.75, 0.95), 75, 5),
+    "embed": ("adam", "sharded", (0.5, 0.95), 1, 150),
+}
+WORK_ORDER = ["scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas", "bigram_lambdas",
+              "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank"]
+
+
+def test_parameter_table():
+    got = {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in T.PARAM_TABLE}
+    assert list(got.items()) == list(TABLE.items())
+    rates = {row.label: row.matrix_lr for row in T.PARAM_TABLE if row.matrix_lr}
+    assert rates == {"attn_bank": (1, 1, 1, 1), "mlp_bank": (2, 4)}
+
+
+def test_orders():
+    """Those of the table, with all replicated parameters in the place of the first."""
+    def merged(labels):
+        return list(dict.fromkeys("replicated" if TABLE[label][1] == "replicated" else label for label in labels))
+
+    assert list(T.SCATTER_ORDER) == merged(TABLE) and list(T.WORK_ORDER) == merged(WORK_ORDER)
+
+
+def test_optimizer_defaults():
+    """§3.1, and some products of §3.2."""
+    optim = RECORD.optim
+    assert (optim.adam_lr, optim.adam_eps, optim.adam_wd) == (0.008, 1e-10, 0.005)
+    assert (optim.muon_lr, optim.muon_beta2, optim.muon_wd) == (0.023, 0.95, 1.2)
+    rows = {row.label: row for row in T.PARAM_TABLE}
+    peaks = {"scalars": 0.04, "smear_gate": 8e-5, "skip_gate": 4e-4, "ve_gate_bank": 0.008, "bigram_embed": 0.6, "embed": 0.008}
+    assert {label: optim.adam_lr * rows[label].lr_mul for label in peaks} == pytest.approx(peaks)
+    assert [optim.muon_lr * factor for factor in rows["mlp_bank"].matrix_lr] == pytest.approx([0.046, 0.092])
+
+
+# ---- Parameters ------------------------------------------------------------------------------------------------------
+
+BF16, FP32 = torch.bfloat16, torch.float32
+INVENTORY = {  # §1.1
+    "attn_bank": ((10, 3072, 768), BF16),
+    "mlp_bank": ((12, 2, 3072, 768), BF16),
+    "attn_gate_bank": ((10, 6, 12), BF16),
+    "ve_gate_bank": ((5, 6, 12), BF16),
+    "smear_gate": ((1, 12), BF16),
+    "skip_gate": ((1, 12), BF16),
+    "value_embeds": ((251520, 768), BF16),
+    "lm_head": ((768, 50304), BF16),
+    "embed": ((50304, 768), BF16),
+    "bigram_embed": ((251520, 768), BF16),
+    "post_lambdas": ((11, 2, 2), FP32),
+    "x0_lambdas": ((11,), FP32),
+    "bigram_lambdas": ((11,), FP32),
+    "resid_lambdas": ((11, 2), FP32),
+    "scalars": ((25,), FP32),
+}
+
+
+def test_inventory_of_the_record():
+    """The reference counts 543 818 952 with 7 scalars of padding for 8 ranks."""
+    model = T.GPT(RECORD.model, None, BF16, torch.device("meta"))
+    got = {label: (tuple(p.shape), p.dtype) for label, p in model.named_parameters()}
+    assert got == INVENTORY and set(got) == set(TABLE)
+    assert sum(p.numel() for p in model.parameters()) == 543_818_952 - 7
+    assert not list(model.buffers())
+
+
+@pytest.fixture(scope="module")
+def weights():
+    model = T.GPT(T.Model(vocab_size=257, model_dim=96), None, FP32, CPU)
+    model.init_weights(3)
+    return {label: p.detach() for label, p in model.named_parameters()}
+
+
+def test_zeros_and_constants(weights):
+    for label in ("attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "bigram_embed", "x0_lambdas"):
+        assert not weights[label].any(), label
+    assert not weights["mlp_bank"][:, 1].any()
+    post = torch.ones(11, 2, 2)
+    post[7:, 0, 1] = 1.5
+    assert torch.equal(weights["post_lambdas"], post)
+    assert torch.equal(weights["bigram_lambdas"], torch.full((11,), 0.05))
+    assert torch.equal(weights["resid_lambdas"], torch.full((11, 2), 1.1**0.5))
+    assert weights["scalars"].tolist() == [0.5, 1.0] * 11 + [0.0, 0.5, -1.5]
+    assert torch.equal(weights["embed"], weights["lm_head"].T)
+
+
+def uniform(x, bound):
+    """Largest value, spread and the share in the inner half, to 5 standard errors (bf16 rounds by up to 2^-9)."""
+    x, n = x.double().flatten(), x.numel()
+    return (x.abs().max() <= bound * (1 + 2**-9) and abs(x.mean()) < 5 * bound / (3 * n) ** 0.5
+            and abs((x.abs() < bound / 2).double().mean() - 0.5) < 5 * 0.5 / n**0.5 + 2**-9
+            and x.abs().max() > 0.99 * bound)
+
+
+def normal(x, std):
+    x, n = x.double().flatten(), x.numel()
+    return (abs(x.mean()) < 5 * std / n**0.5 and abs(x.std() / std - 1) < 5 / (2 * n) ** 0.5 + 2**-9
+            and abs((x.abs() < std).double().mean() - 0.6827) < 5 * 0.5 / n**0.5 + 2**-9)
+
+
+def test_random_weights(weights):
+    """Each matrix by itself, so that none is left out or repeated; the padding matrix of the MLP is drawn like the others."""
+    bound = 3**0.5 * 0.5 * 96**-0.5
+    assert 3**0.5 * 0.5 * 768**-0.5 == pytest.approx(0.03125, rel=1e-15)
+    matrices = [*weights["attn_bank"].view(40, 96, 96), *weights["mlp_bank"][:, 0]]
+    assert all(uniform(matrix, bound) for matrix in matrices)
+    tables = [*weights["value_embeds"].view(5, 384, 96), weights["lm_head"]]
+    assert all(normal(table, 0.01) for table in tables[:5]) and normal(tables[5], 0.005)
+    heads = [tuple(m.flatten()[:8].tolist()) for m in matrices + tables]
+    assert len(set(heads)) == len(heads)
+
+
+def test_seed_decides_the_weights(weights):
+    model = T.GPT(T.Model(vocab_size=257, model_dim=96), None, FP32, CPU)
+    torch.rand(3)  # the global generator has no say
+    model.init_weights(3)
+    for label, p in model.named_parameters():
+        assert torch.equal(p, weights[label]), label
+    model.init_weights(4)
+    assert not torch.equal(model.attn_bank, weights["attn_bank"]) and not torch.equal(model.lm_head, weights["lm_head"])
+    assert torch.equal(model.embed, model.lm_head.T)
+
+
+def test_padded_sizes():
+    assert [T.Model(vocab_size=v).padded_vocab for v in (128, 129, 257, 50257)] == [128, 256, 384, 50304]
+    model = T.Model()
+    assert (model.separator, model.head_dim, model.bigram_rows) == (50256, 128, 251520)
