@@ -237,27 +237,29 @@ def parse_config(argv) -> Config:
 
 
 def check_config(config) -> Config:
-    """The config itself, or UserError when its numbers do not fit together."""
-    model, run, data = config.model, config.run, config.data
-
+    """The config itself, or UserError when its numbers do not make sense or do not fit together."""
     def require(ok, message):
         if not ok:
             raise UserError(message)
 
+    for key, value in flatten(config).items():
+        least = 0 if key in ("extension_steps", "seed", "sample_tokens") else 1
+        require(isinstance(value, (bool, str, float, tuple)) or value >= least, f"--{key}={value}: must be {least} or more")
+    model, schedule, run, data = config.model, config.schedule, config.run, config.data
     require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
     require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
-    schedule = config.schedule
-    require(schedule.scheduled_steps >= len(schedule.stages) - 1 and schedule.extension_steps >= 0 and schedule.muon_cooldown > 0
-            and 0 < schedule.cooldown_frac <= 1 and 1 <= schedule.split_stage <= len(schedule.stages),
-            "schedule: needs a step for every stage, muon_cooldown > 0, 0 < cooldown_frac <= 1 and a split_stage that exists")
+    require(schedule.scheduled_steps >= len(schedule.stages) - 1, f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
+    require(0 < schedule.cooldown_frac <= 1, f"--cooldown_frac={schedule.cooldown_frac}: above 0, at most 1")
+    require(schedule.split_stage <= len(schedule.stages), f"--split_stage={schedule.split_stage}: there are {len(schedule.stages)}")
+    require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, at rest and at work")
     require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
     require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
-    for i, stage in enumerate(config.schedule.stages, 1):
-        require(run.micro_batches > 0 and stage.batch_tokens % (16 * run.micro_batches) == 0,
+    for i, stage in enumerate(schedule.stages, 1):
+        require(stage.batch_tokens % (16 * run.micro_batches) == 0,
                 f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}")
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
     return config
@@ -416,33 +418,26 @@ class Shard:
             raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer? (--vocab_size)")
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
-    def pack(self, cursor, rows, tokens, max_doc_len):
-        """`rows` rows of tokens + 1 places filled with documents from number `cursor` on, or None if they run out.
+    def pack(self, cursor, tokens, max_doc_len):
+        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor), None if they run out.
 
-        Documents are cut at max_doc_len, the last of a row also where the row is full; what is cut off is never seen.
-        Returns ([(starts, lengths) per row], next cursor).
+        Documents are cut at max_doc_len, the last one also where the row is full; what is cut off is never seen.
         """
-        lengths = np.minimum(self.lengths[cursor:], max_doc_len)
+        lengths = np.minimum(self.lengths[cursor:cursor + tokens + 1], max_doc_len)
         total = np.cumsum(lengths)
-        packed, first = [], 0
-        for _ in range(rows):
-            full = (total[first - 1] if first else 0) + tokens + 1
-            last = int(np.searchsorted(total, full))
-            if last == len(total):
-                return None
-            taken = lengths[first:last + 1].copy()
-            taken[-1] -= total[last] - full
-            packed.append((self.starts[cursor + first:cursor + last + 1], taken))
-            first = last + 1
-        return packed, cursor + first
+        last = int(np.searchsorted(total, tokens + 1))
+        if last == len(total):
+            return None
+        lengths[last] -= total[last] - (tokens + 1)
+        return self.starts[cursor:cursor + last + 1], lengths[:last + 1], cursor + last + 1
 
 
 class Loader:
-    """Training batches of one rank, in the order of the official 8-GPU run for any number of ranks.
+    """Training batches of one rank; all numbers of ranks see the same documents in the same order.
 
-    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A step that does not fit
-    into the rest of a shard starts on the next one, as with 8 ranks in the reference (with fewer ranks it repeats only a part
-    of the step, which moves later documents by less than one step). A thread builds one batch ahead, another reads a shard.
+    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A row that does not fit into
+    the rest of a shard starts on the next one. (The reference repeats all G rows of a micro-step there, so its order depends on G
+    after the first shard; this is its order on one rank.) A thread builds one batch ahead, another reads one shard ahead.
 
     steps: the steps to serve, in order; shape_of(step) -> (tokens per row, longest document).
     """
@@ -455,7 +450,7 @@ class Loader:
         self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
 
     def state_dict(self):
-        """index, part: step (place in `steps`) and micro-step that come next; shard, cursor: first document of that step.
+        """index, part: step (place in `steps`) and micro-step that come next; shard, cursor: document that comes next.
 
         It describes what `next_batch` has handed out, not what was read ahead.
         """
@@ -482,26 +477,25 @@ class Loader:
     def _batches(self, index, part, shard, cursor):
         """Yields (batch, event after its copies, state after it), from a state on."""
         current, coming = self._shard(shard), self.reader.submit(self._shard, shard + 1)
-        rows, parts = self.config.run.micro_batches, self.config.run.micro_batches // self.rt.world
-        for index in range(index, len(self.steps)):
+        while index < len(self.steps):
             tokens, max_doc_len = self.shape_of(self.steps[index])
-            misses = 0
-            while (packed := current.pack(cursor, rows, tokens, max_doc_len)) is None:
-                shard, cursor, misses = shard + 1, 0, misses + 1
-                if misses > len(self.files):
-                    raise UserError(f"no training shard holds one step: {rows} rows of {tokens} tokens of documents cut at"
-                                    f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
-                if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
-                    raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or allow --data_end=wrap")
-                if shard == len(self.files):
-                    self.warn("training data exhausted: starting again with the first shard")
-                current, coming = coming.result(), self.reader.submit(self._shard, shard + 1)
-            for part in range(part, parts):
-                batch = self._batch(current, *packed[0][part * self.rt.world + self.rt.rank], tokens)
-                last = part + 1 == parts
-                yield *batch, {"index": index + last, "part": 0 if last else part + 1, "shard": shard,
-                               "cursor": packed[1] if last else cursor}
-            part, cursor = 0, packed[1]
+            for rank in range(self.rt.world):
+                tried = 0
+                while (row := current.pack(cursor, tokens, max_doc_len)) is None:
+                    shard, cursor, tried = shard + 1, 0, tried + 1
+                    if tried > len(self.files):
+                        raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at {max_doc_len};"
+                                        " use more data or a smaller batch (--stage1.batch_tokens ...)")
+                    if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
+                        raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use --data_end=wrap")
+                    if shard == len(self.files):
+                        self.warn("training data exhausted: starting again with the first shard")
+                    current, coming = coming.result(), self.reader.submit(self._shard, shard + 1)
+                starts, lengths, cursor = row
+                if rank == self.rt.rank:
+                    batch = self._batch(current, starts, lengths, tokens)
+            index, part = (index, part + 1) if part + 1 < self.config.run.micro_batches // self.rt.world else (index + 1, 0)
+            yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
     def _batch(self, shard, starts, lengths, tokens):
         """One row -> (Batch on the device, event after its copies). K2: a cut document's last target is the next separator."""

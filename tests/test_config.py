@@ -86,7 +86,7 @@ def test_what_it_does_not_understand(arg, message):
     ("--model_dim=60 --num_heads=6", "multiple of 8"),
     ("--vocab_size=1", "--vocab_size=1"),
     ("--vocab_size=65537", "--vocab_size=65537"),
-    ("--scheduled_steps=2", "a step for every stage"),
+    ("--scheduled_steps=2", "--scheduled_steps=2"),
     ("--extension_steps=-1", "schedule|extension_steps"),
     ("--muon_cooldown=0", "muon_cooldown"),
     ("--cooldown_frac=0", "cooldown_frac"),
@@ -108,8 +108,9 @@ def test_numbers_that_do_not_fit_together(args, message):
         T.parse_config(args.split())
 
 
-@pytest.mark.parametrize("arg", ["--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0",
-                                 "--muon_momentum=0.9", "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
+@pytest.mark.parametrize("arg", [
+    "--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0", "--muon_momentum=0.9",
+    "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
 def test_numbers_that_would_crash_later(arg):
     """One line that names the knob, not a traceback from the middle of the run."""
     with pytest.raises(T.UserError, match=arg.partition("=")[0].removeprefix("--").removeprefix("stage1.")):
@@ -203,20 +204,22 @@ def test_stages_of_the_record():
 
 
 @pytest.mark.parametrize("step, factor", [
-    (0, 1), (482, 1), (483, 1.52), (580, 1.52), (581, 1.518425), (966, 0.912161), (967, 1.027172), (1200, 0.604023), (1449, 0.151816),
-    (1450, 0.15), (1489, 0.15), (1490, 0.15)])
+    (0, 1), (482, 1), (483, 1.52), (580, 1.52), (581, 1.518425), (966, 0.912161), (967, 1.027172), (1200, 0.604023),
+    (1449, 0.151816), (1450, 0.15), (1489, 0.15), (1490, 0.15)])
 def test_rate_vectors(step, factor):
     assert plan(step).lr_factor == pytest.approx(factor, abs=5e-7)
 
 
 @pytest.mark.parametrize("step, momentum", [
-    (0, 0.85), (100, 0.883333), (299, 0.949667), (300, 0.95), (1000, 0.95), (1440, 0.95), (1441, 0.948), (1465, 0.90), (1489, 0.852)])
+    (0, 0.85), (100, 0.883333), (299, 0.949667), (300, 0.95), (1000, 0.95), (1440, 0.95), (1441, 0.948), (1465, 0.90),
+    (1489, 0.852)])
 def test_momentum_vectors(step, momentum):
     assert plan(step).momentum == pytest.approx(momentum, abs=5e-7)
 
 
 @pytest.mark.parametrize("step, weights", [
-    (0, [1, 0.5, 0.25]), (482, [1, 0.5, 0.000518]), (483, [1, 0.5]), (725, [1, 0.25]), (966, [1, 0.001033]), (967, [1]), (1490, [1])])
+    (0, [1, 0.5, 0.25]), (482, [1, 0.5, 0.000518]), (483, [1, 0.5]), (725, [1, 0.25]), (966, [1, 0.001033]), (967, [1]),
+    (1490, [1])])
 def test_mtp_vectors(step, weights):
     assert plan(step).mtp_weights == pytest.approx(weights, abs=5e-7)
 
@@ -246,7 +249,8 @@ def test_shortened_record():
     assert plans[99].momentum == pytest.approx(0.85 + 0.1 * 99 / 300) and plans[149].stage == 3
 
 
-@pytest.mark.parametrize("scheduled, stage, split", [(144, 3, 97), (145, 3, 97), (145, 2, 49), (145, 1, 1), (145, 4, 145), (146, 4, 147)])
+@pytest.mark.parametrize("scheduled, stage, split", [
+    (144, 3, 97), (145, 3, 97), (145, 2, 49), (145, 1, 1), (145, 4, 145), (146, 4, 147)])
 def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     """It has to be a step on which Adam updates the still tied pair."""
     config = T.parse_config([f"--scheduled_steps={scheduled}", f"--split_stage={stage}"])
@@ -364,8 +368,9 @@ TABLE = {
     "value_embeds": ("adam", "sharded", (0.75, 0.95), 75, 5),
     "embed": ("adam", "sharded", (0.5, 0.95), 1, 150),
 }
-WORK_ORDER = ["scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas", "bigram_lambdas",
-              "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank"]
+WORK_ORDER = [
+    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas", "bigram_lambdas",
+    "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank"]
 
 
 def test_parameter_table():

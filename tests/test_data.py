@@ -54,27 +54,29 @@ class Corpus:
         return T.Loader(self.config, T.Runtime(rank, world, device), numbers, shape_of, warn=self.warnings.append)
 
     def expected(self):
-        """Rows of all steps in one list, in micro-batch order."""
-        return [row for step in oracles.pack_documents(self.shards, SEP, self.spec, self.micro_batches) for row in step]
+        """Rows of all steps in one list, in micro-batch order: each is a call of its own, as on one rank of the reference."""
+        calls = [spec for spec in self.spec for _ in range(self.micro_batches)]
+        return [row for call in oracles.pack_documents(self.shards, SEP, calls, ranks=1) for row in call]
 
     def rows_of(self, rank, world):
         """Positions in expected() of the batches of a rank."""
         return range(rank, len(self.spec) * self.micro_batches, world)
 
-    def steps_before_the_end(self):
-        """Number of steps that the shards hold without wrapping."""
+    def rows_before_the_end(self):
+        """Number of rows that the shards hold without wrapping."""
         shard, i = 0, 0
-        for step, (n, longest) in enumerate(self.spec):
+        for row in range(len(self.spec) * self.micro_batches):
             while True:
                 tokens = self.shards[shard]
-                result = oracles.one_call(tokens, np.flatnonzero(tokens == SEP).tolist(), i, n, longest, self.micro_batches)
+                n, longest = self.spec[row // self.micro_batches]
+                result = oracles.one_call(tokens, np.flatnonzero(tokens == SEP).tolist(), i, n, longest, 1)
                 if result is not None:
                     break
                 shard, i = shard + 1, 0
                 if shard == len(self.shards):
-                    return step
+                    return row
             i = result[1]
-        return len(self.spec)
+        return len(self.spec) * self.micro_batches
 
 
 def random_corpus(folder, seed, steps=24, **options):
@@ -104,7 +106,7 @@ def assert_batch(batch, row):
 def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, world):
     """Row j of a step is micro-step j div G of rank j mod G, whatever G: cuts, shard changes and wraps included."""
     corpus = random_corpus(tmp_path, seed)
-    assert corpus.steps_before_the_end() < len(corpus.spec) / 2
+    assert corpus.rows_before_the_end() < len(corpus.expected()) / 2
     expected = corpus.expected()
     for rank in range(world):
         loader = corpus.loader(rank, world)
@@ -165,7 +167,7 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
 def test_resumes_after_any_number_of_batches(tmp_path, world):
     """Also in the middle of a step, of a step that a shard change interrupted, and after a wrap; the state is plain numbers."""
     corpus = random_corpus(tmp_path, 1, steps=12)
-    assert corpus.steps_before_the_end() < 12
+    assert corpus.rows_before_the_end() < 12 * 8
     expected, rank = corpus.expected(), world - 1
     rows = [expected[j] for j in corpus.rows_of(rank, world)]
     loader, resumed = corpus.loader(rank, world), corpus.loader(rank, world)
@@ -212,7 +214,7 @@ def test_a_state_is_a_snapshot(tmp_path):
 def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
     """With data for exactly the given steps and data_end=stop, reading ahead neither fails nor asks for another step."""
     corpus = random_corpus(tmp_path, 4, data_end="stop")
-    corpus.spec = corpus.spec[:corpus.steps_before_the_end()]
+    corpus.spec = corpus.spec[:corpus.rows_before_the_end() // 8]
     expected = corpus.expected()
     for rank in range(world):
         loader = corpus.loader(rank, world)
@@ -225,7 +227,7 @@ def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
 def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
     corpus = random_corpus(tmp_path, 4, data_end="stop")
     loader, expected = corpus.loader(), corpus.expected()
-    for row in expected[:8 * corpus.steps_before_the_end()]:
+    for row in expected[:corpus.rows_before_the_end()]:
         assert_batch(loader.next_batch(), row)
     with pytest.raises(T.UserError, match="training data exhausted.*data_end=wrap"):
         loader.next_batch()
@@ -234,7 +236,7 @@ def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
 
 def test_wrap_warns_once(tmp_path):
     corpus = random_corpus(tmp_path, 4)
-    loader, early = corpus.loader(), 8 * (corpus.steps_before_the_end() - 1)
+    loader, early = corpus.loader(), corpus.rows_before_the_end() - 1
     for _ in range(early):  # a batch is built ahead
         loader.next_batch()
     assert early and not corpus.warnings
@@ -251,11 +253,11 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1
 
 
-@pytest.mark.parametrize("data_end, message", [("wrap", "no training shard holds one step"), ("stop", "training data exhausted")])
+@pytest.mark.parametrize("data_end, message", [("wrap", "no training shard fills a row"), ("stop", "training data exhausted")])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_corpus_too_small_for_a_step(tmp_path, shards, data_end, message):
-    """Each shard fills 7 of the 8 rows."""
-    corpus = Corpus(tmp_path, [np.array(document(17, 0) * 7, np.uint16)] * shards, [(16, 100)], data_end=data_end)
+def test_corpus_too_small_for_a_row(tmp_path, shards, data_end, message):
+    """Each shard is one token short of a row."""
+    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)], data_end=data_end)
     with pytest.raises(T.UserError, match=message):
         corpus.loader().next_batch()
     with pytest.raises(ValueError):
@@ -300,7 +302,7 @@ def test_read_shard(tmp_path):
     (dict(count=7), "promises 7 tokens but the file holds 6"),
     (dict(count=5), "promises 5 tokens but the file holds 6"),
     (dict(count=-1), "promises -1 tokens"),
-    (dict(tokens=[SEP, 50, 1]), "token 50 is outside the vocabulary of 50"),
+    (dict(tokens=[SEP, 50, 1]), "token 50 .*vocabulary of 50"),
 ])
 def test_damaged_shards(tmp_path, change, message):
     path = write_shard(tmp_path / "bad.bin", **{"tokens": TOKENS} | change)
@@ -330,7 +332,7 @@ def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
         for row in corpus.expected():
             assert_batch(loader.next_batch(), row)
             served += 1
-    assert served >= 8 and served % 8 == 0
+    assert served >= 8
 
 
 def test_shard_without_documents(tmp_path):
