@@ -1458,12 +1458,15 @@ def main(argv) -> int:
     finally:
         if log is not None:
             log.close()
-    if (rank := int(os.environ.get("RANK", 0))) > 0:  # usually rank 0 says the same, and torchrun then ends this one
+    status = 130 if message == "interrupted" else 1
+    if (rank := int(os.environ.get("RANK", 0))) > 0:
+        if status == 130:
+            return status  # rank 0 says so
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2)
+        time.sleep(2)  # usually rank 0 says the same, and torchrun then ends this one
         message = f"rank {rank}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)
-    return 130 if message.endswith("interrupted") else 1
+    return status
 
 
 if __name__ == "__main__":
