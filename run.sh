@@ -144,5 +144,10 @@ case "$data$preset" in
   *) [ -e data/fineweb10B/fineweb_train_000009.bin ] || "$python" data/prepare.py fineweb ;;
 esac
 
+# When the trainer has said in one line why it stops, torchrun adds forty of its own. They are left out, as are its warnings.
+# The filter ignores Ctrl-C, to pass on what the trainer says about it.
+errors='/^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode|death signal/; next} !over || /^error: /{print; fflush()}'
+
 # torchrun by its other name: the one that belongs to this Python, wherever the first on PATH comes from.
-exec "$python" -m torch.distributed.run --standalone "--nproc_per_node=$procs" train_gpt.py "$@"
+exec "$python" -m torch.distributed.run --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
+  2> >(trap '' INT TERM; exec awk "$errors" >&2)

@@ -842,8 +842,7 @@ PARAM_TABLE = (
     Row("value_embeds", "adam", "sharded", (0.75, 0.95), 75.0, 5.0),
     Row("embed", "adam", "sharded", (0.5, 0.95), 1.0, 150.0))
 
-# "replicated" stands for all replicated rows: one flat buffer, one reduction, one update.
-# Reductions start in the order in which backward finishes with the gradients that matter most for time.
+# Launch order of the reductions, that of the table. "replicated" stands for all replicated rows: one reduction, one update.
 SCATTER_ORDER = ("attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds", "embed")
 # Small ones while the big reductions run; tables next, so that their gathers overlap with the orthogonalisation, which is
 # last; lm_head before embed, which is copied from it while tied.

@@ -430,10 +430,15 @@ def test_inventory_of_the_record():
     assert not list(model.buffers())
 
 
+def small_model(seed):
+    model = T.GPT(T.Model(vocab_size=2000, model_dim=96), None, FP32, CPU)
+    model.init_weights(seed)
+    return model
+
+
 @pytest.fixture(scope="module")
 def weights():
-    model = T.GPT(T.Model(vocab_size=257, model_dim=96), None, FP32, CPU)
-    model.init_weights(3)
+    model = small_model(3)
     return {label: p.detach() for label, p in model.named_parameters()}
 
 
@@ -470,19 +475,17 @@ def test_random_weights(weights):
     assert 3**0.5 * 0.5 * 768**-0.5 == pytest.approx(0.03125, rel=1e-15)
     matrices = [*weights["attn_bank"].view(40, 96, 96), *weights["mlp_bank"][:, 0]]
     assert all(uniform(matrix, bound) for matrix in matrices)
-    tables = [*weights["value_embeds"].view(5, 384, 96), weights["lm_head"]]
+    tables = [*weights["value_embeds"].view(5, 2048, 96), weights["lm_head"]]
     assert all(normal(table, 0.01) for table in tables[:5]) and normal(tables[5], 0.005)
     heads = [tuple(m.flatten()[:8].tolist()) for m in matrices + tables]
     assert len(set(heads)) == len(heads)
 
 
 def test_seed_decides_the_weights(weights):
-    model = T.GPT(T.Model(vocab_size=257, model_dim=96), None, FP32, CPU)
     torch.rand(3)  # the global generator has no say
-    model.init_weights(3)
-    for label, p in model.named_parameters():
+    for label, p in small_model(3).named_parameters():
         assert torch.equal(p, weights[label]), label
-    model.init_weights(4)
+    model = small_model(4)
     assert not torch.equal(model.attn_bank, weights["attn_bank"]) and not torch.equal(model.lm_head, weights["lm_head"])
     assert torch.equal(model.embed, model.lm_head.T)
 

@@ -143,14 +143,16 @@ def test_hand_made_step(tmp_path):
 
 
 @pytest.mark.parametrize("small", [0, 1, 2])
-def test_shard_too_small_for_a_step_is_passed_over(tmp_path, small):
-    """Steps of 8 x 17 and 8 x 65 tokens; the small shard holds the one but not the other."""
+def test_shard_too_small_for_a_row_is_passed_over(tmp_path, small):
+    """Rows of 17 and 65 tokens; the small shard holds one of the first kind and none of the second."""
     rng = np.random.default_rng(7)
-    shards = [random_shard(rng, 12 if i == small else 80) for i in range(3)]
-    corpus = Corpus(tmp_path, shards, [(64, 30), (16, 9)] * 10)
+    shards = [random_shard(rng, 80) for _ in range(3)]
+    shards[small] = np.array(document(20, 0) + document(25, 20), np.uint16)
+    corpus = Corpus(tmp_path, shards, [(64, 30), (16, 9)] * 30, micro_batches=1)
     loader, expected = corpus.loader(), corpus.expected()
     for row in expected:
         assert_batch(loader.next_batch(), row)
+    assert len(corpus.warnings) == 1
 
 
 def test_files_are_read_in_the_order_of_their_names(tmp_path):
@@ -205,6 +207,8 @@ def test_a_state_is_a_snapshot(tmp_path):
     kept = dict(state)
     loader.next_batch()
     assert state == kept != loader.state_dict()
+    loader.state_dict()["index"] = 7
+    assert loader.state_dict()["index"] == 0
 
 
 # ---- The end of the data ---------------------------------------------------------------------------------------------
@@ -264,10 +268,13 @@ def test_corpus_too_small_for_a_row(tmp_path, shards, data_end, message):
         corpus.expected()
 
 
-def test_corpus_just_large_enough_for_a_step(tmp_path):
-    corpus = Corpus(tmp_path, [np.array(document(17, 0) * 8, np.uint16)], [(16, 100)] * 3)
-    loader = corpus.loader()
-    for row in corpus.expected():
+def test_shards_are_used_to_their_last_token(tmp_path):
+    """The last row of a step is the last document of the shard, all of it."""
+    shard = np.array([token for first in range(8) for token in document(17, first)], np.uint16)
+    corpus = Corpus(tmp_path, [shard], [(16, 100)] * 3)
+    loader, expected = corpus.loader(), corpus.expected()
+    assert expected[7][0].tolist() == [SEP, *range(7, 22)]
+    for row in expected:
         assert_batch(loader.next_batch(), row)
 
 

@@ -360,6 +360,18 @@ def test_logit_gradient_to_e5m2_resolution(device):
 
 
 @fp8
+def test_fp8_gradient_codes_do_not_depend_on_kappa(device):
+    """A power of two in κ comes out in the gradients exactly, also one far below the range of the codes."""
+    h, weight, targets = head_inputs(32, 64, 128, device, BF16)
+    weights = torch.tensor(WEIGHTS, device=device)
+    head = tk.HeadLoss(weight, BF16, True)
+    loss, dh, dW = run_head(lambda h: head(h, targets, weights, 1.0), h, weight)
+    small, small_dh, small_dW = run_head(lambda h: head(h, targets, weights, 2.0**-20), h, weight)
+    assert small.item() * 2**20 == loss.item() and dh.any(1).all()
+    assert torch.equal(small_dh * 2**20, dh) and torch.equal(small_dW * 2**20, dW)
+
+
+@fp8
 def test_codes_change_only_when_refreshed(device):
     h, weight, targets = head_inputs(32, 64, 128, device, BF16)
     weights = torch.tensor(WEIGHTS, device=device)

@@ -1,7 +1,6 @@
 """The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks through all four stages, the split and the
 extension; their logs and checkpoints; and the errors that a user can meet. The corpus is made here."""
 
-import gc
 import os
 import re
 import signal
@@ -22,16 +21,15 @@ import train_gpt as T
 import triton_kernels as kernels
 
 ROOT, CPU = Path(T.__file__).parent, torch.device("cpu")
-ENV = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
-    "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 RULE = "=" * 100 + "\n"
-
 STAGE_KEYS = "batch_tokens", "max_doc_len", "short_window", "long_window"
 STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32, 64))
 STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
 VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 4096, 512, 96
 TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2", f"--final_window={FINAL_WINDOW}",
         f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}", "--val_every=3", "--sample_tokens=0",
+        "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1) for key, value in zip(STAGE_KEYS, stage))]
 
 # Runs the trainer after the code in its first argument (a hook), which may change or watch things in T.
@@ -47,10 +45,10 @@ T.SparseRows.receive = lambda self, grad: say(f"exchange of rank {self.rt.rank}"
 WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: self.warm_up() or run(self)"
 SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduce, {"op": T.dist.ReduceOp.SUM}
 T.reduce_scatter, T.dist.all_reduce = lambda *a, **kw: scatter(*a, **kw | wrong), lambda *a, **kw: reduce(*a, **kw | wrong)"""
-PAIR = ["--micro_batches=2", "--adam_lr=0"]
+PAIR = ["--micro_batches=2", "--adam_lr=0", "--muon_lr=0.023"]
 RUNS = {  # name -> ranks, arguments, hook
     "four": (4, [], None), "two": (2, [], None), "sum": (2, [], SUM_FOR_AVERAGE),
-    "one": (1, [], None), "again": (1, [], WARM_UP), "seed": (1, ["--seed=7"], None),
+    "one": (1, [], None), "again": (1, [], WARM_UP), "seed": (1, ["--seed=7", "--scheduled_steps=3"], None),
     "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], None), "pair2": (2, PAIR, SAY_EXCHANGES)}
 
 
@@ -97,22 +95,21 @@ def start(corpus, *args, ranks=1, hook=None):
 
 
 def finish(process, seconds=100, seen=""):
-    """(stdout, stderr) when it has ended, and with it every process that gave its id; seen: stdout read before."""
+    """(stdout, stderr, status) when it has ended, and with it every process that gave its id; seen: stdout read before."""
     try:
         out, err = process.communicate(timeout=seconds)
-        out = seen + out
     finally:
         process.terminate()  # torchrun ends its ranks; nothing when it is over
     end = time.monotonic() + 5
-    while alive := [pid for pid in re.findall(r"^pid (\d+)$", out, re.M) if Path(f"/proc/{pid}").exists()]:
+    while alive := [pid for pid in re.findall(r"^pid (\d+)$", seen + out, re.M) if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, f"processes {alive} are still there"
-    return out, err
+    return seen + out, err, process.returncode
 
 
 def oracle_loss(model, val):
     """Final validation loss from the weights by the plain model of oracles.py: fp32, piece after piece, no ranks."""
     params = {name: tensor.float() for name, tensor in model.items()}
-    freqs, scale, losses = oracles.base_freqs(48 // 6 // 4), 0.1, []
+    losses, freqs, scale = [], oracles.base_freqs(48 // 6 // 4), 0.1
     for old, new in zip(STAGES, STAGES[1:]):
         freqs, scale = oracles.yarn(freqs, scale, old[3], new[3])
     view = dict(S=STAGES[-1][2], L=FINAL_WINDOW, H=6, freqs=freqs, attn_scale=scale, lambda_dtype=torch.bfloat16)
@@ -131,9 +128,8 @@ def runs(corpus, tmp_path_factory):
     def run(name):
         (ranks, args, hook), logs = RUNS[name], tmp_path_factory.mktemp(name)
         args = ["--save_checkpoint=true", f"--run_label={name}", f"--log_dir={logs}", *args]
-        process = start(corpus, *args, ranks=ranks, hook=hook)
-        out, err = finish(process)
-        assert process.returncode == 0, f"run {name}:\n{out}\n{err}"
+        out, err, status = finish(start(corpus, *args, ranks=ranks, hook=hook))
+        assert status == 0, f"run {name}:\n{out}\n{err}"
         (path,), (saved,) = logs.glob("*.txt"), logs.glob("*/*.pt")
         log, state = path.read_text(), torch.load(saved, weights_only=True)
         parts = [(label, {"p": p, **state["optimizer"][label]}) for label, p in state["model"].items()]
@@ -142,9 +138,7 @@ def runs(corpus, tmp_path_factory):
         val = {int(step): float(loss) for step, loss in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", log, re.M)}
         return SimpleNamespace(out=out, path=path, log=log, body=log.split(RULE)[-1], state=state, tensors=tensors, val=val,
                                loss=oracle_loss(state["model"], corpus.val), sources=sources, args=[*corpus.args, *args])
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(RUNS, pool.map(run, RUNS)))
+    return dict(zip(RUNS, ThreadPoolExecutor(2).map(run, RUNS)))
 
 
 def differences(run, other, kinds):
@@ -156,10 +150,10 @@ def differences(run, other, kinds):
 def test_one_seed_gives_one_result_bit_for_bit(runs):
     """Also when a warm-up, which visits every stage, comes first: it leaves no trace."""
     one, again, seed = runs["one"], runs["again"], runs["seed"]
-    assert "Resetting Model" in again.body and "Resetting Model" not in one.body
+    assert "Resetting Model" in again.body
     assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, again.tensors[name])] == []
     assert one.state["loader"] == again.state["loader"] and one.val == again.val and one.val[0] != seed.val[0]
-    assert one.val[0] - one.val[STEPS] > 1.0  # it learns; seen: 5.94 -> 3.90
+    assert one.val[STEPS] < one.val[0] - 0.6  # it learns; seen: 5.94 -> 5.10
 
 
 def test_logged_loss_is_that_of_the_oracle(runs):
@@ -171,15 +165,12 @@ def test_logged_loss_is_that_of_the_oracle(runs):
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_ranks_agree(runs, name):
     """bf16 gradients are added in another order when the ranks change (8 micro-steps of one rank; 4 + 4 and their average; ...),
-    and Muon, a sign function of sorts, blows the rounding up. So runs part, as far as another rounding would make them."""
-    loss_tolerance = 1e-2  # seen: 2.2e-3 (four ranks, last step)
-    state_tolerance = 0.5  # relative; seen: 0.17 (v of post_lambdas); another seed gives about 1
+    and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the rates."""
+    loss_tolerance, state_tolerance = 1e-3, 0.3  # seen: 2e-4; relative 0.10 (ve_gate_bank, four ranks), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
-    # Of the parameters the big ones: the first update of a small gate that starts from zero is the sign of a noisy gradient.
-    small = {name for name, tensor in one.tensors.items() if name[0] == "p" and tensor.numel() < 2000}
-    found = {name: value for name, value in differences(one, other, "pmv").items() if name not in small}
-    print(f"{name}: loss {other.loss - one.loss:.1e}, state {max(found.values()):.2f} ({max(found, key=found.get)})")
+    found = differences(one, other, "pmv")
+    print(f"{name}: loss {other.loss - one.loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
     assert max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS) < loss_tolerance
     assert abs(one.loss - other.loss) < loss_tolerance and max(found.values()) < state_tolerance, found
     # Muon and Adam do not feel the scale of a gradient: with a sum in place of the average the loss looks fine, momenta do not.
@@ -189,7 +180,7 @@ def test_ranks_agree(runs, name):
 def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
     """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for bit."""
     one, two = runs["pair1"], runs["pair2"]
-    assert one.val == two.val and one.loss == two.loss and one.val[0] - one.val[STEPS] > 0.02
+    assert one.val == two.val and one.loss == two.loss and one.val[STEPS] < one.val[0] - 0.02
     exact = [name for name in one.tensors if name[0] == "p" or name.split()[1] in ("attn_bank", "mlp_bank")]
     assert [name for name in exact if not torch.equal(one.tensors[name], two.tensors[name])] == []
     found = differences(one, two, "mv")
@@ -212,8 +203,7 @@ def agrees(marked_steps=(0, 1)):
         grad.index_add_(0, torch.from_numpy(rows), torch.from_numpy(rng.integers(1, 4, (len(rows), 8))).bfloat16())
         if step in marked_steps:
             sparse.mark(rows.astype(np.int32))
-    want = torch.empty(10, 8, dtype=torch.bfloat16)
-    T.reduce_scatter(want, grad.clone(), op=T.dist.ReduceOp.AVG)
+    T.reduce_scatter(want := torch.empty(10, 8, dtype=torch.bfloat16), grad.clone(), op=T.dist.ReduceOp.AVG)
     sparse.send_counts(), sparse.send_rows(), sparse.send_values(grad)
     same = torch.tensor([torch.equal(sparse.receive(grad), want)]).int()
     T.dist.all_reduce(same, op=T.dist.ReduceOp.MIN)
@@ -225,7 +215,7 @@ T.dist.barrier(), os._exit(0)
 
 def test_sparse_rows_equal_the_dense_average(corpus):
     """Bit for bit on four ranks, several times in a row; not when the rows of one of the two steps are forgotten."""
-    out, err = finish(start(corpus, ranks=4, hook=EXCHANGE))
+    out, err, _ = finish(start(corpus, ranks=4, hook=EXCHANGE))
     assert sorted(out.splitlines()) == [f"rank {r}: [True, True, False, False, True]" for r in range(4)], out + err
 
 
@@ -237,8 +227,8 @@ def test_log_opens_with_sources_versions_and_config(runs):
     assert header.lstrip("\n").startswith(RULE) and "attention:torch" in run.body.splitlines()[0]
     assert (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
             f"Running Triton version {kernels.triton.__version__}\n") in header
-    found = dict(re.findall(r"^([\w.]+): (.*)$", header, re.M))
-    assert {key: T.render(value) for key, value in T.flatten(T.parse_config(run.args)).items()}.items() <= found.items()
+    config = {(key, T.render(value)) for key, value in T.flatten(T.parse_config(run.args)).items()}
+    assert config - set(re.findall(r"^([\w.]+): (.*)$", header, re.M)) == set()
     assert run.state["source"] == run.sources[0] and run.state["step"] == STEPS
 
 
@@ -253,12 +243,11 @@ def test_log_lines_and_results(runs):
         assert abs(ms - average * count) <= 0.501 + 0.005 * count and ms >= last, line
         last = ms
     results = run.body[run.body.index("peak memory"):]
-    (peak,) = re.findall(r"^peak memory allocated: (\d+) MiB reserved: \d+ MiB$", results, re.M)
     found = dict(re.findall(r"^(\w+): (.*)$", results, re.M))
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
                            "total_seconds", "steps", "tokens", "peak_memory_mib"]
-    expected = {"final_val_loss": f"{run.val[STEPS]:.4f}", "steps": str(STEPS), "tokens": str(TRAIN_TOKENS), "peak_memory_mib": peak}
-    assert expected.items() <= found.items()
+    assert re.match(rf"peak memory allocated: {found['peak_memory_mib']} MiB reserved: \d+ MiB\n", results)
+    assert (found["final_val_loss"], found["steps"], found["tokens"]) == (f"{run.val[STEPS]:.4f}", str(STEPS), str(TRAIN_TOKENS))
     train, *others, total = (float(value) for key, value in found.items() if key.endswith("_seconds"))
     assert abs(1000 * train - last) <= 1.001 and min(others) >= 0 and train + sum(others) <= total + 0.01
     assert run.state["loader"]["shard"] >= 2 * 2  # the two shards ran out twice, but that is said once
@@ -284,11 +273,11 @@ def test_sample_is_text_deterministic_and_greedy_when_cold(runs):
 def fails(capsys):
     """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is removed."""
     def check(argv, pattern):
-        status, err = T.main(argv), capsys.readouterr().err
-        assert status == 1 and re.fullmatch(rf"error: .*{pattern}.*\n", err), err
+        assert T.main(argv) == 1
+        assert re.fullmatch(rf"error: .*{pattern}.*\n", err := capsys.readouterr().err), err
     yield check
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.enable()
+    T.gc.enable()
     if T.dist.is_initialized():
         T.dist.destroy_process_group()
 
@@ -325,10 +314,9 @@ def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
 def test_three_processes_are_refused_once(corpus, tmp_path):
     """All ranks arrive together, and each could say the same."""
     arrive = f"\nos.chdir({str(tmp_path)!r}); os.mkdir(os.environ['RANK'])\nwhile len(os.listdir()) < 3: time.sleep(0.01)"
-    process = start(corpus, f"--log_dir={tmp_path}", ranks=3, hook=SAY_PID + arrive)
-    out, err = finish(process)
-    assert process.returncode != 0 and out.count("pid ") == 3
-    assert err.count("error: ") == 1 and 'train_gpt.py", line' not in err and re.search(r"^error: 3 processes.*--micro_batches=8.*$", err, re.M), err
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=3, hook=SAY_PID + arrive))
+    assert status != 0 and out.count("pid ") == 3 and 'train_gpt.py", line' not in err
+    assert err.count("error: ") == 1 and re.search(r"^error: 3 processes.*--micro_batches=8.*$", err, re.M), err
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -338,9 +326,8 @@ def test_ctrl_c_ends_all_processes_and_keeps_the_log(corpus, tmp_path, ranks):
         seen += (line := process.stdout.readline())
         assert line, process.stderr.read()
     process.send_signal(signal.SIGINT)
-    out, err = finish(process, 10, seen)
-    assert out.count("pid ") == ranks
-    assert process.returncode == 130 if ranks == 1 else process.returncode != 0  # torchrun has a status of its own
+    out, err, status = finish(process, 10, seen)
+    assert out.count("pid ") == ranks and (status == 130 if ranks == 1 else status != 0)  # torchrun has a status of its own
     assert re.search("^error: interrupted$", err, re.M) and 'train_gpt.py", line' not in err, err
     assert set(re.findall("^step:.*$", seen, re.M)) <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
 
@@ -358,6 +345,6 @@ def test_import_does_nothing():
         sys.argv, before = ["x", "--nonsense"], dict(os.environ)
         import train_gpt, triton_kernels, torch
         assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and dict(os.environ) == before"""],
-                            env=ENV, text=True, capture_output=True)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and dict(os.environ) == before
+    """], env=ENV, text=True, capture_output=True)
     assert result.returncode == 0 and result.stdout == "", result.stderr
