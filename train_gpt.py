@@ -113,10 +113,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Optim:
-    adam_lr: float = 0.008
+    adam_lr: float = 0.008  # times lr_mul of the parameter's row in PARAM_TABLE
     adam_eps: float = 1e-10  # not bias-corrected
     adam_wd: float = 0.005  # times rate squared
-    muon_lr: float = 0.023
+    muon_lr: float = 0.023  # times matrix_lr of the bank's row in PARAM_TABLE
     muon_beta2: float = 0.95  # of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # times rate squared
 
@@ -124,7 +124,7 @@ class Optim:
 @dataclass(frozen=True)
 class Data:
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order; relative to $DATA_PATH or this folder
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # likewise
     val_tokens: int = 10485760  # the first ones of the validation files
     val_batch_tokens: int = 262144  # tokens of one validation forward
     tokens_per_doc: int = 300  # shortest mean document that fits: sets the fixed length of cu_seqlens
@@ -142,10 +142,10 @@ class Run:
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head where the GPU has it
     kernels: str = "auto"  # auto, torch (plain PyTorch throughout), or op:choice,op:choice
-    log_dir: str = "logs"
+    log_dir: str = "logs"  # relative to this folder
     save_checkpoint: bool = False  # at the end, beside the log
     sample_tokens: int = 0  # generate a text of this length at the end
-    sample_prompt: str = ""
+    sample_prompt: str = ""  # its beginning
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,14 @@ def check_config(config) -> Config:
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
     require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
     require(schedule.scheduled_steps >= len(schedule.stages) - 1, f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
-    require(0 < schedule.cooldown_frac <= 1, f"--cooldown_frac={schedule.cooldown_frac}: above 0, at most 1")
+    require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
+            f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
     require(schedule.split_stage <= len(schedule.stages), f"--split_stage={schedule.split_stage}: there are {len(schedule.stages)}")
     require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, at rest and at work")
     require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
     require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
+    require(run.dtype == "bfloat16" or run.device == "cpu" or "torch" in run.kernels,
+            f"--dtype={run.dtype}: the attention kernel takes bfloat16; add --kernels=attention:torch")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")

@@ -446,6 +446,11 @@ def multi_token_targets(targets, count):
     return torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(count)], 1)
 
 
+def quantise(x, scale):
+    """Codes of x / scale in e4m3: fp32 division, saturated, one rounding."""
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
 def head_loss_ref(h, W, targets, weights, kappa):
     """Loss as written above, fp32 after the GEMM; differentiable by autograd; materialises the logits."""
     z = softcap(h @ W)
@@ -497,13 +502,10 @@ class HeadLoss:
 
     def __init__(self, weight, dtype, fp8, compiler=lambda f: f):
         self.weight, self.dtype, self.fp8 = weight, dtype, fp8
-        self.rows_loss = compiler(cross_entropy_rows)
+        self.rows_loss, self.quantise = compiler(cross_entropy_rows), compiler(quantise)
         # Rows per block: a power of two, so that it divides every batch; the fp32 temporaries stay around 2 GB.
         self.block = 1 << int(math.log2(2**29 / weight.size(1)))
         if fp8:
-            D, V = weight.shape
-            self.codes = torch.empty(D, V, device=weight.device, dtype=torch.float8_e4m3fn)
-            self.codes_t = torch.empty(V, D, device=weight.device, dtype=torch.float8_e4m3fn)  # the GEMM wants both
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
             self.scale_g = {}  # κ -> 0-D tensor
         self.refresh()
@@ -511,9 +513,8 @@ class HeadLoss:
     @torch.no_grad()
     def refresh(self):
         if self.fp8:
-            codes = (self.weight / W_SCALE).clamp(-E4M3_MAX, E4M3_MAX).to(self.codes.dtype)
-            self.codes.copy_(codes)
-            self.codes_t.copy_(codes.t())
+            self.codes = self.quantise(self.weight.detach(), W_SCALE)
+            self.codes_t = self.codes.t().contiguous()  # the GEMM wants both layouts
 
     def __call__(self, h, targets, weights, kappa, exact=False):
         if exact:
@@ -532,7 +533,7 @@ class HeadLoss:
         grad_h = torch.empty_like(h) if with_grad else None
         grad_w = torch.zeros(weight.shape, device=h.device) if with_grad else None
         if fp8:
-            x = (h / X_SCALE).to(torch.float8_e4m3fn)
+            x = self.quantise(h.detach(), X_SCALE)
             if kappa not in self.scale_g:
                 self.scale_g[kappa] = torch.tensor(code_scale, device=h.device)
             scale_g = self.scale_g[kappa]

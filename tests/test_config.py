@@ -1,6 +1,7 @@
 """What is decided before anything runs: knobs, schedules, rotary states, the parameter table and the initial weights."""
 
 import dataclasses
+import io
 import signal
 
 import numpy as np
@@ -494,3 +495,29 @@ def test_padded_sizes():
     assert [T.Model(vocab_size=v).padded_vocab for v in (128, 129, 257, 50257)] == [128, 256, 384, 50304]
     model = T.Model()
     assert (model.separator, model.head_dim, model.bigram_rows) == (50256, 128, 251520)
+
+
+# ---- Console ---------------------------------------------------------------------------------------------------------
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch):
+    """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines as they are."""
+    for screen in (Screen(), io.StringIO()):
+        monkeypatch.setattr("sys.stdout", screen)
+        log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), T.Runtime(0, 1, torch.device("cpu")))
+        log.progress("step:1/9 train_time:5ms", 125.4)
+        log.progress("step:2/9 train_time:9ms", 61.0)
+        log.line("step:2/9 val_loss:3.0000")
+        log.close()
+        assert log.path.read_text() == "step:1/9 train_time:5ms\nstep:2/9 train_time:9ms\nstep:2/9 val_loss:3.0000\n"
+        shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
+        if screen.isatty():
+            assert shown == ("\r\033[Kstep:1/9 train_time:5ms eta:2m05s\r\033[Kstep:2/9 train_time:9ms eta:1m01s"
+                             "\r\033[Kstep:2/9 val_loss:3.0000\n")
+        else:
+            assert shown == log.path.read_text()

@@ -338,8 +338,8 @@ def test_fp8_head(n, width, classes, block, compiled, count, device):
         assert a.dtype == BF16 and a.isfinite().all(), name
         ratio, resolution = (a.double() - b).norm() / (b - c).norm(), (b - c).norm() / c.norm()
         print(f"{name}: {ratio:.3f} {resolution:.3f}")
-        # Seen on a CPU: 0.03, or 0.56 when the quotients are rounded to bf16 before they become codes.
-        assert ratio < 0.75, f"{name}: {ratio:.2f} of the error of quantisation"
+        # Seen: 0.03; 0.56 when the quotients are rounded to bf16 before they become codes.
+        assert ratio < 0.15, f"{name}: {ratio:.2f} of the error of quantisation"
         assert resolution < 0.1, f"{name}: the quantised gradient is off by {resolution:.2f}"  # seen: 0.06
 
 

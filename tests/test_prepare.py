@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
-
+from train_gpt import read_shard_header  # noqa: E402
 
 
 @pytest.fixture
