@@ -254,6 +254,8 @@ def check_config(config) -> Config:
             f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
     require(schedule.split_stage <= len(schedule.stages), f"--split_stage={schedule.split_stage}: there are {len(schedule.stages)}")
     require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, at rest and at work")
+    require(run.seed < 2**63, f"--seed={run.seed}: must be below 2 ** 63")
+    require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
     require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
     require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
     require(run.dtype == "bfloat16" or run.device == "cpu" or "torch" in run.kernels,
@@ -270,7 +272,7 @@ def check_config(config) -> Config:
 
 def help_text() -> str:
     """The module docstring and one line per knob: name, default, and the comment that stands beside it in the source."""
-    knob_source = Path(__file__).read_text().partition("class Config:")[0]
+    knob_source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", knob_source, re.M))
     knobs = flatten(PRESETS["record"])
     lines = [f"  --{key}={render(value)}".ljust(46) + "  " + comments.get(key.split(".")[-1], "") for key, value in knobs.items()]
@@ -1139,20 +1141,20 @@ class Log:
 
     def __init__(self, config, rt):
         self.file, self.is_main = None, rt.rank == 0
-        self.terminal = rt.rank == 0 and sys.stdout.isatty()
-        if rt.rank == 0:
+        self.terminal = self.is_main and sys.stdout.isatty()
+        if self.is_main:
             folder = Path(__file__).parent / config.run.log_dir
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 self.path = folder / f"{config.run.run_label}_{uuid.uuid4()}.txt"
-                self.file = open(self.path, "w")
+                self.file = open(self.path, "w", encoding="utf-8")
             except OSError as error:
                 raise UserError(f"cannot write a log in {folder}: {error.strerror}; choose another --log_dir") from None
             self.line(str(self.path), file=False)
 
     def line(self, text, console=True, file=True):
         if self.file is not None and file:
-            print(text, file=self.file)
+            self.file.write(text + "\n")  # one write: the loader's thread may have something to say, too
         if self.is_main and console:
             print(("\r\033[K" if self.terminal else "") + text, flush=True)
 
@@ -1172,16 +1174,15 @@ class Log:
             self.file = None
 
 
-def log_header(log, config, rt, choices):
+def log_header(log, config, rt, choices, sources):
     """Sources of both files, versions, machine, resolved config: what is needed to repeat the run."""
-    kernel_file = Path(kernels.__file__)
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
     except FileNotFoundError:
         gpus = "nvidia-smi: not found"
     rule, short_rule = "=" * 100, "-" * 40
     settings = capability(rt.device) | {"ranks": rt.world, "cores": os.cpu_count(), "platform": platform.platform()}
-    for text in (Path(__file__).read_text(), f"\n{short_rule}\n# {kernel_file.name}\n{short_rule}\n", kernel_file.read_text(), rule,
+    for text in (sources[0], f"\n{short_rule}\n# {Path(kernels.__file__).name}\n{short_rule}\n", sources[1], rule,
                  f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
                  f"Running Triton version {kernels.triton.__version__}", gpus, rule,
@@ -1375,16 +1376,19 @@ class Trainer:
                 copied.synchronize()
             require_finite(loss.item(), f"training loss of step {step}")
 
-    def save(self):
+    def save(self, source):
         """Model, optimizer, loader position and source beside the log, complete or not at all."""
-        state = {"step": self.total, "source": Path(__file__).read_text(), "config": flatten(self.config),
+        state = {"step": self.total, "source": source, "config": flatten(self.config),
                  "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
         if self.rt.rank == 0:
             path = self.log.path.with_suffix("") / f"state_step{self.total:06d}.pt"
-            path.parent.mkdir(exist_ok=True)
-            torch.save(state, path.with_suffix(".tmp"))
-            path.with_suffix(".tmp").replace(path)
-            self.log.line(f"saved {path}")
+            try:
+                path.parent.mkdir(exist_ok=True)
+                torch.save(state, path.with_suffix(".tmp"))
+                path.with_suffix(".tmp").replace(path)
+            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+                raise UserError(f"cannot save {path}: {' '.join(str(error).split())}; make room, or choose another --log_dir") from None
+            self.log.line(f"checkpoint: {path}")
 
 
 def peak_memory(device) -> tuple[int, int]:
@@ -1396,7 +1400,7 @@ def peak_memory(device) -> tuple[int, int]:
     return peak, peak
 
 
-def train(config, rt, log, launched):
+def train(config, rt, log, launched, sources):
     """Everything after the process group exists."""
     can_fp8 = capability(rt.device)["hardware_fp8"] == "yes"
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=config.run.fp8 and can_fp8))
@@ -1404,7 +1408,7 @@ def train(config, rt, log, launched):
         ops, choices = kernels.choose_ops(rt.device, config.run.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    log_header(log, config, rt, choices | {"head": "fp8" if config.run.fp8 else config.run.dtype})
+    log_header(log, config, rt, choices | {"head": "fp8" if config.run.fp8 else config.run.dtype}, sources)
     trainer = Trainer(config, rt, log, ops)
     ready = time.perf_counter()
     if config.run.compile:
@@ -1415,8 +1419,6 @@ def train(config, rt, log, launched):
     loss, seconds = trainer.run()
     allocated, reserved = peak_memory(rt.device)
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if config.run.save_checkpoint:
-        trainer.save()
     if config.run.sample_tokens and rt.rank == 0:
         try:
             text = sample(trainer.model, trainer.views[-1], config.run.sample_prompt, config.run.sample_tokens, config.run.seed)
@@ -1429,11 +1431,14 @@ def train(config, rt, log, launched):
                 "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
+    if config.run.save_checkpoint:
+        trainer.save(sources[0])
 
 
 def main(argv) -> int:
     """Train as `argv` says; returns the exit status."""
     launched = time.perf_counter()
+    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, kernels.__file__)]  # before anybody edits them
     if "--help" in argv:
         print(help_text())
         return 0
@@ -1441,37 +1446,42 @@ def main(argv) -> int:
     def interrupted(signum, frame):
         raise KeyboardInterrupt
 
-    log = None
+    rank, log = int(os.environ.get("RANK", 0)), None
+    on_sigterm = signal.signal(signal.SIGTERM, interrupted if rank == 0 else signal.SIG_DFL)  # rank 0 has a log to close
     try:
-        signal.signal(signal.SIGTERM, interrupted)  # how torchrun ends the other ranks
         config = parse_config(argv)
         rt = init_runtime(config)
         log = Log(config, rt)
-        train(config, rt, log, launched)
+        train(config, rt, log, launched, sources)
         dist.destroy_process_group()
         return 0
     except UserError as error:
-        message = str(error)
+        message, status = str(error), 1
     except torch.OutOfMemoryError as error:
-        message = ("out of GPU memory: raise --micro_batches (16, 32: smaller forward passes) or lower --val_batch_tokens"
-                   f" ({' '.join(str(error).split())})")
+        message, status = ("out of GPU memory: raise --micro_batches (16, 32: smaller forward passes) or lower --val_batch_tokens"
+                           f" ({' '.join(str(error).split())})"), 1
     except KeyboardInterrupt:
-        message = "interrupted"
+        message, status = "interrupted", 130
+    except RuntimeError as error:
+        if not re.search("connection (closed|reset)|nccl", str(error), re.I):
+            raise
+        message, status = "lost the connection to another process, which may say why", 1
     finally:
+        gc.enable()
+        signal.signal(signal.SIGTERM, on_sigterm)
         if log is not None:
             log.close()
-    status = 130 if message == "interrupted" else 1
-    if (rank := int(os.environ.get("RANK", 0))) > 0:
+    if rank > 0:
         if status == 130:
             return status  # rank 0 says so
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2)  # usually rank 0 says the same, and torchrun then ends this one
+        time.sleep(2)  # usually rank 0 says the same, and torchrun then ends this process
         message = f"rank {rank}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     return status
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of a sample
     status = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(status)  # after an error other ranks may hang in a collective; do not wait for them

@@ -587,5 +587,7 @@ def choose_ops(device, wanted="auto"):
             if name not in IMPLEMENTATIONS.get(op, {}):
                 known = ", ".join(f"{o}:{'|'.join(t)}" for o, t in IMPLEMENTATIONS.items())
                 raise ValueError(f"kernels: '{item}' is not one of {known}")
+            if name != "torch" and device.type == "cpu" and not INTERPRETED:
+                raise ValueError(f"kernels: '{item}' needs a GPU")
             names[op] = name
     return SimpleNamespace(**{op: IMPLEMENTATIONS[op][name] for op, name in names.items()}), names

@@ -103,6 +103,10 @@ def test_what_it_does_not_understand(arg, message):
     ("--micro_batches=3", "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3"),
     ("--stage3.batch_tokens=1000", "--stage3.batch_tokens=1000"),
     ("--stage2.mtp_end=1", "--stage2.mtp_start and mtp_end need the same length"),
+    ("--run_label=a/b", "--run_label=a/b.*a file"),
+    ("--seed=12345678901234567890", "--seed=12345678901234567890"),
+    ("--dtype=float32", "--kernels=attention:torch"),
+    ("--cooldown_frac=1e-20", "cooldown_frac"),
 ])
 def test_numbers_that_do_not_fit_together(args, message):
     with pytest.raises(T.UserError, match=message):

@@ -245,7 +245,7 @@ def test_log_lines_and_results(runs):
     results = run.body[run.body.index("peak memory"):]
     found = dict(re.findall(r"^(\w+): (.*)$", results, re.M))
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
-                           "total_seconds", "steps", "tokens", "peak_memory_mib"]
+                           "total_seconds", "steps", "tokens", "peak_memory_mib", "checkpoint"]
     assert re.match(rf"peak memory allocated: {found['peak_memory_mib']} MiB reserved: \d+ MiB\n", results)
     assert (found["final_val_loss"], found["steps"], found["tokens"]) == (f"{run.val[STEPS]:.4f}", str(STEPS), str(TRAIN_TOKENS))
     train, *others, total = (float(value) for key, value in found.items() if key.endswith("_seconds"))
@@ -330,6 +330,27 @@ def test_ctrl_c_ends_all_processes_and_keeps_the_log(corpus, tmp_path, ranks):
     assert out.count("pid ") == ranks and (status == 130 if ranks == 1 else status != 0)  # torchrun has a status of its own
     assert re.search("^error: interrupted$", err, re.M) and 'train_gpt.py", line' not in err, err
     assert set(re.findall("^step:.*$", seen, re.M)) <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
+
+
+def test_error_of_one_rank_is_the_only_one_told(corpus, tmp_path):
+    """Rank 1 stops alone; rank 0, left in a collective, gives no traceback."""
+    hook = """step = T.train_step
+def stop(*args):
+    if os.environ["RANK"] == "1":
+        raise T.UserError("rank 1 had enough")
+    return step(*args)
+T.train_step = stop"""
+    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook))
+    assert status != 0 and 'train_gpt.py", line' not in err and "error: rank 1: rank 1 had enough" in err, err
+
+
+def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monkeypatch):
+    def full(state, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    fails([*corpus.args, f"--log_dir={tmp_path}", "--val_tokens=512", "--save_checkpoint=true"], "cannot save .*No space left.*--log_dir")
+    assert "\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text() and not list(tmp_path.glob("*/*.pt"))
 
 
 def test_help_names_every_knob():
