@@ -159,11 +159,11 @@ class Config:
 
 PRESETS = {
     "record": Config(),
-    # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/12; bytes as tokens.
+    # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16; bytes as tokens.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
         Schedule(
-            scheduled_steps=120, extension_steps=6, final_window=320, muon_warmup=25, muon_cooldown=6,
+            scheduled_steps=90, extension_steps=6, final_window=320, muon_warmup=20, muon_cooldown=6,
             stages=(
                 Stage(4096, 448, 16, 48, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
                 Stage(8192, 512, 48, 112, 1.52, (1.0, 0.5), (1.0, 0.0)),
