@@ -1,9 +1,10 @@
 """Make token shards for train_gpt.py: 256 int32 of header, then one uint16 per token, documents begin with a separator.
 
     python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub
-    python data/prepare.py text PATH --out NAME  your own text files or folders, one document per file
+    python data/prepare.py text PATH --out NAME  your own text files or folders
     python data/prepare.py stdlib                bytes of Python's own library: no network, nothing to choose, 9 MB
 
+Texts are cut at line ends into documents of about 1000 tokens, since the loader takes the head of a document and drops the rest.
 Results lie in data/fineweb10B, data/NAME and data/stdlib. A shard gets its name once it is finished and verified, so a
 name that is there can be trusted; whatever was interrupted is continued or made again by the same command.
 """
@@ -26,6 +27,9 @@ from train_gpt import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError,
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
+# A document ends at the first line end after so many characters: about 1000 tokens of either kind. Were files documents, the
+# loader would see 5% of the library's sources at 1024 tokens per document; this way it sees 99%.
+DOCUMENT_CHARACTERS = {GPT2_SEPARATOR: 4000, BYTE_SEPARATOR: 1000}
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
@@ -33,9 +37,6 @@ FINEWEB_SHARDS = 9  # more than one record run reads
 
 STDLIB_BYTES = 9_000_000  # a little less than any Python since 3.10 has, so that all give about the same
 STDLIB_SHARD_TOKENS = 4_000_000  # three training shards, so that short runs change shards too
-# The loader takes the head of a document and drops the rest. At 1024 tokens it would see 5% of the training part if
-# files were documents (median 9394 bytes); of documents that end at the first line end after 1000 characters, 99%.
-STDLIB_DOCUMENT = re.compile(r".{1000}.*?\n|.+", re.DOTALL)
 # Tests, two applications and tables of hexadecimal numbers; installed packages differ from machine to machine.
 STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
@@ -166,6 +167,11 @@ def rank(key: str) -> tuple[int, str]:
     return zlib.crc32(key.encode("utf-8", "surrogateescape")), key
 
 
+def cut(text: str, characters: int) -> list[str]:
+    """The text in pieces that end at the first line end after so many characters."""
+    return re.findall(rf".{{{characters}}}.*?\n|.+", text, re.DOTALL)
+
+
 def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
     """The files to validate on: the first by rank() that make up `val_fraction` of the size."""
     val, have, want = set(), 0, val_fraction * sum(sizes.values())
@@ -176,10 +182,9 @@ def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
     return val
 
 
-def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int,
-          documents=lambda text: [text]) -> None:
-    """Tokenises `files` (by name relative to where they were found) in their order into the shards of data/NAME;
-    `documents` cuts a file's text. Reads files one at a time and holds one training shard, or all of validation."""
+def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int) -> None:
+    """Tokenises `files` (by name relative to where they were found) in their order into the shards of data/NAME.
+    Reads files one at a time and holds one training shard, or all of validation."""
     sizes, binary, empty = {}, 0, 0
     for key, path in files.items():
         try:
@@ -195,13 +200,12 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         print(f"warning: skipped {binary + empty} files ({binary} not UTF-8, {empty} empty)")
     if len(sizes) < 2:
         raise UserError(f"{len(sizes)} usable text files: at least two are needed, one to train and one to validate on; "
-                        "every file is one document, so cut a long text into several files")
+                        "training and validation never share a file, so cut a single text into several files")
     val = split(sizes, val_fraction)
     encode, separator = load_tokenizer(tokenizer)
-
     def tokens(keys):
         for key in keys:
-            for document in documents(read_text(files[key])):
+            for document in cut(read_text(files[key]), DOCUMENT_CHARACTERS[separator]):
                 yield np.concatenate([[separator], encode(document)]).astype(np.uint16)
 
     # Everything is made in a folder of its own and renamed at the end, validation last: its presence tells that the
@@ -263,7 +267,7 @@ def stdlib() -> None:
     # rank() also spreads what is left out evenly. It cuts at its end, validation takes from its start.
     keep = 2**32 * STDLIB_BYTES / total
     files = {key: path for key, path in files.items() if rank(key)[0] < keep}
-    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS, STDLIB_DOCUMENT.findall)
+    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

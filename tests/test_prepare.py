@@ -457,7 +457,7 @@ def test_stdlib_is_complete_deterministic_and_not_built_twice(data, monkeypatch,
         count[part] += 1
     assert rest == {"train": b"", "val": b""} and count["val"] > 10
 
-    # Documents fit the loader: see the comment at STDLIB_DOCUMENT.
+    # Documents fit the loader: see the comment at DOCUMENT_CHARACTERS.
     lengths = np.diff(np.append(np.flatnonzero(train == 256), len(train)))
     assert np.minimum(lengths, 1024).sum() > 0.98 * len(train) and lengths.mean() > 300
 
@@ -478,9 +478,9 @@ def test_stdlib_is_complete_deterministic_and_not_built_twice(data, monkeypatch,
     assert "damaged, building it again" in capsys.readouterr().out
 
 
-def test_stdlib_documents_join_to_the_file():
+def test_documents_join_to_the_file():
     text = "".join(f"line {i} {'é' * (i % 90)}\n" for i in range(500)) + "no line end"
-    documents = prepare.STDLIB_DOCUMENT.findall(text)
+    documents = prepare.cut(text, 1000)
     assert "".join(documents) == text and len(documents) > 10
     assert all(1000 < len(d) < 1110 and d.endswith("\n") for d in documents[:-1])
 
@@ -504,3 +504,13 @@ def test_stdlib_without_sources_is_an_error(data, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     assert prepare.main(["stdlib"]) == 1
     assert "only 0 bytes of library sources" in one_line(capsys) and visible(data) == []
+
+
+def test_long_texts_become_several_documents(data, tmp_path):
+    """The loader would drop all but the head of a long document."""
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("a line of thirty characters...\n" * 100)
+    assert prepare.main(["text", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--out", "long", "--tokenizer", "bytes"]) == 0
+    tokens = np.fromfile(prepare.DATA / "long" / "long_train_000001.bin", "<u2", offset=1024)
+    lengths = np.diff(np.flatnonzero(tokens == 256), append=len(tokens))
+    assert len(lengths) == 4 and lengths.max() <= 1001 + 31 and lengths.sum() == 3100 + 4
