@@ -17,12 +17,12 @@ Contents, top to bottom; a name is defined above its first use:
     data       shards, document packing, bigram hash, Loader
     model      layer table, YaRN rotary, attention, the flat forward
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
-    schedule   plan(step): stage, rates, momentum, what is due
+    schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation, sampling
     train      train_step (shared by warm-up and run), main
 
-Shape letters: N tokens of one forward pass, D model width, H heads, d head width, F MLP width, V padded vocabulary,
-G ranks, A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
+Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
+A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
 """
 
 import dataclasses
@@ -63,6 +63,8 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Model:
+    """Sizes; the wiring of the layers is in LAYERS."""
+
     vocab_size: int = 50257  # token ids; the last one separates documents (GPT-2: 50256)
     model_dim: int = 768  # D, residual width; heads * head width
     num_heads: int = 6  # H, even: a paired layer folds two heads into one stream
@@ -87,6 +89,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Stage:
+    """What changes between the stages of a run."""
+
     batch_tokens: int  # tokens per step over all ranks and micro-steps
     max_doc_len: int  # documents are cut here, the tail is dropped; tokens
     short_window: int  # look-back of most layers, tokens
@@ -98,6 +102,8 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
+    """Length of the run, its stages, and what follows the step number; `make_plan` evaluates it."""
+
     scheduled_steps: int = 1450  # shared equally by all stages but the last
     extension_steps: int = 40  # the last stage: floor rate, widest windows
     stages: tuple[Stage, ...] = (
@@ -116,6 +122,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Optim:
+    """Rates common to all parameters; what differs between them is in PARAM_TABLE."""
+
     adam_lr: float = 0.008  # times lr_mul of the parameter's row in PARAM_TABLE
     adam_eps: float = 1e-10  # not bias-corrected
     adam_wd: float = 0.005  # times rate squared
@@ -126,6 +134,8 @@ class Optim:
 
 @dataclass(frozen=True)
 class Data:
+    """Where the tokens come from and how many validate."""
+
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order; relative to $DATA_PATH or this folder
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # likewise
     val_tokens: int = 10485760  # the first ones of the validation files
@@ -136,6 +146,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Run:
+    """Machine, numerics and output of one run."""
+
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # of the initial weights
@@ -153,6 +165,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Config:
+    """All knobs, frozen; see PRESETS and parse_config."""
+
     model: Model = Model()
     schedule: Schedule = Schedule()
     optim: Optim = Optim()
@@ -287,6 +301,8 @@ def help_text() -> str:
 
 @dataclass(frozen=True)
 class Runtime:
+    """This process among the others."""
+
     rank: int
     world: int
     device: torch.device
@@ -364,6 +380,7 @@ def read_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def find_files(pattern: str) -> list[Path]:
+    """Files that match, in name order; relative to $DATA_PATH or this folder. UserError when there are none."""
     root = Path(os.environ.get("DATA_PATH", Path(__file__).parent))
     files = sorted(root.glob(pattern) if not Path(pattern).is_absolute() else Path("/").glob(pattern.lstrip("/")))
     if not files:
@@ -399,6 +416,8 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
 
 
 class Batch(NamedTuple):
+    """One row of packed documents: what a forward pass takes."""
+
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens
     cu_seqlens: Tensor  # (K,) int32
@@ -575,6 +594,7 @@ RMS_EPS = 2.0**-23
 
 
 def rms_norm(x):
+    """x / rms(x) over the last axis, in fp32 inside; no gain."""
     return F.rms_norm(x, (x.size(-1),), eps=RMS_EPS)
 
 
@@ -824,6 +844,8 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
 
 
 class Row(NamedTuple):
+    """How one parameter is optimized."""
+
     label: str
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
     comms: str  # replicated: all ranks update; sharded: the owner does; sharded_sparse: likewise, touched rows travel
@@ -934,13 +956,13 @@ class NorMuonAndAdam:
         self.coefficients = {}  # label -> (beta1, beta2, lr_mul, wd_mul)
         for label, row in self.table.items():
             shard = self.shards[label] = self._own(label, self._matrices(label, self.params[label].detach()))
-            m, v = (torch.zeros_like(shard, dtype=torch.float32) for _ in range(2))
-            self.state[label] = {"m": m, "v": v}
+            m = torch.zeros_like(shard, dtype=torch.float32)
             if row.optim == "adam":
                 self.coefficients[label] = (*row.betas, row.lr_mul, row.wd_mul)
+                self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
-                v = v[:, :, :1] if shard.size(1) >= shard.size(2) else v[:, :1]
-                self.state[label] = {"m": m, "v": v.clone(), "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
+                v = torch.zeros_like(m[:, :, :1] if shard.size(1) >= shard.size(2) else m[:, :1])
+                self.state[label] = {"m": m, "v": v, "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
                 rates = torch.tensor(row.matrix_lr * self.params[label].size(0), device=rt.device)
                 self.matrix_lr[label] = self._own(label, rates).view(-1, 1, 1)
 
@@ -1322,8 +1344,9 @@ class Trainer:
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         loader = self.new_loader(steps)
+        piece = next(iter(self.validation))
         for view in self.views:  # with a kernel for attention all share one graph
-            summed_loss(self.forward, self.head, next(iter(self.validation)), view)
+            summed_loss(self.forward, self.head, piece, view)
         for step in steps:
             self.step(loader, self.plans[step])
         self.synchronize()
@@ -1368,7 +1391,6 @@ class Trainer:
             ms = 1000 * (elapsed + time.perf_counter() - start)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
                               ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
-        gc.enable()
         self.seconds["validation"] = validation_seconds
         return loss, elapsed
 
@@ -1442,10 +1464,10 @@ def train(config, rt, log, launched, sources):
 def main(argv) -> int:
     """Train as `argv` says; returns the exit status."""
     launched = time.perf_counter()
-    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, kernels.__file__)]  # before anybody edits them
     if "--help" in argv:
         print(help_text())
         return 0
+    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, kernels.__file__)]  # before anybody edits them
 
     def interrupted(signum, frame):
         raise KeyboardInterrupt

@@ -421,6 +421,7 @@ def varlen_attention(q, k, v, cu_seqlens, max_len, window, scale):
 
 
 def mlp_ref(x, W1, W2):
+    """(N, D) -> (N, D), in the dtype of x."""
     return F.linear(x, W1).relu().square() @ W2
 
 
@@ -438,6 +439,7 @@ X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX  
 
 
 def softcap(logits):
+    """Logits of any shape, bounded to (0, 23), in fp32."""
     return CAP * torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SCALE)
 
 

@@ -8,6 +8,7 @@ import torch
 
 import oracles
 import train_gpt as T
+from oracles import write_shard
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)
@@ -15,13 +16,6 @@ SEP = MODEL.separator
 BIGRAM_ROWS = 5 * 128
 WORLDS = [1, 2, 4, 8]
 SHAPES = [(16, 7), (64, 20), (48, 1000), (33, 12)]  # (tokens per row, longest document)
-
-
-def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    header = np.random.default_rng(1).integers(-2**31, 2**31, 256).astype("<i4")  # the rest of the header has no meaning
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
-    return path
 
 
 def random_shard(rng, documents, headless=False):

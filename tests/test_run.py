@@ -19,6 +19,7 @@ import torch
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
+from oracles import write_shard
 
 ROOT, CPU = Path(T.__file__).parent, torch.device("cpu")
 ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -50,12 +51,6 @@ RUNS = {  # name -> ranks, arguments, hook
     "four": (4, [], None), "two": (2, [], None), "sum": (2, [], SUM_FOR_AVERAGE),
     "one": (1, [], None), "again": (1, [], WARM_UP), "seed": (1, ["--seed=7", "--scheduled_steps=3"], None),
     "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], None), "pair2": (2, PAIR, SAY_EXCHANGES)}
-
-
-def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(tokens, "<u2").tobytes())
 
 
 def text(count, seed):
