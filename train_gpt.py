@@ -699,8 +699,22 @@ class GPT(nn.Module):
 
     def forward(self, tokens, cu_seqlens, bigram_rows, view: View):
         """tokens, bigram_rows (N,) int32, cu_seqlens (K,) int32 -> normed final stream (N, D); the head is in HeadLoss."""
+        return self.layers(*self.lookup(tokens, bigram_rows), cu_seqlens, view)
+
+    def lookup(self, tokens, bigram_rows):
+        """Rows of the tables: token embeddings (1, N, D), value embeddings (VALUE_TABLES, N, D), bigram embeddings (1, N, D).
+
+        Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows.
+        """
+        by_token, by_bigram = (kernels.group_ids(ids) for ids in (tokens, bigram_rows))
+        return tuple(kernels.lookup(table, planes, groups, self.ops.embedding_grad) for table, planes, groups in (
+            (self.embed, 1, by_token), (self.value_embeds, VALUE_TABLES, by_token), (self.bigram_embed, 1, by_bigram)))
+
+    def layers(self, e, values, bigram, cu_seqlens, view: View):
+        """All that follows the tables; this is what is compiled."""
         config, dtype, ops = self.config, self.dtype, self.ops
-        N, D, H, d = tokens.size(0), config.model_dim, config.num_heads, config.head_dim
+        e, values, bigram = e[0].to(dtype), values.to(dtype).unbind(0), bigram[0].to(dtype)
+        N, D, H, d = e.size(0), config.model_dim, config.num_heads, config.head_dim
 
         # One unbind per bank: its backward is one stack, where selects would add a full bank of zeros per layer (PR 233).
         attn_weights = iter(self.attn_bank.to(dtype).unbind(0))
@@ -718,13 +732,9 @@ class GPT(nn.Module):
         rotary_paired = view.cos[:2 * N].view(N, 1, 2, d // 4), view.sin[:2 * N].view(N, 1, 2, d // 4)
         cu_paired = 2 * cu_seqlens
 
-        # Token embedding, smeared one token forward (PR 130, classiclarryd; K1: across document borders), bigram and value embeddings.
-        e = F.embedding(tokens, self.embed).to(dtype)
+        # Token embedding, smeared one token forward (PR 130, classiclarryd; K1: across document borders).
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
         x0 = rms_norm(torch.cat((e[:1], e[1:] + smear_lambda * gate * e[:-1])))
-        bigram = F.embedding(bigram_rows, self.bigram_embed).to(dtype)
-        tables = torch.arange(VALUE_TABLES, device=tokens.device, dtype=torch.int32)[:, None] * config.padded_vocab
-        values = F.embedding(tables + tokens, self.value_embeds).to(dtype).unbind(0)  # one gather for all (PR 215)
 
         def attention(x, i, layer):
             """rms-normed stream (N, D) -> output of the attention block (N, D)."""
@@ -772,10 +782,13 @@ class GPT(nn.Module):
                     lane0 = resid[2 * i] * lane0 + a + inject
             if layer.keep == "skip":
                 kept["skip"] = lane0
-            m = ops.mlp(rms_norm(lane1 if layer.two_lanes else lane0), mlp_weights[2 * i], mlp_weights[2 * i + 1])
-            lane0 = resid[2 * i + 1] * lane0 + post[4 * i + 2] * m
+            W1, W2 = mlp_weights[2 * i], mlp_weights[2 * i + 1]
             if layer.two_lanes:
+                m = ops.mlp(rms_norm(lane1), W1, W2)
+                lane0 = resid[2 * i + 1] * lane0 + post[4 * i + 2] * m
                 lane1 = resid[2 * i + 1] * lane1 + post[4 * i + 3] * m
+            else:  # scaling W2 saves two passes over (N, D) in the backward
+                lane0 = resid[2 * i + 1] * lane0 + ops.mlp(rms_norm(lane0), W1, post[4 * i + 2] * W2)
             if layer.keep == "backout":
                 kept["backout"] = lane0
         return rms_norm(0.5 * (lane0 + lane1) - backout_lambda * kept["backout"])
@@ -1314,7 +1327,8 @@ class Trainer:
         if rt.world > 1:
             for param in self.model.parameters():
                 dist.broadcast(param.detach(), 0)
-        self.forward = compiler(self.model.forward)
+        layers = compiler(self.model.layers)
+        self.forward = lambda tokens, cu, rows, view: layers(*self.model.lookup(tokens, rows), cu, view)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.run.fp8, compiler)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         plain = ops.attention is kernels.attention_ref  # traced by the compiler, which then needs Python numbers

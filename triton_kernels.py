@@ -17,12 +17,14 @@ Contents
   4  varlen_attention                 sliding-window attention within packed documents
   5  mlp_ref                          ReLU² MLP
   6  HeadLoss                         FP8 or plain head, softcapped multi-token cross-entropy and its gradient
-  7  choose_ops                       one implementation per op, chosen once
+  7  lookup, embedding_grad          rows of the embedding tables and their gradients
+  8  choose_ops                       one implementation per op, chosen once
 """
 
 import math
 import os
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -561,7 +563,105 @@ class HeadLoss:
 
 
 # ======================================================================================================================
-# 7  The choice of implementation, made once at start
+# 7  Embedding tables: rows out, gradients straight into the gradient buffer
+#
+#   lookup(table, planes, groups, embedding_grad)   table (P·R, D) leaf parameter, P = planes -> (P, N, D): row ids[t] of each
+#   embedding_grad(grad, groups, upstream)          grad[p, ids[t]] += Σ_t upstream[p, t]   in place, fp32 sums, rounded once
+#
+#   grad (P, R, D) contiguous, bf16 or fp32; groups of ids (N,) int32; upstream (P, N, D), unit stride along D.
+#   Replaces aten.embedding_dense_backward, whose atomics want a fp32 table: zeroed, cast to bf16, added to the gradient, four
+#   passes over all rows of which a batch touches a few percent. Here the ids are sorted and one program sums all occurrences
+#   of a row: rows that do not occur cost nothing, and a run repeats bit for bit.
+#   H200, N = 49152, P = 5, R = 50304: 371 us + 74 us for sorting, against 1662 us for one plane the old way.
+# ======================================================================================================================
+
+# Most ids occur once or twice, a few (comma, "the") thousands of times. Four warps read one row of 768 in 16-byte accesses;
+# 4 rows at a time: more idle on the rare ids, fewer make the frequent ones wait. The loop over them is pipelined three deep.
+EMBEDDING_LAUNCH = dict(BLOCK=4, STAGES=3, num_warps=4)
+EMBEDDING_PROGRAMS_PER_SM = 16  # what an SM holds at 4 warps each
+
+
+class Groups(NamedTuple):
+    """Where equal ids are."""
+
+    ids: Tensor  # (N,)
+    sorted_ids: Tensor  # (N,)
+    order: Tensor  # (N,) their positions in ids
+    starts: Tensor  # (N + 1,) first place of every group in sorted_ids, then N up to the end
+
+
+def group_ids(ids):
+    sorted_ids, order = torch.sort(ids, stable=True)
+    first = F.pad(sorted_ids[1:] != sorted_ids[:-1], (1, 0), value=True)
+    starts = torch.nonzero_static(first, size=ids.numel() + 1, fill_value=ids.numel()).view(-1)
+    return Groups(ids, sorted_ids, order, starts)
+
+
+def embedding_grad_ref(grad, groups, upstream):
+    for table, dy in zip(grad, upstream):
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        table += torch.ops.aten.embedding_dense_backward(dy.to(wide), groups.ids, table.size(0), -1, False)
+
+
+@triton.jit
+def _embedding_kernel(Grad, Upstream, SortedIds, Order, Starts, N, D, R, planes, stride_up, stride_un,
+                      COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    work = tl.program_id(0)  # group work // planes, plane work % planes
+    begin = tl.load(Starts + tl.minimum(work // planes, N))
+    while begin < N:
+        end = tl.load(Starts + work // planes + 1)
+        plane = (work % planes).to(tl.int64)
+        row = Grad + (plane * R + tl.load(SortedIds + begin)) * D + column
+        old = tl.load(row, mask=column < D, other=0.0).to(tl.float32)
+        total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
+        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+            at = start + tl.arange(0, BLOCK)
+            t = tl.load(Order + at, mask=at < end, other=0).to(tl.int64)
+            dy = tl.load(Upstream + plane * stride_up + t[:, None] * stride_un + column[None, :],
+                         mask=(at < end)[:, None] & (column < D)[None, :], other=0.0)
+            total += dy.to(tl.float32)
+        tl.store(row, (old + tl.sum(total, axis=0)).to(Grad.dtype.element_ty), mask=column < D)
+        work += tl.num_programs(0)
+        begin = tl.load(Starts + tl.minimum(work // planes, N))
+
+
+def embedding_grad(grad, groups, upstream):
+    """Adds to `grad` in place."""
+    P, R, D = grad.shape
+    N = groups.ids.numel()
+    if upstream.shape != (P, N, D) or upstream.stride(2) != 1 or not grad.is_contiguous():
+        raise ValueError(f"embedding_grad: for grad {tuple(grad.shape)}, contiguous, and {N} ids upstream must be {(P, N, D)} with unit"
+                         f" stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
+    if grad.device.type == "cpu" and not INTERPRETED:
+        return embedding_grad_ref(grad, groups, upstream)
+    sms = torch.cuda.get_device_properties(grad.device).multi_processor_count if grad.is_cuda else 1
+    _embedding_kernel[(sms * EMBEDDING_PROGRAMS_PER_SM,)](
+        grad, upstream, groups.sorted_ids, groups.order, groups.starts, N, D, R, P, upstream.stride(0), upstream.stride(1),
+        COLUMNS=triton.next_power_of_2(D), **EMBEDDING_LAUNCH)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, table, planes, groups, add):
+        ctx.table, ctx.planes, ctx.groups, ctx.add = table, planes, groups, add
+        return table.view(planes, -1, table.size(1)).index_select(1, groups.ids)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        if ctx.table.grad is None:
+            ctx.table.grad = torch.zeros_like(ctx.table)
+        ctx.add(ctx.table.grad.view(ctx.planes, -1, ctx.table.size(1)), ctx.groups, upstream.contiguous())
+        return None, None, None, None
+
+
+def lookup(table, planes, groups, embedding_grad):
+    """See above. `table` is a leaf: backward adds to `table.grad` and passes nothing on."""
+    return _Lookup.apply(table, planes, groups, embedding_grad)
+
+
+# ======================================================================================================================
+# 8  The choice of implementation, made once at start
 # ======================================================================================================================
 
 IMPLEMENTATIONS = {
@@ -573,6 +673,7 @@ IMPLEMENTATIONS = {
     "transpose_add": {"triton": transpose_add, "torch": transpose_add_ref},
     "attention": {"varlen": varlen_attention, "torch": attention_ref},
     "mlp": {"torch": mlp_ref},
+    "embedding_grad": {"triton": embedding_grad, "torch": embedding_grad_ref},
 }
 
 
