@@ -706,7 +706,7 @@ class GPT(nn.Module):
 
         Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows.
         """
-        by_token, by_bigram = (kernels.group_ids(ids) for ids in (tokens, bigram_rows))
+        by_token, by_bigram = kernels.Groups(tokens), kernels.Groups(bigram_rows)
         return tuple(kernels.lookup(table, planes, groups, self.ops.embedding_grad) for table, planes, groups in (
             (self.embed, 1, by_token), (self.value_embeds, VALUE_TABLES, by_token), (self.bigram_embed, 1, by_bigram)))
 

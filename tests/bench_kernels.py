@@ -81,3 +81,21 @@ def documents(n, longest, seed=0):
         lengths.append(int(np.clip(rng.lognormal(np.log(490), 0.95), 64, longest)))
     borders = np.minimum(np.cumsum(lengths), n)
     return torch.from_numpy(T.cu_seqlens(borders, n, T.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).cuda()
+
+
+def rand(*shape, dtype=BF16):
+    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def symmetric_cases():
+    for ranks in (1, 8):
+        n, m = 40 // ranks, 24 // ranks
+        X, tall, P, Q = rand(n, D, D), rand(m, 4 * D, D), rand(n, D, D), torch.empty(n, D, D, device="cuda", dtype=BF16)
+        P = (P + P.mT) / 2
+        PT, QT = P[:m], Q[:m]
+        calls = 5 * (ranks == 1)
+        for A, out, count in (X, Q, n), :
+            yield Case("XXT", f"{count}x768x768", lambda A=A, out=out: tk.XXT(A, out), lambda A=A, out=out: torch.bmm(A, A.mT, out=out),
+                       flops=2 * count * D**3, bytes=4 * count * D * D, calls=calls)
+        yield Case("XTX", f"{m}x3072x768", lambda: tk.XTX(tall, QT), lambda: torch.bmm(tall.mT, tall, out=QT),
+                   flops=8 * m * D**3, bytes=2 * m * 5 * D * D, calls=calls)

@@ -21,7 +21,7 @@ def test_embedding_grad(planes, rows, width, n, device):
         wanted[p].index_add_(0, ids, upstream[p].double())
     for implementation in (tk.embedding_grad, tk.embedding_grad_ref):
         got = grad.clone()
-        implementation(got, tk.group_ids(ids), upstream)
+        implementation(got, tk.Groups(ids), upstream)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
     untouched = torch.ones(rows, dtype=torch.bool, device=device)
     untouched[ids.long()] = False
@@ -35,7 +35,7 @@ def test_strided_upstream_and_repetition(device):
     results = []
     for dy in (upstream, wide[:, :, 1], upstream):
         got = grad.clone()
-        tk.embedding_grad(got, tk.group_ids(ids), dy)
+        tk.embedding_grad(got, tk.Groups(ids), dy)
         results.append(got)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -49,7 +49,7 @@ def test_production_shape(device):
     for p in range(5):
         wanted[p].index_add_(0, ids, upstream[p].double())
     got = grad.clone()
-    tk.embedding_grad(got, tk.group_ids(ids), upstream)
+    tk.embedding_grad(got, tk.Groups(ids), upstream)
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
 
@@ -61,7 +61,7 @@ def test_lookup(planes, device):
     for _ in range(2):
         ids = torch.randint(0, 20, (50,), dtype=torch.int32, device=device)
         factor = torch.randn(planes, 50, 8, device=device)
-        rows = tk.lookup(table, planes, tk.group_ids(ids), tk.embedding_grad)
+        rows = tk.lookup(table, planes, tk.Groups(ids), tk.embedding_grad)
         expected = torch.stack([part[ids.long()] for part in twin.chunk(planes)])
         assert torch.equal(rows.double(), expected)
         (rows * factor).sum().backward()
@@ -72,6 +72,6 @@ def test_lookup(planes, device):
 def test_wrong_upstream(device):
     ids, grad, upstream = setting(1, 10, 8, 5, torch.float32, device)
     with pytest.raises(ValueError, match="embedding_grad: for grad .* upstream must be"):
-        tk.embedding_grad(grad, tk.group_ids(ids), upstream[:, :4])
+        tk.embedding_grad(grad, tk.Groups(ids), upstream[:, :4])
     with pytest.raises(ValueError, match="unit stride"):
-        tk.embedding_grad(grad, tk.group_ids(ids), upstream.mT.contiguous().mT)
+        tk.embedding_grad(grad, tk.Groups(ids), upstream.mT.contiguous().mT)
