@@ -1,46 +1,50 @@
-"""Time every kernel against the limits of this GPU:  python tests/bench_kernels.py [--only=attention] [--json=table.json]
+"""Time every kernel against the limits of this GPU:  python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
 
-One line per kernel and shape, most recoverable time first. "limit" is the larger of operations / measured matmul rate and
-bytes / measured copy bandwidth (each operand counted once); "recoverable" is what one training step on one GPU would gain if
-the kernel ran at its limit. Medians and quartiles of cold-L2 repetitions; the PyTorch call beside each kernel in turn with it.
+One line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured matmul rate and
+bytes / measured copy bandwidth, each operand counted once; "recoverable" is what a training step on one GPU would gain if the
+kernel ran at its limit, for shapes that occur there. Medians and quartiles with a cold L2, the PyTorch calls in turn with the
+kernel. Attention counts the pairs that a query really sees. Correctness is the business of the other files in this folder.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as tk
 
 BF16 = torch.bfloat16
-MICRO_STEPS = 8  # per training step on one GPU
 CONFIG = T.Config()
-D, V = CONFIG.model.model_dim, CONFIG.model.padded_vocab
+D, H, V, HEAD = CONFIG.model.model_dim, CONFIG.model.num_heads, CONFIG.model.padded_vocab, CONFIG.model.head_dim
+STAGES = CONFIG.schedule.stages[:3]
+MICRO = CONFIG.run.micro_batches  # per step on one GPU
+TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 
 
 class Case(NamedTuple):
     kernel: str
     shape: str
     run: Callable
-    torch: Callable | None = None  # what it replaces
-    flops: float = 0  # dense, a multiply-add is two
-    fp8: bool = False
+    peers: dict[str, Callable] = {}  # other ways to the same result
+    bf16: float = 0  # operations, a multiply-add is two
+    fp8: float = 0
     bytes: float = 0
-    calls: float = 0  # per training step on one GPU at this shape; 0: a shape of several ranks, or a part of another line
+    calls: float = 0  # per step on one GPU in the stage of this shape; 0: shapes of several ranks, and parts of other lines
 
 
-def quartiles(samples):
-    return [float(q) for q in np.percentile(samples, (25, 50, 75))]
+# ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
 class Timer:
-    def __init__(self, repetitions=25):
+    def __init__(self, repetitions):
         self.repetitions = repetitions
         self.flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # several times the L2
 
@@ -58,20 +62,74 @@ class Timer:
             run(), run()
         events = [[self.once(run) for run in runs] for _ in range(self.repetitions)]
         torch.cuda.synchronize()
-        return [quartiles([1000 * a.elapsed_time(b) for a, b in column]) for column in zip(*events)]
+        return [np.percentile([1000 * a.elapsed_time(b) for a, b in column], (25, 50, 75)).tolist() for column in zip(*events)]
 
 
 def ceilings(timer):
-    """(bf16 FLOP/s, fp8 FLOP/s, copied bytes/s), read and written bytes both counted, on random data."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-    one = torch.ones((), device="cuda")
+    """Measured bf16 and FP8 matmul rates (FLOP/s) and copy bandwidth (bytes/s, read and written both counted)."""
+    a, b = (rand(8192, 8192) for _ in range(2))
+    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device="cuda")
     src = torch.randint(2**30, (2**28,), device="cuda", dtype=torch.int32)
     dst = torch.empty_like(src)
     times = timer(lambda: a @ b, lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=BF16, use_fast_accum=True),
                   lambda: dst.copy_(src))
-    work = 2 * 8192**3, 2 * 8192**3, 2 * src.nbytes
-    return [w / (median * 1e-6) for w, (_, median, _) in zip(work, times)]
+    return [work / (median * 1e-6) for work, (_, median, _) in zip((2 * 8192**3, 2 * 8192**3, 2 * src.nbytes), times)]
+
+
+def measure(case, timer, limits):
+    quartiles, *others = timer(case.run, *case.peers.values())
+    us = quartiles[1]
+    limit = 1e6 * max((case.bf16 / limits[0] + case.fp8 / limits[1]), case.bytes / limits[2])
+    compute = case.bf16 / limits[0] + case.fp8 / limits[1] > case.bytes / limits[2]
+    rate = (case.bf16 + case.fp8) / us / 1e6 if compute else case.bytes / us / 1e3
+    return dict(kernel=case.kernel, shape=case.shape, us=us, quartiles=quartiles, rate=rate, unit="TFLOP/s" if compute else "GB/s",
+                of_limit=limit / us, calls=case.calls, recoverable_ms=case.calls * (us - limit) / 1000,
+                peers={name: times[1] for name, times in zip(case.peers, others)})
+
+
+def rand(*shape, dtype=BF16):
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+# ---- Cases -----------------------------------------------------------------------------------------------------------
+
+
+def muon_cases():
+    for ranks in 8, 1:
+        n, m, calls = 40 // ranks, 24 // ranks, 5 * (ranks == 1)
+        for count, side_calls in (n, calls), (m, calls):
+            P, Q = rand(count, D, D), torch.empty(count, D, D, device="cuda", dtype=BF16)
+            P += P.mT.clone()
+            yield Case("ba_plus_cAA", f"{count}x768x768", lambda P=P, Q=Q: tk.ba_plus_cAA(P, 0.5, -2.0, Q, 3.0),
+                       {"baddbmm": lambda P=P: torch.baddbmm(P, P, P, beta=-2.0, alpha=0.5)},
+                       bf16=2 * count * D**3 * 21 / 36, bytes=4 * count * D * D, calls=side_calls)
+        X, out = rand(n, D, D), torch.empty(n, D, D, device="cuda", dtype=BF16)
+        yield Case("XXT", f"{n}x768x768", lambda X=X, out=out: tk.XXT(X, out), {"bmm": lambda X=X, out=out: torch.bmm(X, X.mT, out=out)},
+                   bf16=2 * n * D**3 * 21 / 36, bytes=4 * n * D * D, calls=calls)
+        Y, small = rand(m, 4 * D, D), torch.empty(m, D, D, device="cuda", dtype=BF16)
+        yield Case("XTX", f"{m}x3072x768", lambda Y=Y, small=small: tk.XTX(Y, small),
+                   {"bmm": lambda Y=Y, small=small: torch.bmm(Y.mT, Y, out=small)},
+                   bf16=8 * m * D**3 * 21 / 36, bytes=10 * m * D * D, calls=calls)
+        for shape in (n, D, D), (m, 4 * D, D):
+            name, size = "x".join(map(str, shape)), int(np.prod(shape))
+            grad, momentum = rand(*shape), rand(*shape, dtype=torch.float32)
+            p, mantissa = (torch.randint(2**14, shape, device="cuda", dtype=torch.int16) for _ in range(2))
+            v, y, rates = torch.ones(*shape[:2], 1, device="cuda"), rand(*shape), torch.ones(shape[0], 1, 1, device="cuda")
+            tail = torch.compile(tk.normuon_tail_ref, dynamic=False)
+            yield Case("fused_momentum", name, lambda g=grad, m=momentum: tk.fused_momentum(g, m, 0.95, 1.02), bytes=12 * size,
+                       calls=ranks == 1)
+            yield Case("normuon_tail", name, lambda a=(p, mantissa, v, y, 1e-3, rates, 0.1, 0.95): tk.normuon_tail(*a),
+                       {"compiled": lambda a=(p, mantissa, v, y, 1e-3, rates, 0.1, 0.95), tail=tail: tail(*a)}, bytes=12 * size,
+                       calls=ranks == 1)
+
+
+def transpose_cases():
+    src, dst = rand(D, V), rand(V, D)
+    for sms in 132, 16:
+        yield Case("transpose_copy", f"768x50304, {sms} SMs", lambda sms=sms: tk.transpose_copy(src, dst, sms),
+                   {"copy_": lambda: dst.copy_(src.mT)} if sms == 132 else {}, bytes=4 * D * V, calls=0.5 * (sms == 132))
+        yield Case("transpose_add", f"50304x768, {sms} SMs", lambda sms=sms: tk.transpose_add(dst, src, sms),
+                   {"add_": lambda: src.add_(dst.mT)} if sms == 132 else {}, bytes=6 * D * V, calls=0.5 * (sms == 132))
 
 
 def documents(n, longest, seed=0):
@@ -83,19 +141,145 @@ def documents(n, longest, seed=0):
     return torch.from_numpy(T.cu_seqlens(borders, n, T.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).cuda()
 
 
-def rand(*shape, dtype=BF16):
-    return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
+def attention_cases():
+    #          tokens, heads, window, longest document, layers of that kind in this stage
+    shapes = ((16384, 6, 128, 896, 4), (16384, 6, 384, 896, 2), (32768, 3, 128, 896, 4), (32768, 6, 384, 2048, 4), (32768, 6, 896, 2048, 2),
+              (65536, 3, 384, 2048, 4), (49152, 6, 640, 2048, 4), (49152, 6, 1408, 2048, 2), (98304, 3, 640, 2048, 4))
+    scale = torch.tensor(0.1)
+    for N, heads, window, longest, layers in shapes:
+        cu = documents(N, longest)
+        q, k, v, dy = (F.rms_norm(rand(N, heads, HEAD), (HEAD,)) for _ in range(4))
+        gate = torch.sigmoid(rand(N, heads))
+        start, end = tk.document_of_tokens(cu, N)
+        pairs = heads * (torch.arange(N, device="cuda") - start).clamp(max=window).add(1).sum().item()
+        args = q, k, v, gate, start, end, torch.tensor(window), scale
+        y, lse = tk.attend(*args)
+        name, flash = f"{N}, {heads} heads, window {window}", (cu, cu, longest, longest, 0.0)
+        out, flash_lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *flash, True, False, scale=0.1, window_size_left=window,
+                                                                     window_size_right=0)
+        none = torch.zeros(2, dtype=torch.uint64, device="cuda")
+        yield Case("attend", name, lambda a=args: tk.attend(*a), {
+            "FA2": lambda q=q, k=k, v=v, f=flash, w=window: torch.ops.aten._flash_attention_forward(
+                q, k, v, *f, True, False, scale=0.1, window_size_left=w, window_size_right=0)},
+            bf16=4 * HEAD * pairs, bytes=8 * N * heads * HEAD, calls=MICRO * layers)
+        yield Case("attend_backward", name, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]), {
+            "FA2": lambda q=q, k=k, v=v, dy=dy, out=out, lse=flash_lse, f=flash, w=window: torch.ops.aten._flash_attention_backward(
+                dy, q, k, v, out, lse, *f, True, none, none, scale=0.1, window_size_left=w, window_size_right=0)},
+            bf16=10 * HEAD * pairs, bytes=16 * N * heads * HEAD, calls=MICRO * layers)
 
 
-def symmetric_cases():
-    for ranks in (1, 8):
-        n, m = 40 // ranks, 24 // ranks
-        X, tall, P, Q = rand(n, D, D), rand(m, 4 * D, D), rand(n, D, D), torch.empty(n, D, D, device="cuda", dtype=BF16)
-        P = (P + P.mT) / 2
-        PT, QT = P[:m], Q[:m]
-        calls = 5 * (ranks == 1)
-        for A, out, count in (X, Q, n), :
-            yield Case("XXT", f"{count}x768x768", lambda A=A, out=out: tk.XXT(A, out), lambda A=A, out=out: torch.bmm(A, A.mT, out=out),
-                       flops=2 * count * D**3, bytes=4 * count * D * D, calls=calls)
-        yield Case("XTX", f"{m}x3072x768", lambda: tk.XTX(tall, QT), lambda: torch.bmm(tall.mT, tall, out=QT),
-                   flops=8 * m * D**3, bytes=2 * m * 5 * D * D, calls=calls)
+def block_cases():
+    for N in TOKENS:
+        x, weight, rotary = rand(N, D), rand(3 * D, D) * D**-0.5, rand(2 * N, HEAD // 4, 2)
+        ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
+        grads = [rand(N, H, HEAD) for _ in range(3)]
+        dqkv = torch.empty(N, 3, H, HEAD, device="cuda", dtype=BF16)
+        #                        kind: paired, offset, value embedding; layers
+        for kind, (paired, offset, value, layers) in dict(plain=(0, 0, 0, 1), paired=(1, 0, 0, 2), long=(0, 1, 0, 1), value=(0, 0, 1, 2),
+                                                          paired_value=(1, 0, 1, 2), long_value=(0, 1, 1, 1)).items():
+            given = (ve, gate) if value else (None, None)
+            args = (x, weight, rotary, *given, bool(paired), bool(offset))
+            qkv, rstd = tk.project(*args)
+            eager = torch.compile(tk.project_ref, dynamic=False)
+            yield Case("project", f"{N}, {kind}", lambda a=args: tk.project(*a), {"compiled": lambda a=args, f=eager: f(*a)},
+                       bf16=6 * N * D * D, bytes=N * D * (8 + 2 * value), calls=MICRO * layers)
+            back = (grads[0], grads[1], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *given, bool(paired), bool(offset), dqkv)
+            yield Case("project_backward", f"{N}, {kind}", lambda a=back: tk.project_backward(*a),
+                       bytes=N * D * (12 + 4 * paired + 6 * value - 2 * (paired and value)), calls=MICRO * layers)
+
+
+def mlp_cases():
+    for N in TOKENS:
+        x, g, W1, W2 = rand(N, D), rand(N, D), rand(4 * D, D) * D**-0.5, rand(4 * D, D) * D**-0.5
+        post = tk._relu_square(x, W1)
+        square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
+        derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
+        work = dict(bf16=8 * N * D * D, bytes=2 * N * 5 * D, calls=MICRO * len(T.LAYERS))
+        yield Case("mlp: relu(x W1ᵀ)²", str(N), lambda x=x, W=W1: tk._relu_square(x, W), {
+            "GEMM alone": lambda x=x, W=W1: x @ W.t(), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
+        yield Case("mlp: dpre", str(N), lambda g=g, W=W2, p=post: tk._relu_square(g, W, p), {
+            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)}, **(work | {"bytes": 2 * N * 9 * D}))
+        yield Case("mlp: post W2 (library)", str(N), lambda p=post, W=W2: p @ W, **work)
+        yield Case("mlp: postᵀ g (library)", str(N), lambda p=post, g=g: p.t() @ g, **work)
+
+
+def head_cases():
+    weights = torch.tensor([1.0, 0.5, 0.25], device="cuda")
+    weight = torch.nn.Parameter(rand(D, V) * 0.02)
+    head = tk.HeadLoss(weight, BF16, True)
+    plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
+    yield Case("quantise", "768x50304", lambda: tk.quantise(weight.detach(), tk.W_SCALE), bytes=4 * D * V, calls=0.5)
+    for N, stage in zip(TOKENS, STAGES):
+        h = rand(N, D).requires_grad_()
+        targets, w = torch.randint(V, (N,), device="cuda"), weights[:len(stage.mtp_start)]
+        rows = min(N, head.block)
+        logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device="cuda", dtype=torch.float8_e5m2)
+        many = tk.multi_token_targets(targets, len(w))[:rows]
+        yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=(logits, many, w, 0.1, 0.001, grad): tk.cross_entropy(*a),
+                   {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)}, bytes=3 * rows * V, calls=MICRO * N / rows)
+        yield Case("quantise", f"{N}x768", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), bytes=4 * N * D, calls=MICRO)
+        codes = torch.randint(256, (N, V), device="cuda", dtype=torch.uint8)
+        turned = torch.empty(V, N, device="cuda", dtype=torch.uint8)
+        yield Case("transpose_copy", f"{N}x50304 bytes", lambda c=codes, t=turned: tk.transpose_copy(c, t),
+                   {"copy_": lambda c=codes, t=turned: t.copy_(c.mT)}, bytes=2 * N * V, calls=MICRO)
+
+        def whole(h=h, targets=targets, w=w):
+            weight.grad = h.grad = None
+            head(h, targets, w, 0.125).backward()
+
+        yield Case("HeadLoss, all of it", str(N), whole, fp8=6 * N * D * V, bytes=7 * N * V)
+
+
+def embedding_cases():
+    for N in TOKENS:
+        ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).cuda()
+        for name, planes, rows in ("value", 5, V), ("bigram", 1, CONFIG.model.bigram_rows), ("token", 1, V):
+            at = (ids * 7919) % rows if name == "bigram" else ids
+            groups, grad, upstream = tk.Groups(at), torch.zeros(planes, rows, D, device="cuda", dtype=BF16), rand(planes, N, D)
+            groups.pieces
+            touched = planes * at.unique().numel()
+            yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, groups, upstream): tk.embedding_grad(*a), {
+                "dense": lambda a=(grad, groups, upstream): tk.embedding_grad_ref(*a)},
+                bytes=2 * D * (planes * N + 2 * touched), calls=MICRO)
+
+
+FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases, head=head_cases,
+                embedding=embedding_cases)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default=",".join(FAMILIES), help="comma-separated: %(default)s")
+    parser.add_argument("--json", help="also write the table here")
+    parser.add_argument("--repetitions", type=int, default=25)
+    args = parser.parse_args()
+    if unknown := set(args.only.split(",")) - set(FAMILIES):
+        parser.error(f"unknown families {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
+    if not torch.cuda.is_available():
+        sys.exit("error: bench_kernels.py needs a GPU")
+    torch.manual_seed(0)
+    timer = Timer(args.repetitions)
+    limits = ceilings(timer)
+    machine = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=tk.triton.__version__, cuda=torch.version.cuda,
+                   bf16_tflops=limits[0] / 1e12, fp8_tflops=limits[1] / 1e12, copy_gb_per_s=limits[2] / 1e9)
+    print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in machine.items()))
+    rows = []
+    for family in args.only.split(","):
+        for case in FAMILIES[family]():
+            rows.append(measure(case, timer, limits))
+            print(".", end="", file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
+    print(file=sys.stderr)
+    rows.sort(key=lambda row: -row["recoverable_ms"])
+    print("| kernel | shape | us (quartiles) | rate | of limit | calls/step | recoverable ms | beside it, us |\n|---|---|---|---|---|---|---|---|")
+    for r in rows:
+        low, median, high = r["quartiles"]
+        peers = ", ".join(f"{name} {us:.1f}" for name, us in r["peers"].items())
+        print(f"| {r['kernel']} | {r['shape']} | {median:.1f} ({low:.1f}-{high:.1f}) | {r['rate']:.0f} {r['unit']} | {r['of_limit']:.0%}"
+              f" | {r['calls']:g} | {r['recoverable_ms']:.2f} | {peers} |")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

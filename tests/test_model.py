@@ -33,7 +33,7 @@ def setting():
     cu[:len(LENGTHS) + 1] = torch.tensor([0, *np.cumsum(LENGTHS)])
     rows = torch.from_numpy(T.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows))
     frequencies, _ = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-    view = T.View(*T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT), torch.tensor(LONG),
+    view = T.View(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT), torch.tensor(LONG),
                   torch.tensor(SCALE, dtype=torch.float64), max(LENGTHS))
     settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(CONFIG.head_dim // 4), attn_scale=SCALE, H=6,
                     lambda_dtype=torch.bfloat16)
@@ -47,7 +47,7 @@ def params_of(model):
 def test_loss_and_all_gradients(setting):
     model, tokens, cu, rows, view, settings = setting
     model.zero_grad()
-    head = kernels.HeadLoss(model.lm_head, torch.float64, fp8=False)
+    head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     h = model(tokens[:-1].int(), cu, rows, view)
     loss = head(h, tokens[1:], torch.tensor(WEIGHTS), KAPPA)
     loss.backward()
@@ -66,7 +66,7 @@ def test_loss_and_all_gradients(setting):
 
 def test_validation_loss(setting):
     model, tokens, cu, rows, view, settings = setting
-    head = kernels.HeadLoss(model.lm_head, torch.float64, fp8=False)
+    head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     with torch.no_grad():
         h = model(tokens[:-1].int(), cu, rows, view)
         loss = head(h, tokens[1:], torch.ones(1), 1.0, exact=True) / len(h)
@@ -117,7 +117,7 @@ def test_bf16_is_near_fp32():
         cu = torch.full((128,), 128, dtype=torch.int32)
         cu[:2] = torch.tensor([0, 50])
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-        view = T.View(*T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
+        view = T.View(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
         h = model(tokens[:-1], cu, torch.from_numpy(T.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows)), view)
-        losses.append(kernels.HeadLoss(model.lm_head, dtype, fp8=False)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
+        losses.append(kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)

@@ -1,0 +1,273 @@
+"""Attention kernels against the dense fp64 oracle: compiled where there is a GPU, in Triton's interpreter where there is none.
+
+Operands are slices of larger buffers of NaN, so that a read outside an operand shows, and torch.empty returns NaN, so that an
+unwritten element of a result shows.
+"""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import oracles
+import triton_kernels as tk
+
+ON_GPU = torch.cuda.is_available()
+FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+bf16 = pytest.param(BF16, marks=pytest.mark.skipif(not ON_GPU, reason="interpreter gets tl.dot on bf16 wrong"))
+NAMES = ("y", "dq", "dk", "dv", "dgate")
+SCALE = 0.12
+
+
+REF = tk.attention_ref
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    """torch.empty returns NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Attention(torch.autograd.Function):
+    """The two launches as one differentiable function, with the signature of the reference."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, gate, cu, max_len, window, scale):
+        ctx.rest = *tk.document_of_tokens(cu, len(q)), window, scale
+        y, lse = tk.attend(q, k, v, gate, *ctx.rest)
+        ctx.save_for_backward(q, k, v, gate, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *tk.attend_backward(dy, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+
+attention = Attention.apply
+
+
+def borders(*lengths, empty=5):
+    """cu_seqlens of documents of these lengths with empty entries at the end."""
+    cu = [0]
+    for n in lengths:
+        cu.append(cu[-1] + n)
+    return torch.tensor(cu + [cu[-1]] * empty, dtype=torch.int32)
+
+
+def framed(values):
+    """`values` (N, H, ...) as the middle heads of a buffer of NaN with further rows on both sides."""
+    N, H, *rest = values.shape
+    buffer = values.new_full((N + 2, 3 * H, *rest), math.nan)
+    return buffer[1:-1, H:2 * H].copy_(values)
+
+
+def inputs(N, H, d, device, dtype):
+    """q, k, v, gate, upstream; the same numbers on every machine."""
+    q, k, v, dy = (torch.randn(N, H, d) for _ in range(4))
+    return [framed(x.to(device, dtype)) for x in (q, k, v, torch.rand(N, H) * 0.98 + 0.01, dy)]
+
+
+def run(function, q, k, v, gate, dy, cu, window, scale=SCALE):
+    """(y, dq, dk, dv, dgate)."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
+    y = function(*leaves, cu, 0, torch.tensor(window), torch.tensor(scale))
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def oracle(q, k, v, gate, dy, cu, window, scale=SCALE):
+    def dense(q, k, v, gate, *_):
+        return oracles.attend(q, k, v, cu.tolist(), window, scale) * gate[..., None]
+    return run(dense, *(x.double() for x in (q, k, v, gate, dy)), cu, window)
+
+
+def cancelled(q, k, v, gate, dy, cu, window):
+    """What the terms of dq and dk amount to before they cancel: dS = P'(dP - s) is 0 where a row sees but one key, and s comes
+    from the rounded y (in FlashAttention likewise). {name: (N, H, d) sum of absolute terms}."""
+    mask = oracles.attention_mask(cu.tolist(), q.shape[0], window).to(q.device)
+    out = {"dq": torch.zeros_like(q, dtype=FP64), "dk": torch.zeros_like(q, dtype=FP64)}
+    for h in range(q.shape[1]):
+        Q, K, V, dY = (x[:, h].double() for x in (q, k, v, dy))
+        P = torch.softmax((Q @ K.T * SCALE).masked_fill(~mask, -math.inf), -1)
+        dP = dY @ V.T
+        s = (dY.abs() * (P @ V).abs()).sum(1, keepdim=True)  # of absolute terms as well
+        terms = SCALE * gate[:, h, None].double() * P * (dP.abs() + s)
+        out["dq"][:, h], out["dk"][:, h] = terms @ K.abs(), terms.T @ Q.abs()
+    return out
+
+
+def assert_as_good(got, ref, wanted, name, terms=0.0):
+    """At most twice the error of plain PyTorch in the same dtype, plus one rounding (of `terms` too): per element, in norm."""
+    rounding = torch.finfo(got.dtype).eps / 2
+    assert got.dtype == ref.dtype and got.shape == wanted.shape, name
+    error, ref_error = got.double() - wanted, ref.double() - wanted
+    # fp32 is for tests only; its sums run in another order than the library's. Largest ratio seen: 2.1 (dgate).
+    slack = 4 if got.dtype == FP32 else 2
+    floor = rounding * (wanted.abs() + terms + (wanted.abs().max() if got.dtype == FP32 else 0))
+    seen = (f"{name}: {error.abs().max():.2e} against {ref_error.abs().max():.2e},"
+            f" norm {error.norm():.2e} against {ref_error.norm():.2e}")
+    assert (error.abs() <= slack * ref_error.abs().max() + floor).all(), seen
+    assert error.norm() <= slack * ref_error.norm() + floor.norm(), seen
+
+
+def check(N, H, d, cu, window, device, dtype):
+    x = inputs(N, H, d, device, dtype)
+    cu = cu.to(device)
+    got, terms = run(attention, *x, cu, window), cancelled(*x, cu, window)
+    for name, a, b, c in zip(NAMES, got, run(REF, *x, cu, window), oracle(*x, cu, window)):
+        assert_as_good(a, b, c, f"{name}, window {window}", terms.get(name, 0.0))
+    for a, b in zip(got, run(attention, *x, cu, window)):
+        assert torch.equal(a, b)
+
+
+CASES = [
+    (75, 3, 16, borders(1, 29, 2, 32, 6, 5), (0, 1, 7, 40, 75, 1000)),  # borders on and off tiles, ragged end
+    (100, 1, 16, borders(80, 20), (1000,)),  # a border within a tile, blocks on either side of it
+    (100, 1, 16, borders(2, 98), (62, 1000)),  # the last row of a block is the first that some row must not see
+    (100, 1, 16, borders(100), (94,)),  # ... and so is the first
+    (64, 1, 32, borders(64), (31, 32, 33)),  # one document
+    (96, 1, 16, borders(32, 64, empty=0), (5, 64)),  # borders at borders of tiles
+    (70, 6, 16, borders(*[1] * 70), (0, 9)),  # nothing but documents of one token
+    (1, 2, 16, borders(1), (0, 3)),
+    (131, 1, 16, borders(0, 3, 0, 0, 128), (34, 90)),  # empty documents; rows that see a border and a whole window
+]
+
+
+@pytest.mark.parametrize("dtype", [FP32, bf16])
+@pytest.mark.parametrize("N, H, d, cu, windows", CASES)
+def test_attention(N, H, d, cu, windows, device, dtype):
+    for window in windows:
+        check(N, H, d, cu, window, device, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("N, H, d, cu, windows", [
+    (1000, 6, 128, borders(1, 299, 84, 128, 1, 63, 64, 360), (0, 1, 63, 64, 65, 128, 200, 5000)),
+    (769, 3, 128, borders(769), (126, 128, 384, 1000)),
+    (500, 1, 128, borders(2, 498), (126, 1000)),
+    (640, 1, 64, borders(128, 256, 128, 128), (64, 128)),
+    (333, 6, 32, borders(*[1] * 133, 200), (7, 100)),
+])
+def test_attention_wide(N, H, d, cu, windows, device, dtype):
+    test_attention(N, H, d, cu, windows, device, dtype)
+
+
+@gpu
+@pytest.mark.parametrize("N, H, window, cap", [
+    (16384, 6, 128, 896), (16384, 6, 384, 896), (32768, 6, 896, 2048), (65536, 3, 384, 4096)])
+def test_attention_production(N, H, window, cap, device):
+    """Against fp32, since the dense fp64 oracle does not fit; q and k normed as in the model, v a slice of q, k, v."""
+    torch.use_deterministic_algorithms(False)
+    lengths = []
+    while sum(lengths) < N:
+        lengths.append(min(int(torch.exp(6.2 + 0.95 * torch.randn(())).clamp(64, cap)), N - sum(lengths)))
+    cu = borders(*lengths, empty=40).to(device)
+    q, k, dy = (torch.randn(N, H, 128, device=device) for _ in range(3))
+    q, k = (torch.nn.functional.rms_norm(x, (128,)) for x in (q, k))
+    v = torch.randn(N, 3 * H, 128, device=device).to(BF16)[:, 2 * H:]
+    gate = torch.sigmoid(torch.randn(N, H, device=device))
+    x = [a.to(BF16) for a in (q, k, v, gate, dy)]
+    got, ref = run(attention, *x, cu, window), run(REF, *x, cu, window)
+    for name, a, b, c in zip(NAMES, got, ref, run(REF, *(a.float() for a in x), cu, window)):
+        assert_as_good(a, b, c.double(), name)
+    for a, b in zip(got, run(attention, *x, cu, window)):
+        assert torch.equal(a, b)
+
+
+def test_nothing_leaks(device):
+    """Outputs and gradients stay the same bit for bit when rows outside window or document change."""
+    N, window = 100, 20
+    cu = borders(40, 60).to(device)
+    x = inputs(N, 1, 16, device, FP32)
+    changed = [a.clone() for a in x]
+    for a in changed[:3]:
+        a[:40] = 1e4  # the first document
+        a[40:45] = 1e4  # too far back for the queries from 65 on
+    seen = slice(65, None)
+    a, b = (run(attention, *y, cu, window) for y in (x, changed))
+    assert torch.equal(a[0][seen], b[0][seen]) and torch.equal(a[1][seen], b[1][seen]) and torch.equal(a[4][seen], b[4][seen])
+    later = [a.clone() for a in x]
+    for a in later:
+        a[66:] = 0.5
+    a, b = (run(attention, *y, cu, window) for y in (x, later))
+    assert torch.equal(a[0][:66], b[0][:66])  # causal
+    for i in (2, 3):
+        assert torch.equal(a[i][:46], b[i][:46])  # keys that no changed query sees
+
+
+def test_scores_up_to_the_bound(device):
+    """|scale · q · k| just below 80: no running maximum, still right."""
+    q, k, v, gate, dy = inputs(40, 1, 16, device, FP32)
+    signs = torch.randn(40, 1, 1).sign().to(device)
+    x = torch.full_like(q, 5.0), (8.2 * signs).expand(40, 1, 16), v, gate, dy
+    cu = borders(10, 30).to(device)
+    for name, a, b, c in zip(NAMES, run(attention, *x, cu, 25), run(REF, *x, cu, 25), oracle(*x, cu, 25)):
+        assert_as_good(a, b, c, name)
+
+
+def test_a_gate_of_zero(device):
+    x = inputs(40, 1, 16, device, FP32)
+    x[3][5:9] = 0
+    y, dq, dk, dv, dgate = run(attention, *x, borders(40).to(device), 25)
+    assert not any(a.isnan().any() for a in (y, dq, dk, dv, dgate)) and (y[5:9] == 0).all() and (dgate[5:9] == 0).all()
+
+
+def test_layouts(device):
+    """Slices with other strides, a gradient that is expanded, strides the hardware cannot take: the same bits."""
+    N, H, d = 50, 2, 16
+    cu = borders(20, 30).to(device)
+    x = inputs(N, H, d, device, FP32)
+    x[4] = torch.randn(N, 1, 1, device=device).expand(N, H, d)
+    wanted = run(attention, *(a.contiguous() for a in x), cu, 9)
+    odd = [torch.empty(N, H, d + 1, device=device)[..., :d].copy_(a) for a in x[:3]]
+    turned = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in x[:3]]
+    for y in (x, [*turned, *x[3:]], [a.transpose(0, 1).contiguous().transpose(0, 1) for a in x], [*odd, x[3], x[4]]):
+        assert all(torch.equal(a, b) for a, b in zip(run(attention, *y, cu, 9), wanted))
+
+
+def test_dv_into_a_slice(device):
+    """As the attention block wants it: inside the gradient of q, k and v together."""
+    N, H, d = 50, 2, 16
+    *x, dy = inputs(N, H, d, device, FP32)
+    rest = *tk.document_of_tokens(borders(20, 30).to(device), N), 9, SCALE
+    y, lse = tk.attend(*x, *rest)
+    whole = torch.full((N, 3, H, d), math.nan, device=device)
+    *_, dv, _ = tk.attend_backward(dy, *x, y, lse, *rest, dv=whole[:, 2])
+    assert torch.equal(whole[:, 2], tk.attend_backward(dy, *x, y, lse, *rest)[2]) and whole[:, :2].isnan().all()
+    assert dv.data_ptr() == whole[:, 2].data_ptr()
+
+
+def test_reference_gates_in_the_dtype_of_q():
+    q, k, v, gate, _ = (a.contiguous() for a in inputs(20, 2, 16, "cpu", FP32))
+    args = borders(20), 20, 4, SCALE
+    ungated = REF(q, k, v, torch.ones_like(gate), *args)
+    assert torch.equal(REF(q, k, v, gate, *args), ungated * gate[..., None])
+    assert REF(*(x.to(BF16) for x in (q, k, v)), gate, *args).dtype == BF16
+
+
+def arguments(**other):
+    q, k, v, gate, _ = (a.contiguous() for a in inputs(20, 2, 16, "cpu", FP32))
+    args = dict(q=q, k=k, v=v, gate=gate, cu_seqlens=borders(20), max_len=20, window=torch.tensor(4), scale=torch.tensor(SCALE))
+    return args | {name: change(args[name]) for name, change in other.items()}
+
+
+def test_fa3_adapter(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(ValueError, match="kernels: 'attention:fa3' needs the package flash_attn_interface"):
+        tk.fa3_attention(**arguments())
+
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
+                               window_size):
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 20 and causal and type(softmax_scale) is float
+        left, right = window_size
+        assert type(left) is int and right == 0
+        return REF(q, k, v, torch.ones(q.shape[:2]), cu_seqlens_q, max_seqlen_q, left, softmax_scale)
+
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    args = arguments(gate=lambda g: g.clone())
+    assert torch.equal(tk.fa3_attention(**args), REF(**args))

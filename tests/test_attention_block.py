@@ -1,0 +1,217 @@
+"""The attention block around attention against fp64: on the GPU where there is one, else in Triton's interpreter."""
+
+import math
+
+import pytest
+import torch
+
+import triton_kernels as tk
+
+ON_GPU = torch.cuda.is_available()
+FP32, BF16 = torch.float32, torch.bfloat16
+KINDS = {"plain": (False, False, False), "value": (False, False, True), "paired": (True, False, False),
+         "paired+value": (True, False, True), "long": (False, True, False), "long+value": (False, True, True)}
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="production shapes and tl.dot on bf16 need a GPU")
+WINDOW, SCALE = torch.tensor(9), torch.tensor(0.2)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    """torch.empty returns NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def rotary(rows, d, device, dtype):
+    """Rounded to bf16 in every dtype: c² + s² is not 1."""
+    angle = torch.arange(rows, device=device)[:, None] * (1 / 1024) ** torch.linspace(0, 1, d // 4, device=device)
+    return torch.stack((angle.cos(), angle.sin()), -1).bfloat16().to(dtype)
+
+
+def inputs(N, H, d, D, value, device, dtype):
+    """x, weight, rotary, ve, ve_gate; ve is a plane of a gather, surrounded by NaN."""
+    def random(*shape):
+        return torch.randn(shape, device=device)
+    ve = random(3, N, H * d + 8).to(dtype)
+    ve[0], ve[2], ve[..., H * d:] = math.nan, math.nan, math.nan
+    ve, gate = (ve[1, :, :H * d], 2 * torch.sigmoid(random(N, H)).to(dtype)) if value else (None, None)
+    return random(N, D).to(dtype), (random(3 * H * d, D) * D**-0.5).to(dtype), rotary(2 * N, d, device, dtype), ve, gate
+
+
+def assert_as_good(name, got, ref, oracle):
+    """At most twice the error of plain PyTorch in the same dtype, plus one rounding: per element and in norm."""
+    rounding = torch.finfo(got.dtype).eps / 2
+    # fp32 is for tests only; sums of a few hundred terms in another order. Largest ratio seen: 2.5 (interpreter).
+    slack = 4 if got.dtype == FP32 else 2
+    assert got.dtype == ref.dtype and got.shape == oracle.shape, name
+    error, ref_error = got.double() - oracle, ref.double() - oracle
+    assert (error.abs() <= slack * ref_error.abs().max() + rounding * oracle.abs()).all(), name
+    assert error.norm() <= slack * ref_error.norm() + rounding * oracle.norm(), name
+    # A broken reference would excuse any kernel. Largest ratio seen: 4 (fp32).
+    assert ref_error.norm() <= 12 * rounding * oracle.norm() + 1e-30, name
+
+
+def leaves(tensors, dtype):
+    return [None if u is None else u.detach().to(dtype).requires_grad_() for u in tensors]
+
+
+def plain(qkv, table, ve, gate, paired, offset, grads, dtype):
+    """q, k, v and the gradients of qkv (N, 3 H d), ve, gate. Projecting by the identity leaves qkv as it is."""
+    qkv, ve, gate = given = leaves((qkv, ve, gate), dtype)
+    eye = torch.eye(qkv.size(1), dtype=dtype, device=qkv.device)
+    outs = tk.project_ref(qkv, eye, table.to(dtype), ve, gate, paired, offset)
+    given = [u for u in given if u is not None]
+    return [u.detach() for u in outs], torch.autograd.grad(outs, given, [g.to(dtype) for g in grads])
+
+
+def check(N, H, d, D, kind, device, dtype):
+    paired, offset, value = KINDS[kind]
+    x, weight, table, ve, gate = inputs(N, H, d, D, value, device, dtype)
+    qkv, rstd = tk.project(x, weight, table, ve, gate, paired, offset)
+    assert qkv.shape == (3, N + 1, H, d)
+    grads = [torch.randn(N + 1, H, d, device=device).to(dtype) for _ in range(3)]
+    for grad in grads:
+        grad[N] = math.nan  # nothing beyond the last token is read
+    grads = [grad[:N] for grad in grads]
+    dqkv = x.new_empty(N, 3, H, d)
+    assert dqkv.isnan().all()
+    dve, dgate = tk.project_backward(*grads, qkv, rstd, table, ve, gate, paired, offset, dqkv)
+
+    wide = x.double() @ weight.double().T
+    outs64, grads64 = plain(wide, table, ve, gate, paired, offset, grads, torch.float64)
+    outs, ref_grads = plain(x @ weight.T, table, ve, gate, paired, offset, grads, dtype)
+    for name, got, ref, oracle in zip("qkv", qkv[:, :N], outs, outs64):
+        assert_as_good(name, got, ref, oracle)
+    wanted_rstd = (wide.view(N, 3, H, d)[:, :2].square().mean(-1) + tk.RMS_EPS).rsqrt().transpose(0, 1)
+    torch.testing.assert_close(rstd.double(), wanted_rstd, rtol=1e-5, atol=0)
+    for name, got, ref, oracle in zip(("dqkv", "dve", "dgate"), (dqkv.flatten(1), dve, dgate), ref_grads, grads64):
+        assert_as_good(name, got, ref, oracle)
+
+    # dv may be in its place already, then only q and k are filled in; a run repeats bit for bit.
+    again = torch.empty_like(dqkv)
+    again[:, 2] = grads[2]
+    more = tk.project_backward(*grads[:2], again[:, 2], qkv, rstd, table, ve, gate, paired, offset, again)
+    assert torch.equal(again, dqkv) and (not value or all(map(torch.equal, more, (dve, dgate))))
+    qkv_again, rstd_again = tk.project(x, weight, table, ve, gate, paired, offset)
+    assert torch.equal(qkv_again[:, :N], qkv[:, :N]) and torch.equal(rstd_again, rstd)
+    return qkv
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("N, H, d, D", [(1, 2, 16, 8), (2, 2, 16, 20), (37, 6, 16, 40)])  # a program takes 32 tokens, 32 of D
+def test_project(N, H, d, D, kind, device):
+    check(N, H, d, D, kind, device, FP32)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("N, H, d, D", [(1, 6, 128, 768), (129, 2, 64, 72), (1003, 6, 128, 768), (49152, 6, 128, 768)])
+def test_project_bf16(N, H, d, D, kind, device):
+    check(N, H, d, D, kind, device, BF16)
+
+
+def test_rows_of_the_offset(device):
+    """Half a key moves one token on, the first token keeps its own, the last one's is kept in row N for the backward pass."""
+    N, H, d = 35, 2, 16
+    args = inputs(N, H, d, 24, False, device, FP32)
+    still, moved = (tk.project(*args, False, offset)[0] for offset in (False, True))
+    assert torch.equal(still[:, :N, :, :d // 2], moved[:, :N, :, :d // 2])
+    assert torch.equal(still[1, :N, :, d // 2:], moved[1, 1:, :, d // 2:])
+    assert torch.equal(still[1, 0], moved[1, 0])
+    assert torch.equal(still[::2, :N], moved[::2, :N])
+
+
+def test_rotary_rows_of_paired_layers(device):
+    """K4: the angle goes by token and parity of the head."""
+    N, H, d = 3, 6, 16
+    x, weight, table, *_ = inputs(N, H, d, 24, False, device, FP32)
+    plain = tk.project(x, weight, torch.ones_like(table) * table.new_tensor([1, 0]), None, None, False, False)[0][0, :N]
+    q = tk.project(x, weight, table, None, None, True, False)[0][0, :N]
+    for t in range(N):
+        for h in range(H):
+            torch.testing.assert_close(q[t, h], tk.rotate(plain[t, h], table[2 * t + h % 2]))
+
+
+def block_inputs(N, H, d, D, kind, device, dtype):
+    paired, offset, value = KINDS[kind]
+    x, weight, table, ve, ve_gate = inputs(N, H, d, D, value, device, dtype)
+    cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
+    return x, weight, table, ve, ve_gate, torch.rand(N, H, device=device).to(dtype), cu, N, WINDOW, SCALE, paired, offset
+
+
+def block_run(function, args, dy, dtype):
+    x, weight, table, ve, ve_gate, gate, *others = args
+    given = x, weight, ve, ve_gate, gate = leaves((x, weight, ve, ve_gate, gate), dtype)
+    y = function(x, weight, table.to(dtype), ve, ve_gate, gate, *others)
+    given = [u for u in given if u is not None]
+    return [y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))]
+
+
+def check_block(function, args, dtype):
+    dy = torch.randn(args[5].shape + (4 * args[2].size(1),), device=args[0].device).to(dtype)
+    got, ref = (block_run(f, args, dy, dtype) for f in (function, tk.attention_block_ref))
+    oracle = block_run(tk.attention_block_ref, args, dy, torch.float64)
+    assert len(got) == len(oracle)
+    for i, parts in enumerate(zip(got, ref, oracle)):
+        assert_as_good(f"output {i}", *parts)
+    return got
+
+
+@pytest.fixture
+def no_reference(monkeypatch):
+    """The wrapper falling back to the reference is caught."""
+    ref = tk.attention_block_ref
+    taken = []
+    monkeypatch.setattr(tk, "attention_block_ref", lambda *args: taken.append(1) or ref(*args))
+    return taken
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_block(kind, device, no_reference):
+    dtype = BF16 if ON_GPU else FP32
+    shape = (261, 6, 128, 768) if ON_GPU else (29, 4, 16, 40)
+    args = block_inputs(*shape, kind, device, dtype)
+    check_block(tk.attention_block, args, dtype)
+    assert len(no_reference) == 2  # those of check_block
+
+
+@pytest.mark.parametrize("kind", ["paired", "long+value"])
+def test_compiled(kind, device):
+    """One graph without breaks; layouts as announced to the compiler."""
+    dtype = BF16 if ON_GPU else FP32
+    args = block_inputs(21, 4, 16, 24, kind, device, dtype)
+    dy = torch.randn(21, 4, 16, device=device).to(dtype)
+    compiled = torch.compile(tk.attention_block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    eager = block_run(tk.attention_block, args, dy, dtype)
+    assert all(map(torch.equal, block_run(compiled, args, dy, dtype), eager))
+    x, weight, table, ve, ve_gate, gate, cu, _, window, scale, paired, offset = args
+    start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
+    torch.library.opcheck(tk._attention_block, (x, weight, table, ve, ve_gate, gate, start, start + len(start), window, scale,
+                                                paired, offset), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_reference_on_cpu(monkeypatch):
+    monkeypatch.setattr(tk, "INTERPRETED", False)
+    monkeypatch.setattr(tk, "project", None)
+    for dtype in (FP32, BF16):
+        args = block_inputs(9, 2, 16, 8, "long+value", torch.device("cpu"), dtype)
+        assert torch.equal(tk.attention_block(*args), tk.attention_block_ref(*args))
+
+
+@pytest.mark.parametrize("change, message", [
+    ({1: torch.zeros(97, 8)}, r"weight must be \(3 H d, 8\)"),
+    ({5: torch.zeros(9, 3)}, r"out_gate \(9, H\), got \(96, 8\) and \(9, 3\)"),
+    ({2: torch.zeros(17, 4, 2)}, r"rotary must be \(>= 18, d/4, 2\)"),
+    ({2: torch.zeros(18, 2, 4).mT}, "contiguous, got"),
+    ({4: None}, r"ve must be \(9, 32\) and ve_gate \(9, 2\), or both None, got \(9, 32\) and None"),
+    ({3: torch.zeros(9, 31)}, r"got \(9, 31\) and \(9, 2\)"),
+    ({0: torch.zeros(9, 8, dtype=BF16)}, "must be all bfloat16 or all float32"),
+    ({1: torch.zeros(144, 8), 2: torch.zeros(18, 6, 2)}, "power of two from 16 on, got 24"),
+])
+def test_errors_say_what_was_wrong(change, message):
+    args = list(block_inputs(9, 2, 16, 8, "paired+value", torch.device("cpu"), FP32))
+    for i, value in change.items():
+        args[i] = value
+    with pytest.raises(ValueError, match=message):
+        tk.attention_block(*args)

@@ -1,0 +1,432 @@
+"""Head and loss against the dense fp64 code of oracles.py: kernels compiled where there is a GPU, interpreted where there is none."""
+
+import math
+
+import pytest
+import torch
+
+import oracles
+import train_gpt as T
+import triton_kernels as tk
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALE_X, SCALE_W, SCALE_G = 100 / 448, 1.6 / 448, 0.75 / 448  # §1.11
+ON_GPU = torch.cuda.is_available()
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+fp8 = pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() < (8, 9), reason="FP8 products need sm_89 or a CPU")
+only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731
+
+WEIGHTS = (1.0, 0.5, 0.25)
+KAPPA = 0.25
+
+
+def assert_as_good(got, ref, oracle, name):
+    """At most twice the error that plain PyTorch makes in the same dtype, plus two roundings: largest element and norm."""
+    assert got.dtype == ref.dtype and got.shape == ref.shape == oracle.shape, name
+    rounding = torch.finfo(got.dtype).eps
+    got_error, ref_error = got.double() - oracle, ref.double() - oracle
+    assert got_error.abs().max() <= 2 * ref_error.abs().max() + rounding * oracle.abs().max(), name
+    assert got_error.norm() <= 2 * ref_error.norm() + rounding * oracle.norm(), name
+
+
+# ---- Cross-entropy of rows -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_reference(monkeypatch):
+    """Fails a test whose wrapper falls back to the reference, so that the reference is not compared with itself."""
+    reference = tk.cross_entropy_ref
+
+    def refuse(*args):
+        raise AssertionError("took the reference instead of the kernel")
+    monkeypatch.setattr(tk, "cross_entropy_ref", refuse)
+    return reference
+
+
+def rows_oracle(logits, targets, weights, kappa=KAPPA):
+    """(losses, gradient w.r.t. the logits) in fp64 by autograd; targets (n, P), -1 = none."""
+    logits = logits.double().requires_grad_()
+    z = 23 * torch.sigmoid((logits + 5) / 7.5)
+    w = weights.double() * (targets >= 0)
+    losses = kappa * (w * (z.logsumexp(1, keepdim=True) - z.gather(1, targets.clamp(min=0)))).sum(1)
+    return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
+
+
+def framed(rows, columns, dtype, device, extra=16):
+    """(buffer of NaN, its view of `rows` rows that are not contiguous with one another)."""
+    buffer = torch.full((rows + 2, columns + extra), math.nan, device=device).to(dtype)
+    return buffer, buffer[1:-1, extra // 2:columns + extra // 2]
+
+
+def random_rows(n, classes, count, dtype, device, spread=4.0):
+    """(logits in a frame of NaN, targets, weights): coinciding targets in some rows, fewer or none in others."""
+    logits = framed(n, classes, dtype, device)[1]
+    logits.copy_(spread * torch.randn(n, classes) - 2)
+    targets = torch.randint(0, classes, (n, count))
+    targets[0] = classes - 1
+    targets[1] = targets[1, 0]
+    targets[-1, 1:] = -1
+    targets[-2] = -1
+    return logits, targets.to(device).t().contiguous().t(), torch.tensor(WEIGHTS[:count], device=device)  # by columns
+
+
+SHAPES = [(4, 2, 1), (5, 130, 1), (6, 256, 3), (4, 2048, 2), (5, 4999, 3), only_gpu(300, 50304, 1), only_gpu(300, 50304, 3)]
+
+
+@pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
+@pytest.mark.parametrize("n, classes, count", SHAPES)
+def test_cross_entropy(n, classes, count, dtype, device, no_reference):
+    logits, targets, weights = random_rows(n, classes, count, dtype, device)
+    buffer, grad = framed(n, classes, dtype, device)
+    losses = tk.cross_entropy(logits, targets, weights, KAPPA, 2.0, grad)
+    wanted, wanted_grad = rows_oracle(logits, targets, weights)
+    ref_grad = torch.empty_like(grad)
+    no_reference(logits, targets, weights, KAPPA, 2.0, ref_grad)
+    assert losses.dtype == FP32 and ((losses - wanted).abs() <= 1e-5 * wanted.abs() + 1e-6).all()
+    assert_as_good(grad, ref_grad, wanted_grad / 2, "gradient")
+    assert buffer.isnan().sum() == buffer.numel() - grad.numel()  # nothing outside has been written
+    assert not grad[-2].any() and losses[-2] == 0
+    # Without a gradient the losses are the same; the gradient may overwrite the logits.
+    assert torch.equal(tk.cross_entropy(logits, targets, weights, KAPPA), losses)
+    assert torch.equal(tk.cross_entropy(logits, targets, weights, KAPPA, 2.0, logits), losses)
+    assert torch.equal(logits, grad)
+
+
+@gpu
+@pytest.mark.parametrize("n, classes, count", SHAPES)
+def test_gradient_codes(n, classes, count, device, no_reference):
+    """Within half a step of e5m2 of the exact gradient, saturated beyond it; κ does not change the codes."""
+    logits, targets, weights = random_rows(n, classes, count, BF16, device)
+    for scale in (SCALE_G, 1e-6):  # the second puts the largest codes above 57344
+        buffer, codes = framed(n, classes, E5M2, device)
+        losses = tk.cross_entropy(logits, targets, weights, KAPPA, KAPPA * scale, codes)
+        wanted, grad = rows_oracle(logits, targets, weights)
+        exact = (grad / (KAPPA * scale)).clamp(-57344, 57344)
+        assert ((losses - wanted).abs() <= 1e-5 * wanted.abs() + 1e-6).all()
+        # What waits for the sum of the row is fp16 and so rounded by 2^-11 before. Seen: 1.003.
+        assert ((codes.double() - exact).abs() <= 1.005 * exact.abs() / 8 + 2**-17 * 1.001).all()
+        assert scale == SCALE_G or exact.abs().max() == 57344
+        assert buffer.float().isnan().sum() == buffer.numel() - codes.numel()
+        others = torch.empty_like(codes)
+        tk.cross_entropy(logits, targets, weights, 2.0**-20, 2.0**-20 * scale, others)
+        assert torch.equal(codes.float(), others.float())
+
+
+@pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
+def test_extreme_logits(dtype, device, no_reference):
+    """The cap holds them: rows of huge and of infinite logits, of either sign. NaN stays in its row and is not hidden."""
+    logits = torch.randn(8, 70).to(device, dtype)
+    for row, value in enumerate((1e4, -1e4, math.inf, -math.inf)):
+        logits[row, 3:60:2] = value
+    logits[4], logits[5], logits[6, 5] = -1e30, 1e30, math.nan
+    targets, weights = torch.full((8, 1), 7, device=device), torch.ones(1, device=device)
+    grad = torch.full_like(logits, math.nan)
+    losses = tk.cross_entropy(logits, targets, weights, KAPPA, 1.0, grad)
+    wanted, wanted_grad = rows_oracle(logits, targets, weights)
+    sound = torch.arange(8) != 6
+    assert losses[6].isnan() and grad[6].isnan().all()
+    torch.testing.assert_close(losses[sound].double(), wanted[sound], rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(grad[sound].double(), wanted_grad[sound], rtol=torch.finfo(dtype).eps, atol=2e-6)
+
+
+@gpu
+def test_rows_beyond_32_bits(device, no_reference):
+    """The second row of logits and gradient lies more than 2^31 elements after the first."""
+    stride, classes = 2**31 + 16, 4096
+    logits = torch.empty(stride + classes, dtype=BF16, device=device).as_strided((2, classes), (stride, 1))
+    codes = torch.empty(stride + classes, dtype=E5M2, device=device).as_strided((2, classes), (stride, 1))
+    logits.copy_(torch.randn(2, classes))
+    targets, weights = torch.randint(0, classes, (2, 1)).to(device), torch.ones(1, device=device)
+    near = torch.empty(2, classes, dtype=E5M2, device=device)
+    losses = tk.cross_entropy(logits, targets, weights, KAPPA, SCALE_G, codes)
+    assert torch.equal(losses, tk.cross_entropy(logits.clone(), targets, weights, KAPPA, SCALE_G, near))
+    assert torch.equal(codes.float(), near.float())
+
+
+@pytest.mark.parametrize("what, change", [
+    ("targets", lambda a: {**a, "targets": a["targets"].int()}), ("targets", lambda a: {**a, "targets": a["targets"][:, :1]}),
+    ("weights", lambda a: {**a, "weights": a["weights"].double()}),
+    ("contiguous", lambda a: {**a, "logits": a["logits"].t().contiguous().t()}),
+    ("contiguous", lambda a: {**a, "grad": a["logits"][:, 1:]})])
+def test_cross_entropy_refuses(what, change, device):
+    logits, targets, weights = random_rows(4, 32, 3, FP32, device)
+    with pytest.raises(ValueError, match=what):
+        tk.cross_entropy(**change(dict(logits=logits, targets=targets, weights=weights, kappa=1.0)))
+
+
+# ---- Codes and bytes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (64, 128), (65, 130), (100, 300), (0, 4), only_gpu((49152, 50304))])
+def test_transposed_bytes(shape, device):
+    src = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    buffer = torch.full((shape[1] + 2, shape[0] + 16), 77, dtype=torch.uint8, device=device)
+    before = buffer.clone() if src.numel() < 2**20 else None
+    dst = buffer[1:-1, 8:-8]
+    assert tk.transpose_copy(src.view(E5M2), dst.view(E5M2)).data_ptr() == dst.data_ptr()
+    assert torch.equal(dst, src.T)
+    if before is not None:
+        before[1:-1, 8:-8] = src.T
+        assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (768, 50304)])
+def test_quantise(shape, dtype, device):
+    """Codes of the fp32 quotient to the bit, in both layouts, saturated; NaN stays NaN."""
+    x = (60 * torch.randn(shape)).to(device, dtype)
+    x.view(-1)[:3] = torch.tensor([1e4, -math.inf, math.nan])[:x.numel()]
+    codes, codes_t = tk.quantise(x, SCALE_X)
+    exact = (x.double() / SCALE_X).clamp(-448, 448)
+    assert codes.dtype == E4M3 and codes_t.is_contiguous()
+    assert torch.equal(codes.view(torch.uint8), tk.quantise_ref(x, SCALE_X)[0].view(torch.uint8))
+    assert torch.equal(codes_t.view(torch.uint8), codes.view(torch.uint8).T)
+    value = codes.double()
+    assert torch.equal(value.isnan(), exact.isnan())
+    assert ((value - exact).abs() <= exact.abs() / 16 * (1 + 1e-6) + 2**-10).logical_or(exact.isnan()).all()
+
+
+def test_multi_token_targets():
+    targets = torch.tensor([5, 6, 7])
+    assert tk.multi_token_targets(targets, 1).tolist() == [[5], [6], [7]]
+    assert tk.multi_token_targets(targets, 3).tolist() == [[5, 6, 7], [6, 7, -1], [7, -1, -1]]
+    assert tk.multi_token_targets(targets[:1], 3).tolist() == [[5, -1, -1]]
+
+
+# ---- Head and loss ---------------------------------------------------------------------------------------------------
+
+
+def head_inputs(n, width, classes, device, dtype, spread=0.1):
+    """(h, weight, targets): h as a norm leaves it, targets over all classes."""
+    h = T.rms_norm(torch.randn(n, width, dtype=FP64)).to(device, dtype)
+    weight = torch.nn.Parameter((spread * torch.randn(width, classes, dtype=FP64)).to(device, dtype))
+    return h, weight, torch.randint(0, classes, (n,)).to(device)
+
+
+def run_head(loss_of, h, weight):
+    """(loss, gradient of h, gradient of the weight)."""
+    h = h.detach().clone().requires_grad_()
+    loss = loss_of(h)
+    return loss.detach(), *torch.autograd.grad(loss, (h, weight))
+
+
+def head_oracle(h, weight, targets, weights, kappa=KAPPA):
+    W = weight.detach().double().requires_grad_()
+    return run_head(lambda h: kappa * oracles.mtp_losses(oracles.softcapped_logits({"lm_head": W}, h), targets, weights).sum(),
+                    h.double(), W)
+
+
+IMPLEMENTATIONS = {"kernel": tk.cross_entropy, "plain": tk.cross_entropy_ref}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 16, 37])
+def test_head_loss(n, count, dtype, implementation, device):
+    """Rows in blocks of 16: none of it shows, also where the further targets of a row are those of the next block."""
+    h, weight, targets = head_inputs(n, 24, 130, device, dtype)
+    weights = torch.tensor(WEIGHTS[:count], device=device)
+    head = tk.HeadLoss(weight, dtype, False, IMPLEMENTATIONS[implementation])
+    head.block = 16
+    got = run_head(lambda h: head(h, targets, weights, KAPPA), h, weight)
+    ref = run_head(lambda h: tk.head_loss_ref(h, weight, targets, weights, KAPPA), h, weight)
+    wanted = head_oracle(h, weight, targets, WEIGHTS[:count])
+    assert got[0].dtype == FP32 and [g.dtype for g in got[1:]] == [dtype, dtype]
+    # The loss is fp32 after the product, and in bf16 the two sum the same rounded logits. Seen: 3e-7; 4e-7, 2e-4.
+    assert got[0].item() == pytest.approx(ref[0].item(), rel=2e-6 if dtype == FP32 else 1e-4)
+    assert ref[0].item() == pytest.approx(wanted[0].item(), rel=2e-6 if dtype == FP32 else 1e-3)
+    for name, a, b, c in zip(("dh", "dW"), got[1:], ref[1:], wanted[1:]):
+        assert_as_good(a, b, c, name)
+        # A broken reference would excuse any head. Largest ratio seen: 5 (fp32 sigmoid and exponentials).
+        assert (b.double() - c).norm() <= 10 * torch.finfo(dtype).eps / 2 * c.norm()
+
+
+@pytest.mark.parametrize("use_fp8", [False, pytest.param(True, marks=fp8)])
+def test_blocks_do_not_change_the_result(use_fp8, device):
+    """Per row everything is the same; only the product of the logits may sum in another order for another number of rows."""
+    h, weight, targets = head_inputs(64, 64, 256, device, BF16 if use_fp8 else FP32)
+    weights = torch.tensor(WEIGHTS, device=device)
+    head = tk.HeadLoss(weight, h.dtype, use_fp8)
+    one = run_head(lambda h: head(h, targets, weights, KAPPA), h, weight)
+    head.block = 16
+    for a, b in zip(one, run_head(lambda h: head(h, targets, weights, KAPPA), h, weight)):
+        torch.testing.assert_close(a, b, rtol=1e-5 if h.dtype == FP32 else 1e-2, atol=1e-5)
+
+
+def test_last_tokens_have_no_further_targets(device):
+    """With the weight on the second next token alone, the last row has nothing to predict."""
+    h, weight, targets = head_inputs(20, 24, 130, device, FP32)
+    head = tk.HeadLoss(weight, FP32, fp8=False)
+    for k in (1, 2):
+        weights = torch.zeros(3, device=device)
+        weights[k] = 1
+        loss, grad, _ = run_head(lambda h: head(h, targets, weights, KAPPA), h, weight)
+        assert not grad[20 - k:].any() and grad[:20 - k].any(1).all()
+        shifted, *_ = run_head(lambda h: head(h, targets[k:], torch.ones(1, device=device), KAPPA), h[:20 - k], weight)
+        assert loss.item() == pytest.approx(shifted.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize("dtype, use_fp8", [(FP32, False), pytest.param(BF16, True, marks=fp8)])
+def test_gradients_accumulate_and_follow_the_upstream_gradient(dtype, use_fp8, device):
+    h, weight, targets = head_inputs(32, 32, 128, device, dtype)
+    weights = torch.tensor(WEIGHTS, device=device)
+    head = tk.HeadLoss(weight, dtype, use_fp8)
+    parts = []
+    for rows in (slice(0, 16), slice(16, 32)):
+        parts.append(run_head(lambda h: head(h, targets[rows], weights, KAPPA), h[rows], weight))
+    rows = [h[:16].clone().requires_grad_(), h[16:].clone().requires_grad_()]
+    first, second = head(rows[0], targets[:16], weights, KAPPA), head(rows[1], targets[16:], weights, KAPPA)
+    first.backward()
+    (4 * second).backward()
+    torch.testing.assert_close(rows[0].grad, parts[0][1], rtol=0, atol=0)
+    torch.testing.assert_close(rows[1].grad, 4 * parts[1][1], rtol=0, atol=0)
+    torch.testing.assert_close(weight.grad, parts[0][2] + 4 * parts[1][2], rtol=0, atol=0)
+
+
+def test_weight_must_not_change_before_backward(device):
+    h, weight, targets = head_inputs(16, 24, 130, device, FP32)
+    loss = tk.HeadLoss(weight, FP32, fp8=False)(h.requires_grad_(), targets, torch.ones(1, device=device), KAPPA)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype, use_fp8", [(FP32, False), pytest.param(BF16, True, marks=fp8)])
+def test_exact_loss_of_validation(dtype, use_fp8, device):
+    """Next token only, unquantised, outside autograd; weight changes count at once."""
+    h, weight, targets = head_inputs(48, 32, 128, device, dtype)
+    head = tk.HeadLoss(weight, dtype, use_fp8)
+    head.block = 16
+    one = torch.ones(1, device=device)
+    for _ in range(2):
+        loss = head(h.requires_grad_(), targets, one, 1.0, exact=True)
+        assert not loss.requires_grad and loss.dtype == FP32
+        assert loss.item() == pytest.approx(tk.head_loss_ref(h, weight, targets, one, 1.0).item(), rel=1e-5)
+        with torch.no_grad():
+            weight.mul_(3)
+    assert weight.grad is None
+
+
+@gpu
+@fp8
+def test_memory(device):
+    """At the record's shapes: validation keeps to one block of logits, training to the codes of the gradient beside it."""
+    n, classes = 49152, 50304
+    h, weight = torch.randn(n, 768, dtype=BF16, device=device), torch.nn.Parameter(torch.randn(768, classes, dtype=BF16, device=device) / 20)
+    targets, one = torch.randint(0, classes, (n,), device=device), torch.ones(1, device=device)
+    head = tk.HeadLoss(weight, BF16, True)
+    peaks = []
+    for exact in (True, False):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = head(h.requires_grad_(), targets, one, KAPPA, exact=exact)
+        if not exact:
+            loss.backward()
+        peaks.append((torch.cuda.max_memory_allocated() - before) / 2**30)
+    print(peaks)
+    assert peaks[0] < 3.5 and peaks[1] < 6
+
+
+def test_plain_head_reads_the_weight_itself(device):
+    h, weight, targets = head_inputs(32, 24, 130, device, FP32)
+    weights = torch.tensor(WEIGHTS, device=device)
+    head = tk.HeadLoss(weight, FP32, fp8=False)
+    with torch.no_grad():
+        weight.mul_(2)
+    loss = head(h, targets, weights, KAPPA)
+    assert loss.item() == pytest.approx(tk.head_loss_ref(h, weight, targets, weights, KAPPA).item(), rel=2e-6)
+
+
+def test_block_is_a_power_of_two():
+    """So that it divides the rows of a batch; for the record, 16384."""
+    blocks = [tk.HeadLoss(torch.zeros(1, classes), FP32, fp8=False).block for classes in (50304, 384, 128)]
+    assert blocks[0] == 16384 and all(block & (block - 1) == 0 for block in blocks)
+
+
+# ---- FP8 head --------------------------------------------------------------------------------------------------------
+
+
+def quantised(x, scale, dtype):
+    return (x.double() / scale).clamp(-57344, 57344).float().to(dtype).double()
+
+
+def fp8_oracle(h, weight, targets, weights, kappa=KAPPA):
+    """§1.11 in fp64 with its quantisers: (loss, dh, dW)."""
+    hq, Wq = quantised(h, SCALE_X, E4M3), quantised(weight.detach(), SCALE_W, E4M3)
+    logits = (SCALE_X * SCALE_W * (hq @ Wq)).to(BF16).double().requires_grad_()
+    loss = kappa * oracles.mtp_losses(23 * torch.sigmoid((logits + 5) / 7.5), targets, weights).sum()
+    (grad,) = torch.autograd.grad(loss, logits)
+    gq = quantised(grad, kappa * SCALE_G, E5M2)
+    return loss.detach(), kappa * SCALE_G * SCALE_W * gq @ Wq.T, SCALE_X * kappa * SCALE_G * hq.T @ gq
+
+
+@fp8
+@pytest.mark.parametrize("n, width, classes, block, implementation", [
+    (48, 64, 256, 16, "kernel"), (64, 64, 256, 1024, "kernel"), (64, 64, 256, 1024, "plain"),
+    only_gpu(2048, 768, 50304, 1024, "kernel")])
+@pytest.mark.parametrize("count", [1, 3])
+def test_fp8_head(n, width, classes, block, implementation, count, device):
+    """Loss and gradients are those of the quantised arithmetic: much closer to it than it is to the exact one."""
+    h, weight, targets = head_inputs(n, width, classes, device, BF16)
+    weights = torch.tensor(WEIGHTS[:count], device=device)
+    head = tk.HeadLoss(weight, BF16, True, IMPLEMENTATIONS[implementation])
+    head.block = block
+    got = run_head(lambda h: head(h, targets, weights, KAPPA), h, weight)
+    wanted = fp8_oracle(h, weight, targets, WEIGHTS[:count])
+    exact = head_oracle(h, weight, targets, WEIGHTS[:count])
+    # Seen on a CPU: 5e-4 from the quantised loss, 8e-4 from the exact one.
+    assert got[0].item() == pytest.approx(wanted[0].item(), rel=2e-3)
+    assert got[0].item() == pytest.approx(exact[0].item(), rel=5e-3)
+    for name, a, b, c in zip(("dh", "dW"), got[1:], wanted[1:], exact[1:]):
+        assert a.dtype == BF16 and a.isfinite().all(), name
+        ratio, resolution = (a.double() - b).norm() / (b - c).norm(), (b - c).norm() / c.norm()
+        print(f"{name}: {ratio:.3f} {resolution:.3f}")
+        # Seen: 0.03; 0.56 when the quotients are rounded to bf16 before they become codes.
+        assert ratio < 0.15, f"{name}: {ratio:.2f} of the error of quantisation"
+        assert resolution < 0.1, f"{name}: the quantised gradient is off by {resolution:.2f}"  # seen: 0.06
+
+
+@fp8
+def test_fp8_gradients_do_not_depend_on_kappa(device):
+    """A power of two in κ comes out in the gradients exactly, also one far below the range of the codes."""
+    h, weight, targets = head_inputs(32, 64, 128, device, BF16)
+    weights = torch.tensor(WEIGHTS, device=device)
+    head = tk.HeadLoss(weight, BF16, True)
+    loss, dh, dW = run_head(lambda h: head(h, targets, weights, 1.0), h, weight)
+    small, small_dh, small_dW = run_head(lambda h: head(h, targets, weights, 2.0**-20), h, weight)
+    assert small.item() * 2**20 == loss.item() and dh.any(1).all()
+    assert torch.equal(small_dh * 2**20, dh) and torch.equal(small_dW * 2**20, dW)
+
+
+@fp8
+def test_codes_change_only_when_refreshed(device):
+    """... and the backward pass keeps to those of its forward pass."""
+    h, weight, targets = head_inputs(32, 64, 128, device, BF16)
+    weights = torch.tensor(WEIGHTS, device=device)
+    head = tk.HeadLoss(weight, BF16, True)
+    before, dh, _ = run_head(lambda h: head(h, targets, weights, KAPPA), h, weight)
+    with torch.no_grad():
+        weight.mul_(-1.5)
+    h.requires_grad_()
+    late = head(h, targets, weights, KAPPA)
+    assert late.item() == before.item()
+    head.refresh()
+    assert torch.equal(torch.autograd.grad(late, h)[0], dh)
+    after = head(h, targets, weights, KAPPA).item()
+    assert after != before.item() and after == tk.HeadLoss(weight, BF16, True)(h, targets, weights, KAPPA).item()
+
+
+@fp8
+def test_weights_beyond_the_range_saturate(device):
+    """|W| > 1.6 would be NaN without the clamp."""
+    h, weight, targets = head_inputs(32, 64, 128, device, BF16)
+    with torch.no_grad():
+        weight[:, :16] = 5 * weight[:, :16].sign()
+        weight[0, 0] = 1e4
+    head = tk.HeadLoss(weight, BF16, True)
+    assert head.codes.float().isfinite().all() and head.codes.float().abs().max() == 448
+    loss, dh, dW = run_head(lambda h: head(h, targets, torch.tensor(WEIGHTS, device=device), KAPPA), h, weight)
+    assert loss.isfinite() and dh.isfinite().all() and dW.isfinite().all()

@@ -1,0 +1,189 @@
+"""The ReLU² MLP against fp64. Operands lie in buffers of NaN; weights are views of a bank, as in the trainer."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import triton_kernels as tk
+
+ON_GPU = torch.cuda.is_available()
+FP32, BF16 = torch.float32, torch.bfloat16
+gpu = pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter gets tl.dot on bf16 wrong and takes minutes for these shapes")
+DTYPES = [FP32, pytest.param(BF16, marks=gpu)]
+MLP_REF = tk.mlp_ref
+
+
+@pytest.fixture(autouse=True)
+def setting(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("took the reference instead of the kernel")
+    monkeypatch.setattr(tk, "mlp_ref", refuse)
+
+
+@pytest.fixture(params=["best", "plain"])
+def either_kernel(request, monkeypatch):
+    """Also the kernel of GPUs other than Hopper, on Hopper."""
+    if request.param == "plain":
+        if not ON_GPU:
+            pytest.skip("the interpreter has no other")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+
+
+def operands(N, D, F, dtype, device):
+    """x and g (N, D) between rows of NaN, W1 and W2 (F, D) from a bank of NaN. Drawn on the CPU: the same everywhere."""
+    rows = torch.full((2, N + 2, D), math.nan)
+    rows[:, 1:-1] = torch.randn(2, N, D)
+    bank = torch.full((3, 2, F, D), math.nan)
+    bank[1] = torch.randn(2, F, D) * D**-0.5
+    rows, bank = rows.to(device, dtype), bank.to(device, dtype)
+    return rows[0, 1:-1], rows[1, 1:-1], bank[1, 0], bank[1, 1]
+
+
+def run(mlp, x, g, W1, W2):
+    inputs = [t.detach().requires_grad_() for t in (x, W1, W2)]
+    y = mlp(*inputs)
+    return (y.detach(), *torch.autograd.grad(y, inputs, g))
+
+
+def assert_as_good(got, ref, oracle):
+    """At most twice the error of plain PyTorch in the same dtype, plus one rounding: per element and in norm."""
+    rounding = torch.finfo(got.dtype).eps / 2
+    slack = 4 if got.dtype == FP32 else 2  # fp32 is for tests only; its sums run in another order than the library's
+    assert got.dtype == ref.dtype and got.shape == oracle.shape and not got.isnan().any()
+    got_error, ref_error = got.double() - oracle, ref.double() - oracle
+    assert (got_error.abs() <= slack * ref_error.abs().max() + rounding * oracle.abs()).all()
+    assert got_error.norm() <= slack * ref_error.norm() + rounding * oracle.norm()
+    assert ref_error.norm() <= 8 * rounding * oracle.norm()  # a broken reference would excuse any kernel
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, D, F", [(1, 8, 8), (70, 40, 136), pytest.param(1000, 768, 3072, marks=gpu),
+                                     *[pytest.param(N, 768, 3072, marks=gpu) for N in (16384, 49152)]])
+def test_mlp(N, D, F, dtype, device, either_kernel):
+    if dtype == FP32 and N > 100:
+        pytest.skip("fp32 is for tests")
+    x, g, W1, W2 = operands(N, D, F, dtype, device)
+    results = run(tk.mlp, x, g, W1, W2), run(MLP_REF, x, g, W1, W2), run(MLP_REF, *(t.double() for t in (x, g, W1, W2)))
+    for got, ref, oracle in zip(*results):
+        assert_as_good(got, ref, oracle)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N, D, F", [(70, 40, 136), pytest.param(1000, 768, 3072, marks=gpu)])
+def test_bits(N, D, F, dtype, device, either_kernel):
+    """Products of small integers are exact in any order of summation: post and dpre must have the bits of mlp_ref.
+
+    Roots of fp32 are not exact by construction, but are for small integers. Empty memory is NaN."""
+    x, g, W1, W2 = (torch.randint(-2, 3, shape).to(device, dtype) for shape in ((N, D), (N, D), (F, D), (F, D)))
+    pre, dpost = x @ W1.mT, g @ W2.mT
+    torch.use_deterministic_algorithms(True)
+    try:
+        post, dpre = tk._relu_square(x, W1), tk._relu_square(g, W2, pre.relu().square())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(post, pre.relu().square())
+    assert torch.equal(dpre, 2 * dpost * pre.relu())
+
+
+def positive_values():
+    """The positive bf16 values whose squares neither overflow nor are subnormal."""
+    values = torch.arange(0x7F80, dtype=torch.int16).view(BF16)
+    return values[(values.square() >= 2.0**-126) & values.square().isfinite()]
+
+
+def test_square_can_be_undone():
+    values = positive_values()
+    assert values.numel() == 127 * 128 and torch.equal(values.square().float().sqrt().to(BF16), values)
+
+
+@gpu
+def test_root_is_exact(device, either_kernel):
+    """Every value there is, through the kernel: 2 (a bᵀ) √post with a bᵀ = 1/2. And a zero stays zero."""
+    values = torch.cat([torch.zeros(128, dtype=BF16), positive_values()]).view(64, -1).to(device)
+    a, b = (torch.zeros(n, 8, dtype=BF16, device=device) for n in values.shape)
+    a[:, 0], b[:, 0] = 0.5, 1
+    assert torch.equal(tk._relu_square(a, b, values.square()), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays(dtype, device, either_kernel):
+    x, g, W1, W2 = operands(70, 40, 136, dtype, device)
+    x[3, 5] = math.nan
+    y, dx, *_ = run(tk.mlp, x, g, W1, W2)
+    assert y[3].isnan().all() and y.isnan().sum() == y.size(1) and dx.isnan().sum() == dx.size(1)
+
+
+@gpu
+def test_repeats(device):
+    """A race would show as another result."""
+    x, g, W1, W2 = operands(16384, 768, 3072, BF16, device)
+    post = tk._relu_square(x, W1)
+    dpre = tk._relu_square(g, W2, post)
+    for _ in range(50):
+        assert torch.equal(tk._relu_square(x, W1), post) and torch.equal(tk._relu_square(g, W2, post), dpre)
+
+
+@gpu
+def test_backward_in_a_new_thread(device):
+    """As in a thread of the autograd engine whose first CUDA call this is."""
+    x, g, W1, W2 = operands(1000, 768, 3072, BF16, device)
+    args = g, x, W1, W2, tk._relu_square(x, W1)
+    with ThreadPoolExecutor(1) as new:
+        got = new.submit(tk._mlp_backward, *args).result()
+    assert all(torch.equal(a, b) for a, b in zip(got, tk._mlp_backward(*args)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradient_need_not_be_contiguous(dtype, device):
+    x, _, W1, W2 = operands(70, 40, 136, dtype, device)
+    for got, ref in zip(run(tk.mlp, x, torch.ones(1, 1, device=device, dtype=dtype).expand(70, 40), W1, W2),
+                        run(tk.mlp, x, torch.ones(70, 40, device=device, dtype=dtype), W1, W2)):
+        assert torch.equal(got, ref)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled(dtype, device):
+    args = operands(70, 40, 136, dtype, device)
+    compiled = torch.compile(lambda *inputs: tk.mlp(*inputs), fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    for got, ref in zip(run(compiled, *args), run(tk.mlp, *args)):
+        assert torch.equal(got, ref)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_registration(dtype, device):
+    x, g, W1, W2 = operands(6, 8, 16, dtype, device)
+    torch.library.opcheck(tk._mlp, tuple(t.clone().requires_grad_() for t in (x, W1, W2)), atol=1e-2, rtol=1e-2)
+    torch.library.opcheck(tk._mlp_backward, (g, x, W1, W2, tk._mlp(x, W1, W2)[1]))
+
+
+def test_cpu_takes_the_reference(monkeypatch):
+    x, g, W1, W2 = operands(6, 8, 16, FP32, "cpu")
+    monkeypatch.setattr(tk, "mlp_ref", MLP_REF)
+    monkeypatch.setattr(tk, "INTERPRETED", False)
+    monkeypatch.setattr(tk, "_mlp", None)
+    assert torch.equal(tk.mlp(x, W1, W2), MLP_REF(x, W1, W2))
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(x=torch.ones(2, 6, 8)), r"\(N, D\)"),
+    (dict(x=torch.ones(0, 8)), "N > 0"),
+    (dict(W2=torch.ones(24, 8)), r"\(F, D\)"),
+    (dict(W1=torch.ones(16, 8, dtype=BF16)), "W1 is torch.bfloat16"),
+    (dict(x=torch.ones(6, 8).half(), W1=torch.ones(16, 8).half(), W2=torch.ones(16, 8).half()), "x is torch.float16"),
+    (dict(x=torch.ones(8, 6).mT), "x must be contiguous"),
+    (dict(W1=torch.ones(18, 8), W2=torch.ones(18, 8)), "16 bytes"),
+    (dict(x=torch.ones(6, 6), W1=torch.ones(16, 6), W2=torch.ones(16, 6)), "16 bytes"),
+])
+def test_wrong_arguments(change, message, device):
+    args = dict(x=torch.ones(6, 8), W1=torch.ones(16, 8), W2=torch.ones(16, 8)) | change
+    with pytest.raises(ValueError, match=message):
+        tk.mlp(**{name: t.to(device) for name, t in args.items()})
+
+
+@gpu
+def test_misaligned(device):
+    W = torch.ones(16, 8, device=device, dtype=BF16)
+    with pytest.raises(ValueError, match="start at multiples of 16"):
+        tk.mlp(torch.ones(6 * 8 + 1, device=device, dtype=BF16)[1:].view(6, 8), W, W)
