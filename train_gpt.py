@@ -1246,9 +1246,11 @@ class MicroStep:
 
     def __init__(self, forward, head, kappa, record):
         self.forward, self.head, self.kappa, self.record = forward, head, kappa, record
-        self.graphs = {}  # stage -> (graph, its inputs, its loss)
+        self.graphs = {}  # stage -> (graph, its inputs, its view, its loss)
         self.seen = set()  # stages
-        self.pool = torch.cuda.graph_pool_handle() if record else None  # one graph runs at a time: they share their memory
+        if record:
+            self.pool = torch.cuda.graph_pool_handle()  # one graph runs at a time: they share their memory
+            self.stream = torch.cuda.Stream()  # autograd adds up gradients on the stream on which it first met a parameter
 
     def run(self, tokens, targets, cu_seqlens, bigram_rows, mtp_weights, view):
         h = self.forward(tokens, cu_seqlens, bigram_rows, view)
@@ -1258,15 +1260,22 @@ class MicroStep:
 
     def __call__(self, batch, mtp_weights, view, stage):
         given = (*batch[:4], mtp_weights)
-        if not self.record or stage not in self.seen:
-            self.seen.add(stage)
+        if not self.record:
             return self.run(*given, view)
+        if stage not in self.seen:  # compiles
+            self.seen.add(stage)
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.run(*given, view)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
         if stage not in self.graphs:
             inputs, graph = [x.clone() for x in given], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):  # other threads may go on
+            # thread_local: the loader's threads may go on.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 loss = self.run(*inputs, view)
-            self.graphs[stage] = graph, inputs, loss
-        graph, inputs, loss = self.graphs[stage]
+            self.graphs[stage] = graph, inputs, view, loss
+        graph, inputs, _, loss = self.graphs[stage]
         for place, value in zip(inputs, given):
             place.copy_(value)
         graph.replay()

@@ -1637,6 +1637,7 @@ class HeadLoss:
         """The codes stay where they are: CUDA graphs read them."""
         if self.fp8:
             self.codes, self.codes_t = quantise(self.weight.detach(), W_SCALE, (self.codes, self.codes_t))
+            torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a backward pass that comes late raises
 
     def __call__(self, h, targets, weights, kappa, exact=False):
         if not exact:

@@ -87,14 +87,15 @@ def oracle(q, k, v, gate, dy, cu, window, scale=SCALE):
 
 def cancelled(q, k, v, gate, dy, cu, window):
     """What the terms of dq and dk amount to before they cancel: dS = P'(dP - s) is 0 where a row sees but one key, and s comes
-    from the rounded y (in FlashAttention likewise). {name: (N, H, d) sum of absolute terms}."""
+    from the rounded y (in FlashAttention likewise). {name: sum of absolute terms}."""
     mask = oracles.attention_mask(cu.tolist(), q.shape[0], window).to(q.device)
-    out = {"dq": torch.zeros_like(q, dtype=FP64), "dk": torch.zeros_like(q, dtype=FP64)}
+    out = {"dq": torch.zeros_like(q, dtype=FP64), "dk": torch.zeros_like(q, dtype=FP64), "dgate": torch.zeros_like(gate, dtype=FP64)}
     for h in range(q.shape[1]):
         Q, K, V, dY = (x[:, h].double() for x in (q, k, v, dy))
         P = torch.softmax((Q @ K.T * SCALE).masked_fill(~mask, -math.inf), -1)
         dP = dY @ V.T
         s = (dY.abs() * (P @ V).abs()).sum(1, keepdim=True)  # of absolute terms as well
+        out["dgate"][:, h] = s[:, 0]  # s itself, from the rounded y
         terms = SCALE * gate[:, h, None].double() * P * (dP.abs() + s)
         out["dq"][:, h], out["dk"][:, h] = terms @ K.abs(), terms.T @ Q.abs()
     return out

@@ -331,10 +331,10 @@ def test_views_of_the_stages():
         assert float(view.attn_scale) == pytest.approx(scale, rel=1e-7)
         for number in (view.short_window, view.long_window, view.attn_scale):
             assert number.shape == () and number.device == CPU
-        assert view.cos.shape == view.sin.shape == (4096, 32)  # twice the longest row, for paired heads
+        assert view.rotary.shape == (4096, 32, 2)  # twice the longest row, for paired heads
         # The angle is an fp32 product of fp32 factors.
         angle = (np.arange(4096, dtype=np.float32)[:, None] * np.array(frequencies, np.float32)).astype(np.float64)
-        assert np.abs(view.cos.numpy() - np.cos(angle)).max() < 2e-7 and np.abs(view.sin.numpy() - np.sin(angle)).max() < 2e-7
+        assert np.abs(view.rotary.numpy() - np.stack((np.cos(angle), np.sin(angle)), -1)).max() < 2e-7
 
 
 def test_view_tables_are_long_enough_and_rounded_last():
@@ -342,10 +342,9 @@ def test_view_tables_are_long_enough_and_rounded_last():
     for config in T.PRESETS.values():
         longest = max(config.data.val_batch_tokens, *(T.make_plan(config, step).row_tokens for step in (0, 50, 100, 1000, 1490)))
         for view in T.stage_views(config, torch.device("meta"), torch.bfloat16):
-            assert view.cos.shape == view.sin.shape == (2 * longest, config.model.head_dim // 4)
-            assert view.cos.dtype == view.sin.dtype == torch.bfloat16
+            assert view.rotary.shape == (2 * longest, config.model.head_dim // 4, 2) and view.rotary.dtype == torch.bfloat16
     exact, rounded = (T.stage_views(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
-    assert torch.equal(exact.cos.bfloat16(), rounded.cos) and torch.equal(exact.sin.bfloat16(), rounded.sin)
+    assert torch.equal(exact.rotary.bfloat16(), rounded.rotary)
 
 
 def test_views_with_python_numbers():
