@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
@@ -27,6 +28,8 @@ D, H, V, HEAD = CONFIG.model.model_dim, CONFIG.model.num_heads, CONFIG.model.pad
 STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.run.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
+BANK = 40, 24  # matrices of the attention and of the MLP bank
+DEVICE, PEERS = "cuda", True
 
 
 class Case(NamedTuple):
@@ -46,7 +49,7 @@ class Case(NamedTuple):
 class Timer:
     def __init__(self, repetitions):
         self.repetitions = repetitions
-        self.flush = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # several times the L2
+        self.flush = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)  # several times the L2
 
     def once(self, run):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -68,8 +71,8 @@ class Timer:
 def ceilings(timer):
     """Measured bf16 and FP8 matmul rates (FLOP/s) and copy bandwidth (bytes/s, read and written both counted)."""
     a, b = (rand(8192, 8192) for _ in range(2))
-    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device="cuda")
-    src = torch.randint(2**30, (2**28,), device="cuda", dtype=torch.int32)
+    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=DEVICE)
+    src = torch.randint(2**30, (2**28,), device=DEVICE, dtype=torch.int32)
     dst = torch.empty_like(src)
     times = timer(lambda: a @ b, lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=BF16, use_fast_accum=True),
                   lambda: dst.copy_(src))
@@ -88,7 +91,7 @@ def measure(case, timer, limits):
 
 
 def rand(*shape, dtype=BF16):
-    return torch.randn(*shape, device="cuda").to(dtype)
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
@@ -96,40 +99,37 @@ def rand(*shape, dtype=BF16):
 
 def muon_cases():
     for ranks in 8, 1:
-        n, m, calls = 40 // ranks, 24 // ranks, 5 * (ranks == 1)
-        for count, side_calls in (n, calls), (m, calls):
-            P, Q = rand(count, D, D), torch.empty(count, D, D, device="cuda", dtype=BF16)
-            P += P.mT.clone()
-            yield Case("ba_plus_cAA", f"{count}x768x768", lambda P=P, Q=Q: tk.ba_plus_cAA(P, 0.5, -2.0, Q, 3.0),
+        on_one = ranks == 1
+        for n, height in (BANK[0] // ranks, D), (BANK[1] // ranks, 4 * D):
+            X, P, Q = rand(n, height, D), rand(n, D, D), rand(n, D, D)
+            P = P + P.mT
+            shape, square, triangle = f"{n}x{height}x{D}", f"{n}x{D}x{D}", 21 / 36  # tiles that are computed
+            name, gram, dense = ("XXT", tk.XXT, lambda X=X, Q=Q: torch.bmm(X, X.mT, out=Q)) if height == D else (
+                "XTX", tk.XTX, lambda X=X, Q=Q: torch.bmm(X.mT, X, out=Q))
+            yield Case(name, shape, lambda X=X, Q=Q, gram=gram: gram(X, Q), {"bmm": dense}, bf16=2 * n * height * D * D * triangle,
+                       bytes=2 * n * D * (height + D), calls=5 * on_one)
+            yield Case("ba_plus_cAA", square, lambda P=P, Q=Q: tk.ba_plus_cAA(P, 0.5, -2.0, Q, 3.0),
                        {"baddbmm": lambda P=P: torch.baddbmm(P, P, P, beta=-2.0, alpha=0.5)},
-                       bf16=2 * count * D**3 * 21 / 36, bytes=4 * count * D * D, calls=side_calls)
-        X, out = rand(n, D, D), torch.empty(n, D, D, device="cuda", dtype=BF16)
-        yield Case("XXT", f"{n}x768x768", lambda X=X, out=out: tk.XXT(X, out), {"bmm": lambda X=X, out=out: torch.bmm(X, X.mT, out=out)},
-                   bf16=2 * n * D**3 * 21 / 36, bytes=4 * n * D * D, calls=calls)
-        Y, small = rand(m, 4 * D, D), torch.empty(m, D, D, device="cuda", dtype=BF16)
-        yield Case("XTX", f"{m}x3072x768", lambda Y=Y, small=small: tk.XTX(Y, small),
-                   {"bmm": lambda Y=Y, small=small: torch.bmm(Y.mT, Y, out=small)},
-                   bf16=8 * m * D**3 * 21 / 36, bytes=10 * m * D * D, calls=calls)
-        for shape in (n, D, D), (m, 4 * D, D):
-            name, size = "x".join(map(str, shape)), int(np.prod(shape))
-            grad, momentum = rand(*shape), rand(*shape, dtype=torch.float32)
-            p, mantissa = (torch.randint(2**14, shape, device="cuda", dtype=torch.int16) for _ in range(2))
-            v, y, rates = torch.ones(*shape[:2], 1, device="cuda"), rand(*shape), torch.ones(shape[0], 1, 1, device="cuda")
-            tail = torch.compile(tk.normuon_tail_ref, dynamic=False)
-            yield Case("fused_momentum", name, lambda g=grad, m=momentum: tk.fused_momentum(g, m, 0.95, 1.02), bytes=12 * size,
-                       calls=ranks == 1)
-            yield Case("normuon_tail", name, lambda a=(p, mantissa, v, y, 1e-3, rates, 0.1, 0.95): tk.normuon_tail(*a),
-                       {"compiled": lambda a=(p, mantissa, v, y, 1e-3, rates, 0.1, 0.95), tail=tail: tail(*a)}, bytes=12 * size,
-                       calls=ranks == 1)
+                       bf16=2 * n * D**3 * triangle, bytes=4 * n * D * D, calls=5 * on_one)
+            yield Case("X Q (library)", shape, lambda X=X, Q=Q: X @ Q, {"aX + XQ": lambda X=X, Q=Q: torch.baddbmm(X, X, Q, beta=3.0)},
+                       bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
+            momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
+            yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02), bytes=12 * size, calls=on_one)
+            p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
+            tail = (p, mantissa, torch.ones(n, height, 1, device=DEVICE), X, 1e-3, torch.ones(n, 1, 1, device=DEVICE), 0.1, 0.95)
+            compiled = torch.compile(tk.normuon_tail_ref, dynamic=False)
+            yield Case("normuon_tail", shape, lambda a=tail: tk.normuon_tail(*a), {"compiled": lambda a=tail, f=compiled: f(*a)},
+                       bytes=12 * size, calls=on_one)
 
 
 def transpose_cases():
     src, dst = rand(D, V), rand(V, D)
     for sms in 132, 16:
-        yield Case("transpose_copy", f"768x50304, {sms} SMs", lambda sms=sms: tk.transpose_copy(src, dst, sms),
-                   {"copy_": lambda: dst.copy_(src.mT)} if sms == 132 else {}, bytes=4 * D * V, calls=0.5 * (sms == 132))
-        yield Case("transpose_add", f"50304x768, {sms} SMs", lambda sms=sms: tk.transpose_add(dst, src, sms),
-                   {"add_": lambda: src.add_(dst.mT)} if sms == 132 else {}, bytes=6 * D * V, calls=0.5 * (sms == 132))
+        peers = [{"copy_": lambda: dst.copy_(src.mT)}, {"add_": lambda: src.add_(dst.mT)}] if sms == 132 else [{}, {}]
+        yield Case("transpose_copy", f"{D}x{V}, {sms} SMs", lambda sms=sms: tk.transpose_copy(src, dst, sms), peers[0],
+                   bytes=4 * D * V, calls=0.5 * (sms == 132))
+        yield Case("transpose_add", f"{V}x{D}, {sms} SMs", lambda sms=sms: tk.transpose_add(dst, src, sms), peers[1],
+                   bytes=6 * D * V, calls=0.5 * (sms == 132))
 
 
 def documents(n, longest, seed=0):
@@ -138,34 +138,55 @@ def documents(n, longest, seed=0):
     while sum(lengths) < n:
         lengths.append(int(np.clip(rng.lognormal(np.log(490), 0.95), 64, longest)))
     borders = np.minimum(np.cumsum(lengths), n)
-    return torch.from_numpy(T.cu_seqlens(borders, n, T.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).cuda()
+    return torch.from_numpy(T.cu_seqlens(borders, n, T.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).to(DEVICE)
+
+
+def flash2(q, k, v, dy, cu, longest, window):
+    """(forward, backward) of PyTorch's varlen_attn, that is FlashAttention-2."""
+    packed, window = (cu, cu, longest, longest, 0.0, False), dict(scale=0.1, window_size_left=window, window_size_right=0)
+
+    def forward():
+        return torch.ops.aten._flash_attention_forward(q, k, v, *packed, False, **window)
+
+    out, lse, *_ = forward()
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=DEVICE)
+    return forward, lambda: torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *packed, no_dropout, no_dropout, **window)
+
+
+def flex(q, k, v, dy, start, window):
+    """(forward, backward) of FlexAttention, without the making of its block mask."""
+    def seen(b, h, i, j):
+        return (i >= j) & (i - j <= window) & (start[i] == start[j])
+
+    N = len(q)
+    mask = create_block_mask(seen, None, None, N, N, device=DEVICE, _compile=True)
+    q, k, v, dy = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v, dy))
+    attend = torch.compile(flex_attention, dynamic=False)
+    out = attend(q, k, v, block_mask=mask, scale=0.1)
+    return (lambda: attend(q.detach(), k.detach(), v.detach(), block_mask=mask, scale=0.1),
+            lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True))
 
 
 def attention_cases():
-    #          tokens, heads, window, longest document, layers of that kind in this stage
-    shapes = ((16384, 6, 128, 896, 4), (16384, 6, 384, 896, 2), (32768, 3, 128, 896, 4), (32768, 6, 384, 2048, 4), (32768, 6, 896, 2048, 2),
-              (65536, 3, 384, 2048, 4), (49152, 6, 640, 2048, 4), (49152, 6, 1408, 2048, 2), (98304, 3, 640, 2048, 4))
-    scale = torch.tensor(0.1)
-    for N, heads, window, longest, layers in shapes:
+    for heads, window, longest, layers, N, with_flex in (
+            (6, 128, 896, 4, TOKENS[0], True), (6, 384, 896, 2, TOKENS[0], True), (3, 128, 896, 4, 2 * TOKENS[0], False),
+            (6, 384, 2048, 4, TOKENS[1], False), (6, 896, 2048, 2, TOKENS[1], False), (3, 384, 2048, 4, 2 * TOKENS[1], False),
+            (6, 640, 2048, 4, TOKENS[2], False), (6, 1408, 2048, 2, TOKENS[2], False), (3, 640, 2048, 4, 2 * TOKENS[2], False)):
         cu = documents(N, longest)
-        q, k, v, dy = (F.rms_norm(rand(N, heads, HEAD), (HEAD,)) for _ in range(4))
-        gate = torch.sigmoid(rand(N, heads))
         start, end = tk.document_of_tokens(cu, N)
-        pairs = heads * (torch.arange(N, device="cuda") - start).clamp(max=window).add(1).sum().item()
-        args = q, k, v, gate, start, end, torch.tensor(window), scale
+        q, k, v, dy = (F.rms_norm(rand(N, heads, HEAD), (HEAD,)) for _ in range(4))
+        args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
         y, lse = tk.attend(*args)
-        name, flash = f"{N}, {heads} heads, window {window}", (cu, cu, longest, longest, 0.0)
-        out, flash_lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *flash, True, False, scale=0.1, window_size_left=window,
-                                                                     window_size_right=0)
-        none = torch.zeros(2, dtype=torch.uint64, device="cuda")
-        yield Case("attend", name, lambda a=args: tk.attend(*a), {
-            "FA2": lambda q=q, k=k, v=v, f=flash, w=window: torch.ops.aten._flash_attention_forward(
-                q, k, v, *f, True, False, scale=0.1, window_size_left=w, window_size_right=0)},
-            bf16=4 * HEAD * pairs, bytes=8 * N * heads * HEAD, calls=MICRO * layers)
-        yield Case("attend_backward", name, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]), {
-            "FA2": lambda q=q, k=k, v=v, dy=dy, out=out, lse=flash_lse, f=flash, w=window: torch.ops.aten._flash_attention_backward(
-                dy, q, k, v, out, lse, *f, True, none, none, scale=0.1, window_size_left=w, window_size_right=0)},
-            bf16=10 * HEAD * pairs, bytes=16 * N * heads * HEAD, calls=MICRO * layers)
+        peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS else {}
+        if PEERS and with_flex:
+            peers["Flex"] = flex(q, k, v, dy, start, window)
+        pairs = heads * (torch.arange(N, device=DEVICE) - start).clamp(max=window).add(1).sum().item()
+        shape, calls = f"{N}, {heads} heads, window {window}", MICRO * layers
+        yield Case("attend", shape, lambda a=args: tk.attend(*a), {name: peer[0] for name, peer in peers.items()},
+                   bf16=4 * HEAD * pairs, bytes=8 * N * heads * HEAD, calls=calls)
+        yield Case("attend_backward", shape, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]),
+                   {name: peer[1] for name, peer in peers.items()},
+                   bf16=10 * HEAD * pairs, bytes=16 * N * heads * HEAD, calls=calls)
 
 
 def block_cases():
@@ -173,7 +194,7 @@ def block_cases():
         x, weight, rotary = rand(N, D), rand(3 * D, D) * D**-0.5, rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
         grads = [rand(N, H, HEAD) for _ in range(3)]
-        dqkv = torch.empty(N, 3, H, HEAD, device="cuda", dtype=BF16)
+        dqkv = torch.empty(N, 3, H, HEAD, device=DEVICE, dtype=BF16)
         #                        kind: paired, offset, value embedding; layers
         for kind, (paired, offset, value, layers) in dict(plain=(0, 0, 0, 1), paired=(1, 0, 0, 2), long=(0, 1, 0, 1), value=(0, 0, 1, 2),
                                                           paired_value=(1, 0, 1, 2), long_value=(0, 1, 1, 1)).items():
@@ -203,23 +224,23 @@ def mlp_cases():
 
 
 def head_cases():
-    weights = torch.tensor([1.0, 0.5, 0.25], device="cuda")
+    weights = torch.tensor([1.0, 0.5, 0.25], device=DEVICE)
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
-    yield Case("quantise", "768x50304", lambda: tk.quantise(weight.detach(), tk.W_SCALE), bytes=4 * D * V, calls=0.5)
+    yield Case("quantise", f"{D}x{V}", lambda: tk.quantise(weight.detach(), tk.W_SCALE), bytes=4 * D * V, calls=0.5)
     for N, stage in zip(TOKENS, STAGES):
         h = rand(N, D).requires_grad_()
-        targets, w = torch.randint(V, (N,), device="cuda"), weights[:len(stage.mtp_start)]
+        targets, w = torch.randint(V, (N,), device=DEVICE), weights[:len(stage.mtp_start)]
         rows = min(N, head.block)
-        logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device="cuda", dtype=torch.float8_e5m2)
+        logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
         many = tk.multi_token_targets(targets, len(w))[:rows]
         yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=(logits, many, w, 0.1, 0.001, grad): tk.cross_entropy(*a),
                    {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)}, bytes=3 * rows * V, calls=MICRO * N / rows)
-        yield Case("quantise", f"{N}x768", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), bytes=4 * N * D, calls=MICRO)
-        codes = torch.randint(256, (N, V), device="cuda", dtype=torch.uint8)
-        turned = torch.empty(V, N, device="cuda", dtype=torch.uint8)
-        yield Case("transpose_copy", f"{N}x50304 bytes", lambda c=codes, t=turned: tk.transpose_copy(c, t),
+        yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), bytes=4 * N * D, calls=MICRO)
+        codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
+        turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
+        yield Case("transpose_copy", f"{N}x{V} bytes", lambda c=codes, t=turned: tk.transpose_copy(c, t),
                    {"copy_": lambda c=codes, t=turned: t.copy_(c.mT)}, bytes=2 * N * V, calls=MICRO)
 
         def whole(h=h, targets=targets, w=w):
@@ -231,15 +252,14 @@ def head_cases():
 
 def embedding_cases():
     for N in TOKENS:
-        ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).cuda()
-        for name, planes, rows in ("value", 5, V), ("bigram", 1, CONFIG.model.bigram_rows), ("token", 1, V):
-            at = (ids * 7919) % rows if name == "bigram" else ids
-            groups, grad, upstream = tk.Groups(at), torch.zeros(planes, rows, D, device="cuda", dtype=BF16), rand(planes, N, D)
+        ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
+        for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", CONFIG.model.bigram_rows, MICRO):
+            groups = tk.Groups((ids * 7919) % rows if name == "bigram" else ids)
+            grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
             groups.pieces
-            touched = planes * at.unique().numel()
             yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, groups, upstream): tk.embedding_grad(*a), {
                 "dense": lambda a=(grad, groups, upstream): tk.embedding_grad_ref(*a)},
-                bytes=2 * D * (planes * N + 2 * touched), calls=MICRO)
+                bytes=2 * D * (N + 2 * groups.ids.unique().numel()), calls=calls)
 
 
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases, head=head_cases,
