@@ -9,7 +9,7 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
 Expected: --preset=cpu, 2 cores: 1.98 nats per byte of Python's library in 200 s. --preset=record with --scheduled_steps=145
---extension_steps=4, one H200: 82 s inside the clock (records/2026-11-20_first_light). The full record run has not been timed yet.
+--extension_steps=4, one H200: 55 s inside the clock (records/2026-11-20_kernels). The full record run has not been timed yet.
 
 Contents, top to bottom; a name is defined above its first use:
     config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
@@ -19,7 +19,7 @@ Contents, top to bottom; a name is defined above its first use:
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation, sampling
-    train      train_step (shared by warm-up and run), main
+    train      micro-step as a CUDA graph, train_step (shared by warm-up and run), main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
 A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
