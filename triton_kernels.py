@@ -1,14 +1,16 @@
 """Triton kernels of the trainer, each beside the plain PyTorch that it replaces.
 
-Every op has a wrapper `<name>` that checks its arguments and launches, a plain `<name>_ref` with the same contract that
-tests and benchmarks compare with, and a Triton kernel. CPU tensors take the reference, so the trainer runs without a
-GPU. TRITON_INTERPRET=1, set before the import, sends them through Triton's interpreter instead, as the tests do.
+Every op of section 9 has a wrapper `<name>` that checks its arguments and launches, a plain `<name>_ref` with the same
+contract that tests and benchmarks compare with, and a Triton kernel. CPU tensors take the reference, so the trainer runs
+without a GPU. TRITON_INTERPRET=1, set before the import, sends them through Triton's interpreter, as the tests do; what that
+gets wrong (bf16 products, FP8) still takes the reference.
 
 Conventions
-  Importing this file does nothing but define; launch parameters are in one table per kernel, nothing is autotuned.
-  Strides are in elements. Offsets in which a batch, row or column index multiplies a stride are int64.
+  Importing this file only defines, and registers two ops with their gradients; launch parameters are in tables, nothing is
+  autotuned. Times are medians on one H200 unless another machine is named.
+  Strides are in elements. Offsets into tensors of N·D elements or more are int64; smaller ones (tables, gates) may be int32.
   Run-time floats are cast to fp32 inside the kernel: torch.compile hands Python floats over as fp64.
-  Dtypes come from the pointers, none is hard-coded. Results are rounded once.
+  Dtypes come from the pointers. Results are rounded once unless the section says otherwise.
 
 Contents
   1  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
@@ -47,6 +49,18 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _takes_ref(*tensors, exact=True):
+    """Whether an op with these tensors runs in plain PyTorch: on the CPU, unless Triton's interpreter was asked for.
+
+    exact=False: what multiplies or rounds. The interpreter of Triton 3.7 gets that wrong for anything but fp32.
+    """
+    return tensors[0].device.type == "cpu" and not (INTERPRETED and (exact or all(x.dtype == torch.float32 for x in tensors)))
+
+
+def _sm_count(device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 # ======================================================================================================================
 # 1  Symmetric products
 #
@@ -60,7 +74,7 @@ def _cdiv(a: int, b: int) -> int:
 # exactly symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes (the copy engine wants it); `out`
 # has any strides.
 # scale normalises X without a pass over X. gamma makes aX + (bP + cPP)X one plain product: an addend costs the library a
-# copy of X (101 instead of 63 us at 40·768², 217 instead of 135 at 24·3072·768). Against fp64, five iterations with both
+# copy of X (101 instead of 63 µs at 40·768², 217 instead of 135 at 24·3072·768). Against fp64, five iterations with both
 # are 0.58 to 1.07 times as far off as with X rounded after scaling and aX added in fp32.
 # Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the diagonal
 # is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. Symmetry thus
@@ -70,7 +84,7 @@ def _cdiv(a: int, b: int) -> int:
 # zeros beyond the edges. XTX is the same code with tiles taken across and turned on chip: no copy, and tall matrices keep
 # the small (K, K) product.
 #
-# H200, us (torch): XXT 5·768² 11.0 (12.6), 40·768² 53.6 (57.0); ba_plus_cAA 5·768² 11.8 (19.4), 40·768² 59.4 (98.4);
+# H200, µs (torch): XXT 5·768² 11.0 (12.6), 40·768² 53.6 (57.0); ba_plus_cAA 5·768² 11.8 (19.4), 40·768² 59.4 (98.4);
 # XTX 3·3072·768 18.6 (20.7), 24·3072·768 83.9 (116.0), which is 605 TFLOP/s of what is computed.
 #
 # Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109.
@@ -82,7 +96,7 @@ SMS = 132  # of an H100 or H200
 
 # (programs up to which it is used, launch); the first that fits. Square tiles: the diagonal misses a tile or is its diagonal.
 # A program keeps num_stages · 2 · BLOCK · BLOCK_K operands in shared memory, 227 KiB per SM. It waits for memory at its start
-# and at its end, so an SM wants two of them, or deep pipelining where there are not enough. Medians in us, H200:
+# and at its end, so an SM wants two of them, or deep pipelining where there are not enough. Medians in µs, H200:
 GRAM_LAUNCH = {
     torch.bfloat16: (
         # 8 GPUs. 16 KiB a stage; as many stages as let two or three programs share an SM, all of them resident at once.
@@ -164,11 +178,6 @@ def _gram_kernel(X, Addend, Out, Scale, M, K, stride_ab, stride_am, stride_ob, s
     tl.store(Out + m[:, None] * stride_om + n[None, :] * stride_on, tile, mask=in_tile)
 
 
-def _takes_gram_ref(X):
-    # The interpreter of Triton 3.7 gets tl.dot on bf16 wrong, so there bf16 takes the reference as well.
-    return X.device.type == "cpu" and not (INTERPRETED and X.dtype == torch.float32)
-
-
 def _check_gram(name, X, out, axis, scale):
     """`out` has as many rows and columns as X has along `axis`."""
     if X.ndim not in (2, 3):
@@ -213,7 +222,7 @@ def _launch_gram(name, X, axis, out, scale, alpha=1.0, beta=0.0, gamma=0.0, adde
 def XXT(X, out, scale=None):
     """out = s² X Xᵀ; returns out."""
     _check_gram("XXT", X, out, -2, scale)
-    if _takes_gram_ref(X):
+    if _takes_ref(X, exact=False):
         return XXT_ref(X, out, scale)
     return _launch_gram("XXT", X, -2, out, scale)
 
@@ -221,7 +230,7 @@ def XXT(X, out, scale=None):
 def XTX(X, out, scale=None):
     """out = s² Xᵀ X; returns out."""
     _check_gram("XTX", X, out, -1, scale)
-    if _takes_gram_ref(X):
+    if _takes_ref(X, exact=False):
         return XTX_ref(X, out, scale)
     return _launch_gram("XTX", X, -1, out, scale)
 
@@ -231,7 +240,7 @@ def ba_plus_cAA(A, alpha, beta, out, gamma=0.0, scale=None):
     _check_gram("ba_plus_cAA", A, out, -1, scale)
     if A.shape[-2] != A.shape[-1]:
         raise ValueError(f"ba_plus_cAA: A must be square, got shape {tuple(A.shape)}")
-    if _takes_gram_ref(A):
+    if _takes_ref(A, exact=False):
         return ba_plus_cAA_ref(A, alpha, beta, out, gamma, scale)
     return _launch_gram("ba_plus_cAA", A, -2, out, scale, alpha, beta, gamma, addend=True)
 
@@ -250,19 +259,20 @@ def ba_plus_cAA(A, alpha, beta, out, gamma=0.0, scale=None):
 #
 #   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2)     R >= C
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
-#       y ← round(y r ‖y‖ / max(‖r y‖, 1e-10))                       rows evened out, norm of the matrix kept
-#       w ← w − [y w ≥ 0] w weight_decay lr' − y lr',  lr' = lr matrix_lr
+#       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10))                      rows evened out, norm of the matrix kept
+#       w ← w − [y' w ≥ 0] w weight_decay lr' − y' lr',  lr' = lr matrix_lr
 #
 #   p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, updated in place, truncated not rounded;
 #   v (n, R, 1) fp32 in place; y (n, R, C) bf16 or fp32; all contiguous; matrix_lr (n, 1, 1) fp32; the rest floats.
 #   12 bytes per bf16 element: y is read twice, since the norms need all of it, weights read and written. Two launches for
 #   the whole bank, the first with partial sums as above.
 #
-#   H200, us at 5·768², 40·768², 3·3072·768, 24·3072·768: fused_momentum 15.2, 75.6, 27.9, 169.6 (94 % of the copy rate);
+#   H200, µs at 5·768², 40·768², 3·3072·768, 24·3072·768: fused_momentum 15.2, 75.6, 27.9, 169.6 (94 % of the copy rate);
 #   normuon_tail 16.4, 79.9, 27.8, 172.4 (93 %), the compiled reference 17.8, 99.1, 39.0, 218.1.
 #
 # Momentum and norm without a pass through memory between them: ChrisJMcCormick, PR 233. NorMuon: Li et al., arXiv 2510.05491.
-# Cautious decay, master weights in two halves and rates per matrix: §3.5 of the specification, with its credits.
+# Cautious decay: varunneal, PR 154. Master weights in two halves: classiclarryd and YouJiacheng, PR 190. Rates per matrix (K9):
+# PR 168.
 # ======================================================================================================================
 
 # 8 elements to a thread, moved in 16-byte accesses; small programs overlap best (1 % better than 2048, 3 % than 4096).
@@ -387,7 +397,7 @@ def fused_momentum(grad, momentum, mu, safety):
                          f" {grad.stride()} and {momentum.stride()}")
     if grad.device != momentum.device:
         raise ValueError(f"fused_momentum: grad is on {grad.device}, momentum on {momentum.device}")
-    if grad.device.type == "cpu" and not INTERPRETED:
+    if _takes_ref(grad):
         return fused_momentum_ref(grad, momentum, mu, safety)
     n, R, C = grad.shape
     blocks = _cdiv(R * C, MOMENTUM_LAUNCH["BLOCK"])
@@ -410,7 +420,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != y.device or not tensor.is_contiguous():
             raise ValueError(f"normuon_tail: {name} must be contiguous {dtype} of shape {tuple(shape)} on {y.device}, got"
                              f" {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}")
-    if y.device.type == "cpu" and not INTERPRETED:
+    if _takes_ref(y):
         return normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2)
     blocks = _cdiv(R, ROW_SQUARES_LAUNCH["ROWS"])
     partial = torch.empty(n, 2, blocks, dtype=torch.float32, device=y.device)
@@ -423,7 +433,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
 # ======================================================================================================================
 # 3  Transposes
 #
-#   transpose_copy(src, dst, sms)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact          replaces dst.copy_(src.mT)
+#   transpose_copy(src, dst, sms)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact      replaces dst.copy_(src.mT)
 #   transpose_add(src, dst, sms)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once         replaces dst.add_(src.mT)
 #
 #   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
@@ -431,7 +441,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
 #   along dst. Idea and use on the tied head: ChrisJMcCormick, PR 233; larger tiles: samacqua, PR 240.
 #   sms programs walk over the tiles, one per SM: with fewer than the GPU has, a collective beside them gets the others. A
 #   program loads its next tile before it stores this one, so few SMs still keep memory busy.
-#   H200, 768 x 50304 bf16, us on 132 / 64 / 32 / 16 SMs: copy 44.5, 55.8, 87.2, 168.5 (torch 269); add 61.6, 67.6, 101.9, 187.4
+#   H200, 768 x 50304 bf16, µs on 132 / 64 / 32 / 16 SMs: copy 44.5, 55.8, 87.2, 168.5 (torch 269); add 61.6, 67.6, 101.9, 187.4
 #   (torch 292). On 132 SMs that is 82 and 89 % of the copy rate.
 # ======================================================================================================================
 
@@ -477,19 +487,22 @@ def _transpose_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm
 
 
 # Single bytes, the FP8 gradient of the logits: read by lines of 128, written by 64. One program per tile, down the rows of
-# src, so that neighbours write contiguously: 1277 us for 49152 x 50304, 1408 the other way round, 1155 for a plain copy.
+# src, so that neighbours write contiguously: 1277 µs for 49152 x 50304, 1408 the other way round, 1155 for a plain copy.
 TRANSPOSE_BYTES_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)
 
 
 @triton.jit
-def _transpose_bytes_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _transpose_bytes_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr):
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = tl.load(Src + m[:, None] * stride_sm + n[None, :] * stride_sn, mask=(m < M)[:, None] & (n < N)[None, :])
     tl.store(Dst + n[:, None] * stride_dn + m[None, :] * stride_dm, tl.trans(tile), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _check_transpose(name, src, dst):
+def _check_transpose(name, src, dst, sms):
+    if sms < 1:
+        raise ValueError(f"{name}: sms must be 1 or more, got {sms}")
     if src.ndim != 2 or dst.shape != src.shape[::-1]:
         raise ValueError(f"{name}: src must be (M, N) and dst (N, M), got {tuple(src.shape)} and {tuple(dst.shape)}")
     if src.dtype != dst.dtype or src.device != dst.device:
@@ -508,10 +521,10 @@ def _launch_transpose(src, dst, sms, add):
 
 def transpose_copy(src, dst, sms=SMS):
     """dst = srcᵀ; returns dst. Single bytes take every SM."""
-    _check_transpose("transpose_copy", src, dst)
+    _check_transpose("transpose_copy", src, dst, sms)
     if src.element_size() not in (1, 2, 4):
         raise ValueError(f"transpose_copy: dtype must have 1, 2 or 4 bytes per element, got {src.dtype}")
-    if src.device.type == "cpu" and not INTERPRETED:
+    if _takes_ref(src):
         return transpose_copy_ref(src, dst)
     if src.element_size() > 1:
         return _launch_transpose(src, dst, sms, add=False)
@@ -523,10 +536,10 @@ def transpose_copy(src, dst, sms=SMS):
 
 def transpose_add(src, dst, sms=SMS):
     """dst += srcᵀ; returns dst."""
-    _check_transpose("transpose_add", src, dst)
+    _check_transpose("transpose_add", src, dst, sms)
     if src.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"transpose_add: dtype must be bfloat16, float16 or float32, got {src.dtype}")
-    if src.device.type == "cpu" and not INTERPRETED:
+    if _takes_ref(src):
         return transpose_add_ref(src, dst)
     return _launch_transpose(src, dst, sms, add=True)
 
@@ -539,7 +552,7 @@ def transpose_add(src, dst, sms=SMS):
 #
 #   q, k, v (N, H, d) bf16 (fp32 for tests), d a power of two >= 16 with stride 1, any other strides (v may be a slice);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused tail entries = N; y contiguous.
-#   window (int) and scale (float) are numbers or 0-D CPU tensors, so that one compiled graph serves every stage.
+#   window (int), scale (float): numbers or 0-D CPU tensors; attention_block takes the latter, so that one graph serves every stage.
 #   Replaces scaled_dot_product_attention under a mask and a multiplication by the gate.
 #
 # Documents lie back to back, so tiles are cut from the flat sequence: rows t see the keys from max(start_t, t - window)
@@ -772,7 +785,8 @@ def _row_scalars(q):
 
 
 def attend(q, k, v, gate, start, end, window, scale):
-    """y (N, H, d), and what the backward pass needs of the softmax, (H, N) fp32. start, end (N,): the document of every token."""
+    """y (N, H, d), and what the backward pass needs of the softmax, (H, N) fp32. start, end (N,): the document of every token; here
+    `end` is not used."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
     y, lse = q.new_empty((N, H, D)), _row_scalars(q)
@@ -838,7 +852,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # quite 1, the table is rounded):  dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y).
 # So 4 bytes of 1/rms per head are kept beside q, k, v. One elementwise pass, then the two GEMMs of a linear layer.
 # One op, because pieces of one would pass dq, dk, dv through more copies: dv goes straight into its third of dqkv.
-# H200, N = 49152, plain layer: forward 274 us against 244 + 144 (library GEMM, compiled rest), backward pass 114 us
+# H200, N = 49152, plain layer: forward 274 µs against 244 + 144 (library GEMM, compiled rest), backward pass 114 µs
 # (94 % of copy bandwidth) against 272; 228 MB kept per layer where q, k, v beside x Wᵀ are 377 to 452.
 #
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
@@ -847,7 +861,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 RMS_EPS = 2.0**-23
 
 # 128 x 128 tiles on one warpgroup: 128 accumulators of 255 registers a thread and three stages of 32 KiB, so two programs
-# share an SM and one finishes its tile while the other multiplies. H200, N = 49152, us: 274 (with value embedding 307); two
+# share an SM and one finishes its tile while the other multiplies. H200, N = 49152, µs: 274 (with value embedding 307); two
 # warpgroups under 128 registers 275 (335), a tile of 256 rows 287, one tile per program 300; the library's GEMM alone 244.
 PROJECT_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_K=64, num_warps=4, num_stages=3),
@@ -961,7 +975,7 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
                          stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, COPY: tl.constexpr,
                          H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     part = tl.program_id(0)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
     width: tl.constexpr = 3 * H * D
     if part == 0:
         _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, row, N, stride_dq, width, PAIRED, False, H, D, BLOCK)
@@ -988,8 +1002,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset):
     H = weight.size(0) // (3 * d)
     launch = PROJECT_LAUNCH[x.dtype]
     qkv, rstd = x.new_empty(3, N + 1, H, d), x.new_empty(2, N, H, dtype=torch.float32)
-    sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    programs = min(_cdiv(N, launch["BLOCK_M"]) * 3 * H, sms * PROJECT_PROGRAMS_PER_SM)
+    programs = min(_cdiv(N, launch["BLOCK_M"]) * 3 * H, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     value = ve is not None
     _project_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]),
@@ -1004,7 +1017,8 @@ def project_backward(dq, dk, dv, qkv, rstd, rotary, ve, ve_gate, paired, offset,
     N, _, H, d = dqkv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, 2].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
-    _project_grad_kernel[(2 + (value or copy), _cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"]))](
+    blocks = _cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
+    _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), _cdiv(blocks, 65535))](
         dq, dk, dv, qkv[0], qkv[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv, dve if value else dv,
         dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0), ve.stride(0) if value else 0,
         PAIRED=paired, OFFSET=offset, VALUE=value, COPY=copy, H=H, D=d, **PROJECT_GRAD_LAUNCH)
@@ -1059,6 +1073,7 @@ def _(dy, x, weight, rotary, ve, ve_gate, out_gate, *others):
 def _block_setup(ctx, inputs, output):
     *tensors, ctx.paired, ctx.offset = inputs
     ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)  # only y has a gradient; zeros would be written for the others
 
 
 def _block_grad(ctx, dy, *others):
@@ -1085,9 +1100,9 @@ def attention_block(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, max_le
     """y (N, H, d); differentiable in x, weight, ve, ve_gate and out_gate. window and scale are 0-D CPU tensors."""
     d = 4 * rotary.size(1)
     (N, D), H = x.shape, weight.size(0) // (3 * d)
-    if weight.shape != (3 * H * d, D) or H % 2 > 1 - paired or out_gate.shape != (N, H):
-        raise ValueError(f"attention_block: for x {(N, D)} and heads of width {d} weight must be (3 H d, {D}), H even in paired layers,"
-                         f" and out_gate ({N}, H), got {tuple(weight.shape)} and {tuple(out_gate.shape)}")
+    if N == 0 or weight.shape != (3 * H * d, D) or paired and H % 2 or out_gate.shape != (N, H):
+        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {d} weight must be (3 H d, {D}), H even in"
+                         f" paired layers, and out_gate ({N}, H), got {tuple(weight.shape)} and {tuple(out_gate.shape)}")
     if rotary.shape[2:] != (2,) or rotary.size(0) < N * (1 + paired) or not rotary.is_contiguous():
         raise ValueError(f"attention_block: rotary must be (>= {N * (1 + paired)}, d/4, 2), contiguous, got {tuple(rotary.shape)}"
                          f" with strides {rotary.stride()}")
@@ -1099,7 +1114,7 @@ def attention_block(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, max_le
     given = [u for u in (x, weight, rotary, ve, ve_gate, out_gate) if u is not None]
     if x.dtype not in PROJECT_LAUNCH or any(u.dtype != x.dtype for u in given):
         raise ValueError(f"attention_block: tensors must be all bfloat16 or all float32, got {[u.dtype for u in given]}")
-    if x.device.type == "cpu" and not (INTERPRETED and x.dtype == torch.float32):  # the interpreter gets tl.dot on bf16 wrong
+    if _takes_ref(x, exact=False):
         return attention_block_ref(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, max_len, window, scale, paired, offset)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
@@ -1296,7 +1311,7 @@ def _relu_square(a, b, post=None):
         swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         return GluonDescriptor.from_tensor(tensor, [launch[rows], launch[columns]], swizzle)
 
-    programs = min(tiles, torch.cuda.get_device_properties(a.device).multi_processor_count)
+    programs = min(tiles, _sm_count(a.device))
     _mlp_hopper_kernel[(programs,)](
         blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"),
         None if post is None else blocks(post, "BLOCK_M", "BLOCK_N"), blocks(out, "BLOCK_M", "BLOCK_N"), **launch)
@@ -1351,7 +1366,7 @@ def mlp(x, W1, W2):
             raise ValueError(f"mlp: {name} must be contiguous, its strides are {t.stride()}")
     if any(size * x.element_size() % 16 for size in W1.shape):
         raise ValueError(f"mlp: rows of F or D elements must be multiples of 16 bytes, got (F, D) = {tuple(W1.shape)}")
-    if x.device.type == "cpu" and not (INTERPRETED and x.dtype == torch.float32):
+    if _takes_ref(x, exact=False):
         return mlp_ref(x, W1, W2)
     return _mlp(x, W1, W2)[0]
 
@@ -1363,7 +1378,7 @@ def mlp(x, W1, W2):
 #   Loss    = κ Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..P-1, terms with t + k >= N dropped  (K1: borders ignored)
 #   ∂Loss/∂ℓ = κ (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),   S = Σ_k w_k of the terms that count
 #
-# FP8 head (§1.11): e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales, each quantised straight from fp32.
+# FP8 head: e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales, each quantised straight from fp32.
 # Forward: logits of a block of rows, their loss and their gradient, block after block: the (N, V) logits never exist as a
 # whole, the gradient does (2.5 GB of codes at N = 49152). Backward: its transpose and two products over all rows, with
 # the upstream gradient in their scale. Without FP8 the gradient overwrites the logits in their own dtype.
@@ -1401,9 +1416,9 @@ def head_loss_ref(h, W, targets, weights, kappa):
 #   codes, codes_t = quantise(x, scale)     codes = e4m3(x / scale): fp32 division, saturated, one rounding; codes_t = codesᵀ
 #
 # x (M, N) contiguous, bf16 or fp32. FP8 products want both operands contiguous along what is summed, so each operand is
-# needed in both layouts sooner or later. The second comes from transpose_copy, which finds the codes in L2; turning them
-# in this kernel took 74 µs for 49152 x 768, since Triton 3.6 then turns x and divides twice, and for fp32 x, where it turns
-# the codes, the 64 x 64 tiles came out wrong.
+# needed in both layouts sooner or later. The second comes from transpose_copy, which finds the codes in L2. Not turned in this
+# kernel: Triton 3.6 turns x and divides twice (74 µs for 49152 x 768), and gave wrong tiles for fp32 x.
+
 
 QUANTISE_LAUNCH = dict(BLOCK=4096, num_warps=8)  # 16 elements to a thread, moved in 16-byte accesses
 
@@ -1436,12 +1451,13 @@ def quantise(x, scale, out=None):
 #
 #   losses = cross_entropy(logits, targets, weights, kappa, code_scale, grad)
 #
-# logits (n, V) bf16, fp16 or fp32, rows contiguous; targets (n, P) int64 of any strides, -1 = none; weights (P,) fp32.
+# logits (n, V) bf16, fp16 or fp32, rows contiguous; targets (n, P) int64 of any strides, < V (not verified), -1 = none; weights
+# (P,) fp32.
 # Returns the loss of each row (n,) fp32. `grad` (n, V), if there is one, gets ∂Loss/∂ℓ / code_scale, rounded once to its
 # dtype (e5m2, bf16, ...), saturated; it may be `logits` itself.
 #
-# One program per row reads it once, 2 bytes per logit, and writes 1: 7.4 GB at N = 49152, 1.74 ms. Measured on an H200
-# (two halves packed by shifts, see below): 2.51, without a gradient 1.62.
+# One program per row reads it once, 2 bytes per logit, and writes 1: 7.4 GB at N = 49152, 1.74 ms. Measured: 2.51 with the
+# halves packed by shifts instead of the assembly below, which has not been timed alone; without a gradient 1.62.
 # The next limit is the special-function unit, 16 results per clock and SM, 0.6 ms for each one per logit. exp, 1/x, exp
 # would be three; two logits share a reciprocal (1/a = b · 1/(ab)), which makes it 2.5. z < 23, so exp(z - 23) needs no
 # running maximum.
@@ -1467,21 +1483,20 @@ def cross_entropy_ref(logits, targets, weights, kappa, code_scale=1.0, grad=None
     return losses
 
 
-LOG2E = tl.constexpr(math.log2(math.e))
-LIFT = tl.constexpr(21.0)  # e u (1 - u) <= 0.0154: times 2^21 it uses the range of fp16 down to 5e-14 / 2^10
+LIFT = tl.constexpr(21.0)  # e u (1 - u) <= 0.0154: times 2^21 fp16 holds it in full precision to 2.9e-11, at all to 2.8e-14
 
 
 @triton.jit
 def _exponent(x, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr):
     """-(x + 5) / 7.5 / ln 2, so that u = 1 / (1 + 2^this); at most 60, so that the product of two fits fp32 (u = 1e-18)."""
-    return tl.minimum(x.to(tl.float32) * (-LOG2E / CAP_SCALE) - CAP_SHIFT * LOG2E / CAP_SCALE, 60.0,
+    return tl.minimum(x.to(tl.float32) * (-LOG2_E / CAP_SCALE) - CAP_SHIFT * LOG2_E / CAP_SCALE, 60.0,
                       propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _lifted_exp(u, CAP: tl.constexpr):
     """2^LIFT exp(z - 23)."""
-    return tl.exp2(u * (CAP * LOG2E) + (LIFT - CAP * LOG2E))
+    return tl.exp2(u * (CAP * LOG2_E) + (LIFT - CAP * LOG2_E))
 
 
 @triton.jit
@@ -1530,11 +1545,13 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, kappa, code_sc
     there = target >= 0
     weight = tl.load(Weights + k, mask=there, other=0.0)
     u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(Logits + target, mask=there, other=0.0), CAP_SHIFT, CAP_SCALE)))
-    lse = CAP + (tl.log2(total) - LIFT) / LOG2E
+    lse = CAP + (tl.log2(total) - LIFT) / LOG2_E
     kappa = tl.cast(kappa, tl.float32)
     tl.store(Losses + row, kappa * tl.sum(weight * (lse - CAP * u), axis=0))
 
     if Grad is not None:
+        if Grad.dtype.element_ty == Logits.dtype.element_ty:
+            tl.debug_barrier()  # Grad may be Logits: all threads have read those of the targets
         Grad += row * stride_g
         unit = kappa * (CAP / CAP_SCALE) / tl.cast(code_scale, tl.float32)
         factor = tl.sum(weight, axis=0) * unit / total
@@ -1563,9 +1580,7 @@ def cross_entropy(logits, targets, weights, kappa, code_scale=1.0, grad=None):
     if logits.stride(1) != 1 or not weights.is_contiguous() or grad is not None and (
             grad.shape != logits.shape or grad.stride(1) != 1):
         raise ValueError("cross_entropy: logits, weights and grad must have contiguous rows, grad the shape of logits")
-    # The interpreter of Triton 3.7 rounds to bf16 and FP8 wrongly.
-    if logits.device.type == "cpu" and not (INTERPRETED and logits.dtype == torch.float32
-                                            and (grad is None or grad.dtype == torch.float32)):
+    if _takes_ref(logits, logits if grad is None else grad, exact=False):
         return cross_entropy_ref(logits, targets, weights, kappa, code_scale, grad)
     losses = torch.empty(n, device=logits.device)
     P = weights.numel()
@@ -1660,11 +1675,12 @@ class HeadLoss:
 #   lookup(table, planes, groups, embedding_grad)   table (P·R, D) leaf parameter, P = planes -> P tensors (N, D): rows ids[t]
 #   embedding_grad(grad, groups, upstream)          grad[ids[t]] += Σ_t upstream[t]   in place, fp32 sums, rounded once
 #
-#   grad (R, D) contiguous, bf16 or fp32; groups of ids (N,) int32; upstream (N, D), unit stride along D.
+#   grad (R, D) contiguous, bf16 or fp32; groups of ids (N,) int32, 0 <= id < R, which the forward of lookup sees to; upstream
+#   (N, D), unit stride along D.
 #   Replaces aten.embedding_dense_backward, whose atomics want a fp32 table: zeroed, cast to bf16, added to the gradient, four
 #   passes over all rows of which a batch touches a few percent. Here the ids are sorted and one program sums all occurrences
 #   of a row: rows that do not occur cost nothing, and a run repeats bit for bit.
-#   H200, N = 49152, R = 50304: 63 us (the old way: 0.7 ms).
+#   N = 49152, R = 50304: 63 µs (aten.embedding_dense_backward, its cast and the addition: 700).
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. So that nobody adds up thousands of rows alone, the
@@ -1699,8 +1715,7 @@ class Groups:
 
 
 def embedding_grad_ref(grad, groups, upstream):
-    wide = torch.promote_types(upstream.dtype, torch.float32)
-    grad += torch.ops.aten.embedding_dense_backward(upstream.to(wide), groups.ids, grad.size(0), -1, False)
+    grad += torch.ops.aten.embedding_dense_backward(_wide(upstream), groups.ids, grad.size(0), -1, False)
 
 
 @triton.jit
@@ -1734,16 +1749,16 @@ def embedding_grad(grad, groups, upstream):
     """Adds to `grad` in place."""
     N, D = groups.ids.numel(), grad.size(1)
     if upstream.shape != (N, D) or upstream.stride(1) != 1 or not grad.is_contiguous():
-        raise ValueError(f"embedding_grad: for grad {tuple(grad.shape)}, contiguous, and {N} ids upstream must be {(N, D)} with unit"
-                         f" stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
-    if grad.device.type == "cpu" and not INTERPRETED:
+        raise ValueError(f"embedding_grad: for grad {tuple(grad.shape)}, contiguous, and {N} ids upstream must be {(N, D)} with"
+                         f" unit stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
+    if _takes_ref(grad):
         return embedding_grad_ref(grad, groups, upstream)
     order, piece_starts, group_starts, piece_ids = groups.pieces
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece is used
-    sms = torch.cuda.get_device_properties(grad.device).multi_processor_count if grad.is_cuda else 1
     for final, dst, src, starts in (False, sums, upstream, piece_starts), (True, grad, sums, group_starts):
-        _sum_rows_kernel[(sms * EMBEDDING_PROGRAMS_PER_SM,)](
-            dst, src, order, starts, piece_ids, N, D, src.stride(0), FINAL=final, COLUMNS=triton.next_power_of_2(D), **EMBEDDING_LAUNCH)
+        _sum_rows_kernel[(_sm_count(grad.device) * EMBEDDING_PROGRAMS_PER_SM,)](
+            dst, src, order, starts, piece_ids, N, D, src.stride(0), FINAL=final, COLUMNS=triton.next_power_of_2(D),
+            **EMBEDDING_LAUNCH)
 
 
 class _Lookup(torch.autograd.Function):
@@ -1753,6 +1768,7 @@ class _Lookup(torch.autograd.Function):
         return tuple(part.index_select(0, groups.ids) for part in table.chunk(planes))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *upstream):
         if ctx.table.grad is None:
             ctx.table.grad = torch.zeros_like(ctx.table)
@@ -1775,9 +1791,9 @@ IMPLEMENTATIONS = {
     "XTX": {"triton": XTX, "torch": XTX_ref},
     "ba_plus_cAA": {"triton": ba_plus_cAA, "torch": ba_plus_cAA_ref},
     "fused_momentum": {"triton": fused_momentum, "torch": fused_momentum_ref},
+    "normuon_tail": {"triton": normuon_tail, "torch": normuon_tail_ref},
     "transpose_copy": {"triton": transpose_copy, "torch": transpose_copy_ref},
     "transpose_add": {"triton": transpose_add, "torch": transpose_add_ref},
-    "normuon_tail": {"triton": normuon_tail, "torch": normuon_tail_ref},
     "attention": {"triton": attention_block, "fa3": attention_block_fa3, "torch": attention_block_ref},
     "mlp": {"triton": mlp, "torch": mlp_ref},
     "cross_entropy": {"triton": cross_entropy, "torch": cross_entropy_ref},
