@@ -15,7 +15,7 @@ Contents, top to bottom; a name is defined above its first use:
     config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
     runtime    ranks, device, what the GPU can do
     data       shards, document packing, bigram hash, Loader
-    model      layer table, YaRN rotary, attention, the flat forward
+    model      layer table, YaRN rotary, table lookup, the flat forward
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation, sampling
@@ -156,7 +156,7 @@ class Run:
     dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head where the GPU has it
-    cuda_graphs: bool = True  # replay a micro-step as a whole on a GPU; without, hundreds of launches by the host
+    cuda_graphs: bool = True  # on a GPU replay a micro-step as a whole; validation cannot reuse its memory then
     kernels: str = "auto"  # auto, torch (plain PyTorch throughout), or op:choice,op:choice
     log_dir: str = "logs"  # relative to this folder
     save_checkpoint: bool = False  # at the end, beside the log
@@ -276,8 +276,12 @@ def check_config(config) -> Config:
     require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
     require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
     require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
-    require(run.dtype == "bfloat16" or run.device == "cpu" or "torch" in run.kernels,
-            f"--dtype={run.dtype}: the attention kernel takes bfloat16; add --kernels=attention:torch")
+    plain_attention = run.device == "cpu" or run.kernels == "torch" or "attention:torch" in run.kernels
+    require(plain_attention or run.dtype == "bfloat16",
+            f"--dtype={run.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
+    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32, 64, 128, ..."
+            " channels; or add --kernels=attention:torch")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
@@ -624,7 +628,7 @@ def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
 
 
 class View(NamedTuple):
-    """What a stage changes in the forward pass; windows and scale as 0-D CPU tensors, so that one graph serves all stages."""
+    """What a stage changes in the forward pass; windows and scale as 0-D CPU tensors, so that one compiled graph serves all."""
 
     rotary: Tensor  # (>= 2N, d / 4, 2)
     short_window: Tensor | int
@@ -696,7 +700,8 @@ class GPT(nn.Module):
     def lookup(self, tokens, bigram_rows):
         """Rows of the tables, each (N, D): token embedding, bigram embedding, VALUE_TABLES value embeddings.
 
-        Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows.
+        Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows. As a side effect, so
+        this part is not compiled.
         """
         by_token, by_bigram = kernels.Groups(tokens), kernels.Groups(bigram_rows)
         return [rows for table, planes, groups in ((self.embed, 1, by_token), (self.bigram_embed, 1, by_bigram),
@@ -852,7 +857,7 @@ class SparseRows:
     """Averages a table's gradient over ranks by sending only the rows that were touched (PR 221, roeeshenberg).
 
     Rank r owns rows [r·n/G, (r+1)·n/G). The host knows the touched rows from the batch, so the sizes of the exchange are
-    agreed on the CPU (gloo) while the forward pass runs, and the device is never waited for.
+    agreed on the CPU (gloo) while the device computes, which is never waited for.
     """
 
     def __init__(self, rows, rt):
@@ -879,7 +884,7 @@ class SparseRows:
         self.work = dist.all_to_all_single(self.counts_in, self.counts, async_op=True)
 
     def send_rows(self):
-        """While the device computes."""
+        """After the micro-step has been launched: the host waits for the counts while the device computes, the rows follow."""
         self.work.wait()
         self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
         self.rows_in = self.rows.new_empty(sum(self.counts_in))
@@ -1241,7 +1246,7 @@ class MicroStep:
     """Forward pass, loss and backward pass of one micro-batch; gradients add up in `.grad`. Returns the loss, κ * sum.
 
     On a GPU the second call of a stage records a CUDA graph, which replays the hundreds of launches of all later calls at once:
-    the host would need 36 ms for them, the GPU needs 21 (stage 1, H200). Whatever a graph reads or writes stays in its place.
+    the host would need 30 to 39 ms for them, the GPU needs 21 (stage 1, H200). Whatever a graph reads or writes stays in its place.
     """
 
     def __init__(self, forward, head, kappa, record):
@@ -1282,7 +1287,7 @@ class MicroStep:
         return loss
 
 
-def train_step(micro_step, head, optimizer, loader, plan, view, mtp_weights, micro_steps):
+def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_steps):
     """All micro-batches, then the optimizer. Returns the last micro-batch's loss (κ * sum)."""
     for _ in range(micro_steps):
         batch = loader.next_batch()
@@ -1291,7 +1296,7 @@ def train_step(micro_step, head, optimizer, loader, plan, view, mtp_weights, mic
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
     if plan.adam:
-        head.refresh()
+        micro_step.head.refresh()
     return loss
 
 
@@ -1344,7 +1349,7 @@ class Trainer:
 
     def step(self, loader, plan):
         mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
-        return train_step(self.micro_step, self.head, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights,
+        return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights,
                           self.micro_steps)
 
     def synchronize(self):
@@ -1497,8 +1502,8 @@ def main(argv) -> int:
     except UserError as error:
         message, status = str(error), 1
     except torch.OutOfMemoryError as error:
-        message, status = ("out of GPU memory: raise --micro_batches (16, 32: smaller forward passes) or lower --val_batch_tokens"
-                           f" ({' '.join(str(error).split())})"), 1
+        message, status = ("out of GPU memory: raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens,"
+                           f" or try --cuda_graphs=false ({' '.join(str(error).split())})"), 1
     except KeyboardInterrupt:
         message, status = "interrupted", 130
     except RuntimeError as error:

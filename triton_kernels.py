@@ -1440,6 +1440,8 @@ def quantise(x, scale, out=None):
     """`out`: codes and codes_t of before, to be overwritten (on a GPU)."""
     if x.ndim != 2 or not x.is_contiguous():
         raise ValueError(f"quantise: x must be a contiguous matrix, got shape {tuple(x.shape)}, strides {x.stride()}")
+    if out and any(o.shape != shape or not o.is_contiguous() for o, shape in zip(out, (x.shape, x.shape[::-1]))):
+        raise ValueError(f"quantise: out must be contiguous, {tuple(x.shape)} and its transpose")
     if x.device.type == "cpu":  # the interpreter of Triton 3.7 rounds to FP8 wrongly
         return quantise_ref(x, scale)
     codes, codes_t = out or (torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device) for shape in (x.shape, x.shape[::-1]))
@@ -1778,7 +1780,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def lookup(table, planes, groups, embedding_grad):
-    """See above. `table` is a leaf: backward adds to `table.grad` and passes nothing on."""
+    """See above. `table` is a leaf: backward adds to `table.grad`, which torch.autograd.grad does not see."""
     return _Lookup.apply(table, planes, groups, embedding_grad)
 
 

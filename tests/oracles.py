@@ -547,3 +547,26 @@ def mtp_weights(step):
     if step < 967:
         return [1.0, 0.5 * (1 - (step - 483) / (967 - 483))]
     return [1.0]
+
+
+# ---- Judging a kernel ------------------------------------------------------------------------------------------------
+
+
+def assert_as_good(got, ref, oracle, name="", slack=None, floor=None, norm_floor=None, worst_ref=None):
+    """`got` errs at most `slack` times as much as `ref`, plain PyTorch in the same dtype, plus a floor: per element, in norm.
+
+    floor, norm_floor: in roundings (half an eps); by default one rounding of the fp64 `oracle`. worst_ref: a reference that is
+    further off than this many roundings of the whole is broken and would excuse any kernel.
+    """
+    rounding = torch.finfo(got.dtype).eps / 2
+    if slack is None:  # fp32 is for tests only; its sums run in another order than the library's. Largest ratio seen: 3.4 (H200).
+        slack = 4 if got.dtype == torch.float32 else 2
+    floor = oracle.abs() if floor is None else floor
+    norm_floor = floor.norm() if norm_floor is None else norm_floor
+    assert got.dtype == ref.dtype and got.shape == ref.shape == oracle.shape, name
+    error, ref_error = got.double() - oracle, ref.double() - oracle
+    seen = (f"{name}: {error.abs().max():.2e} against {ref_error.abs().max():.2e},"
+            f" norm {error.norm():.2e} against {ref_error.norm():.2e}") if error.numel() else name
+    assert not error.numel() or (error.abs() <= slack * ref_error.abs().max() + rounding * floor).all(), seen
+    assert error.norm() <= slack * ref_error.norm() + rounding * norm_floor, seen
+    assert worst_ref is None or ref_error.norm() <= worst_ref * rounding * oracle.norm() + 1e-30, seen

@@ -106,6 +106,8 @@ def test_what_it_does_not_understand(arg, message):
     ("--run_label=a/b", "--run_label=a/b.*a file"),
     ("--seed=12345678901234567890", "--seed=12345678901234567890"),
     ("--dtype=float32", "--kernels=attention:torch"),
+    ("--dtype=float32 --kernels=XXT:torch", "--kernels=attention:torch"),
+    ("--model_dim=960", "heads of 16, 32, 64, 128"),
     ("--cooldown_frac=1e-20", "cooldown_frac"),
 ])
 def test_numbers_that_do_not_fit_together(args, message):
@@ -124,7 +126,7 @@ def test_numbers_that_would_crash_later(arg):
 
 @pytest.mark.parametrize("args", [
     "--vocab_size=2", "--vocab_size=65536", "--scheduled_steps=3 --extension_steps=0", "--cooldown_frac=1", "--split_stage=1",
-    "--split_stage=4", "--micro_batches=16", "--model_dim=16 --num_heads=2", "--val_batch_tokens=16 --val_tokens=16"])
+    "--split_stage=4", "--micro_batches=16", "--model_dim=16 --num_heads=2 --kernels=torch", "--val_batch_tokens=16 --val_tokens=16"])
 def test_extreme_numbers_that_do_fit(args):
     T.parse_config(args.split())
 

@@ -6,6 +6,15 @@ import torch
 import triton_kernels as tk
 
 
+REF = tk.embedding_grad_ref
+
+
+@pytest.fixture(autouse=True)
+def no_reference(monkeypatch):
+    """A wrapper that falls back to its reference fails."""
+    monkeypatch.setattr(tk, "embedding_grad_ref", None)
+
+
 def setting(rows, width, n, dtype, device):
     ids = torch.randint(0, rows, (n,), dtype=torch.int32, device=device)
     ids[:n // 3] = rows // 2  # a frequent one
@@ -17,13 +26,13 @@ def setting(rows, width, n, dtype, device):
 def test_embedding_grad(rows, width, n, device):
     ids, grad, upstream = setting(rows, width, n, torch.float32, device)
     wanted = grad.double().index_add_(0, ids, upstream.double())
-    for implementation in (tk.embedding_grad, tk.embedding_grad_ref):
+    untouched = torch.ones(rows, dtype=torch.bool, device=device)
+    untouched[ids.long()] = False
+    for implementation in (tk.embedding_grad, REF):
         got = grad.clone()
         implementation(got, tk.Groups(ids), upstream)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
-    untouched = torch.ones(rows, dtype=torch.bool, device=device)
-    untouched[ids.long()] = False
-    assert torch.equal(got[untouched], grad[untouched])
+        assert torch.equal(got[untouched], grad[untouched])
 
 
 def test_strided_upstream_and_repetition(device):
@@ -38,14 +47,14 @@ def test_strided_upstream_and_repetition(device):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bf16 and production size")
 def test_production_shape(device):
     """bf16 is rounded once: half an ulp of the exact sum, where bf16 atomics would be off by many."""
-    if device.type != "cuda":
-        pytest.skip("needs a GPU: bf16 and production size")
     ids, grad, upstream = setting(50304, 768, 49152, torch.bfloat16, device)
     wanted = grad.double().index_add_(0, ids, upstream.double())
     got = grad.clone()
     tk.embedding_grad(got, tk.Groups(ids), upstream)
+    # 1e-4: fp32 sums of up to 16384 terms that may cancel.
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
 

@@ -22,12 +22,8 @@ KAPPA = 0.25
 
 
 def assert_as_good(got, ref, oracle, name):
-    """At most twice the error that plain PyTorch makes in the same dtype, plus two roundings: largest element and norm."""
-    assert got.dtype == ref.dtype and got.shape == ref.shape == oracle.shape, name
-    rounding = torch.finfo(got.dtype).eps
-    got_error, ref_error = got.double() - oracle, ref.double() - oracle
-    assert got_error.abs().max() <= 2 * ref_error.abs().max() + rounding * oracle.abs().max(), name
-    assert got_error.norm() <= 2 * ref_error.norm() + rounding * oracle.norm(), name
+    """Two roundings, and elements are judged by the largest."""
+    oracles.assert_as_good(got, ref, oracle, name, slack=2, floor=2 * oracle.abs().max(), norm_floor=2 * oracle.norm())
 
 
 # ---- Cross-entropy of rows -------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ result shows in its frame, and an unwritten element stays NaN.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+import oracles
 import triton_kernels as tk
 
 ON_GPU = torch.cuda.is_available()
@@ -71,17 +73,7 @@ def assert_only_view_written(buffer, view):
     assert buffer.isnan().sum() == buffer.numel() - view.numel()
 
 
-def assert_as_good(got, ref, oracle):
-    """At most twice the error of plain PyTorch in the same dtype, plus one rounding: per element and in norm."""
-    rounding = torch.finfo(got.dtype).eps / 2
-    # fp32 is for tests only; its sums run in another order than the library's. Largest ratio seen: 3.4 (H200).
-    slack = 4 if got.dtype == FP32 else 2
-    assert got.dtype == ref.dtype and got.shape == oracle.shape
-    got_error, ref_error = got.double() - oracle, ref.double() - oracle
-    assert (got_error.abs() <= slack * ref_error.abs().max() + rounding * oracle.abs()).all()
-    assert got_error.norm() <= slack * ref_error.norm() + rounding * oracle.norm()
-    # A broken reference would excuse any kernel. Largest ratio seen: 3.4 (fp32 products, CPU).
-    assert ref_error.norm() <= 8 * rounding * oracle.norm()
+assert_as_good = partial(oracles.assert_as_good, worst_ref=8)  # largest seen: 3.4 (fp32 products, CPU)
 
 
 # ---- Symmetric products ----------------------------------------------------------------------------------------------

@@ -16,16 +16,6 @@ import triton_kernels as tk
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-fp8 = pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() < (8, 9), reason="FP8 products need sm_89 or a CPU")
-
-
-def assert_as_good(got, ref, oracle, name):
-    """At most twice the error that plain PyTorch makes in the same dtype, plus two roundings: largest element and norm."""
-    assert got.dtype == ref.dtype and got.shape == ref.shape == oracle.shape, name
-    rounding = torch.finfo(got.dtype).eps
-    got_error, ref_error = got.double() - oracle, ref.double() - oracle
-    assert got_error.abs().max() <= 2 * ref_error.abs().max() + rounding * oracle.abs().max(), name
-    assert got_error.norm() <= 2 * ref_error.norm() + rounding * oracle.norm(), name
 
 
 def random_documents(n, longest, seed=0):
@@ -99,7 +89,7 @@ def test_rotate_against_oracle():
     torch.testing.assert_close(got, oracles.rotate(u, tau, frequencies), rtol=0, atol=1e-6)
 
 
-def test_paired_reinterpretation(monkeypatch):
+def test_paired_reinterpretation():
     """Appendix B: (t, h) goes to position 2t + h // 3 of stream h mod 3 and turns by index 2t + (h mod 2)."""
     n, heads, width = 5, 6, 16
     table = T.rotary_table(np.array(oracles.base_freqs(width // 4)), 2 * n, torch.device("cpu"), FP64)
@@ -265,19 +255,23 @@ class Row(NamedTuple):
     bigram_rows: torch.Tensor
 
 
-def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208)):
-    """Losses of micro-steps of two stages in turn, fresh data each, the head changed on the way; and the gradients."""
+def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=False):
+    """Losses of micro-steps of two stages in turn, fresh data each, the head changed on the way; and the gradients.
+
+    apart: the gradients of each micro-step start from zero and are added up in fp64."""
     torch.manual_seed(0)
-    config = T.Model(vocab_size=257)
+    on_gpu = device.type == "cuda"
+    config = T.Model(vocab_size=257, model_dim=768 if on_gpu else 96)
     ops, _ = tk.choose_ops(device, "auto")
-    dtype = BF16 if device.type == "cuda" else FP32
+    dtype = BF16 if on_gpu else FP32
     model = T.GPT(config, ops, dtype, device)
     model.init_weights(0)
-    head = tk.HeadLoss(model.lm_head, dtype, device.type == "cuda", ops.cross_entropy)
+    head = tk.HeadLoss(model.lm_head, dtype, on_gpu, ops.cross_entropy)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
+    sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
     step = T.MicroStep(model, head, 0.25, record)
-    frequencies, scale = T.rotary_states(128, [128])[0]
+    frequencies, scale = T.rotary_states(config.head_dim, [128])[0]
     views = {n: T.View(T.rotary_table(frequencies, 640, device, dtype), torch.tensor(n // 10), torch.tensor(n // 5), torch.tensor(scale), n)
              for n in set(rows)}
     losses = []
@@ -289,15 +283,22 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208)):
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
         with torch.no_grad():
             model.lm_head.mul_(1.5)
+            if apart or i == len(rows) - 1:
+                for name, param in model.named_parameters():
+                    sums[name] += param.grad
+                    param.grad.zero_()
         head.refresh()
-    return losses, {name: param.grad.double() for name, param in model.named_parameters()}
+    return losses, sums
 
 
 def test_micro_steps_add_up(device):
-    """Without CUDA graphs: gradients of two micro-steps are the sum of both."""
-    _, both = micro_steps(device, False, (320, 208))
-    _, first = micro_steps(device, False, (320,))
-    assert all((both[name] - first[name]).norm() > 0 for name in ("attn_bank", "mlp_bank", "embed", "lm_head", "value_embeds"))
+    """Without CUDA graphs: gradients of two micro-steps are the sum of both, but for the rounding of the bf16 buffers."""
+    losses, together = micro_steps(device, False, (320, 208))
+    same, apart = micro_steps(device, False, (320, 208), apart=True)
+    assert losses == same
+    for name, wanted in apart.items():
+        assert wanted.any() or name in ("smear_gate", "bigram_lambdas"), name  # these meet a zero at the start
+        assert (together[name] - wanted).norm() <= 2**-8 * wanted.norm(), name
 
 
 @gpu

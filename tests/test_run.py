@@ -291,7 +291,7 @@ ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
     "--val_files={d}/separators.bin": "documents in 512 .*127.*--tokens_per_doc", "--val_tokens=8192": "4106.*8193.*--val_tokens",
     "--data_end=stop": "training data exhausted.*2 shards.*--data_end=wrap",
     "--muon_lr=nan": "training loss of step 1 is nan.*--muon_lr", "--muon_lr=inf": "training loss of step 1 is nan.*--muon_lr",
-    **dict.fromkeys(() if torch.cuda.is_available() else ("--device=cuda --dtype=bfloat16", "--preset=record"), "no usable GPU.*cpu")}
+    **dict.fromkeys(() if torch.cuda.is_available() else ("--device=cuda --kernels=torch", "--preset=record --kernels=torch"), "no usable GPU.*cpu")}
 
 
 @pytest.mark.parametrize("args", ERRORS)
