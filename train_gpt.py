@@ -8,7 +8,7 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
-Expected: --preset=cpu, 2 cores: 1.98 nats per byte of Python's library in 200 s. --preset=record with --scheduled_steps=145
+Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record with --scheduled_steps=145
 --extension_steps=4, one H200: 55 s inside the clock (records/2026-11-20_kernels). The full record run has not been timed yet.
 
 Contents, top to bottom; a name is defined above its first use:
