@@ -9,6 +9,7 @@ kernel. Attention counts the pairs that a query really sees. Correctness is the 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,7 @@ STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.run.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
+KINDS = Counter((layer.paired, layer.long, layer.value_table is not None) for layer in T.LAYERS if layer.attention)
 DEVICE, PEERS = "cuda", True
 
 
@@ -111,10 +113,12 @@ def muon_cases():
             yield Case("ba_plus_cAA", square, lambda P=P, Q=Q: tk.ba_plus_cAA(P, 0.5, -2.0, Q, 3.0),
                        {"baddbmm": lambda P=P: torch.baddbmm(P, P, P, beta=-2.0, alpha=0.5)},
                        bf16=2 * n * D**3 * triangle, bytes=4 * n * D * D, calls=5 * on_one)
-            yield Case("X Q (library)", shape, lambda X=X, Q=Q: X @ Q, {"aX + XQ": lambda X=X, Q=Q: torch.baddbmm(X, X, Q, beta=3.0)},
+            yield Case("X Q (library)", shape, lambda X=X, Q=Q: X @ Q,
+                       {"aX + XQ": lambda X=X, Q=Q: torch.baddbmm(X, X, Q, beta=3.0)},
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
             momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
-            yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02), bytes=12 * size, calls=on_one)
+            yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02), bytes=12 * size,
+                       calls=on_one)
             p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
             tail = (p, mantissa, torch.ones(n, height, 1, device=DEVICE), X, 1e-3, torch.ones(n, 1, 1, device=DEVICE), 0.1, 0.95)
             compiled = torch.compile(tk.normuon_tail_ref, dynamic=False)
@@ -150,7 +154,8 @@ def flash2(q, k, v, dy, cu, longest, window):
 
     out, lse, *_ = forward()
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=DEVICE)
-    return forward, lambda: torch.ops.aten._flash_attention_backward(dy, q, k, v, out, lse, *packed, no_dropout, no_dropout, **window)
+    return forward, lambda: torch.ops.aten._flash_attention_backward(
+        dy, q, k, v, out, lse, *packed, no_dropout, no_dropout, **window)
 
 
 def flex(q, k, v, dy, start, window):
@@ -168,25 +173,26 @@ def flex(q, k, v, dy, start, window):
 
 
 def attention_cases():
-    for heads, window, longest, layers, N, with_flex in (
-            (6, 128, 896, 4, TOKENS[0], True), (6, 384, 896, 2, TOKENS[0], True), (3, 128, 896, 4, 2 * TOKENS[0], False),
-            (6, 384, 2048, 4, TOKENS[1], False), (6, 896, 2048, 2, TOKENS[1], False), (3, 384, 2048, 4, 2 * TOKENS[1], False),
-            (6, 640, 2048, 4, TOKENS[2], False), (6, 1408, 2048, 2, TOKENS[2], False), (3, 640, 2048, 4, 2 * TOKENS[2], False)):
-        cu = documents(N, longest)
-        start, end = tk.document_of_tokens(cu, N)
-        q, k, v, dy = (F.rms_norm(rand(N, heads, HEAD), (HEAD,)) for _ in range(4))
-        args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
-        y, lse = tk.attend(*args)
-        peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS else {}
-        if PEERS and with_flex:
-            peers["Flex"] = flex(q, k, v, dy, start, window)
-        pairs = heads * (torch.arange(N, device=DEVICE) - start).clamp(max=window).add(1).sum().item()
-        shape, calls = f"{N}, {heads} heads, window {window}", MICRO * layers
-        yield Case("attend", shape, lambda a=args: tk.attend(*a), {name: peer[0] for name, peer in peers.items()},
-                   bf16=4 * HEAD * pairs, bytes=8 * N * heads * HEAD, calls=calls)
-        yield Case("attend_backward", shape, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]),
-                   {name: peer[1] for name, peer in peers.items()},
-                   bf16=10 * HEAD * pairs, bytes=16 * N * heads * HEAD, calls=calls)
+    for tokens, stage in zip(TOKENS, STAGES):
+        for paired, long in (False, False), (False, True), (True, False):
+            N, heads, longest = (2 * tokens, H // 2, 2 * stage.max_doc_len) if paired else (tokens, H, stage.max_doc_len)
+            window = stage.long_window if long else stage.short_window
+            cu = documents(N, longest)
+            start, end = tk.document_of_tokens(cu, N)
+            q, k, v, dy = (F.rms_norm(rand(N, heads, HEAD), (HEAD,)) for _ in range(4))
+            args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
+            y, lse = tk.attend(*args)
+            peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS else {}
+            if PEERS and N == TOKENS[0]:
+                peers["Flex"] = flex(q, k, v, dy, start, window)
+            pairs = heads * (torch.arange(N, device=DEVICE) - start).clamp(max=window).add(1).sum().item()
+            shape = f"{N}, {heads} heads, window {window}"
+            calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:2] == (paired, long))
+            yield Case("attend", shape, lambda a=args: tk.attend(*a), {name: peer[0] for name, peer in peers.items()},
+                       bf16=4 * HEAD * pairs, bytes=8 * N * heads * HEAD, calls=calls)
+            yield Case("attend_backward", shape, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]),
+                       {name: peer[1] for name, peer in peers.items()},
+                       bf16=10 * HEAD * pairs, bytes=16 * N * heads * HEAD, calls=calls)
 
 
 def block_cases():
@@ -195,17 +201,17 @@ def block_cases():
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
         grads = [rand(N, H, HEAD) for _ in range(3)]
         dqkv = torch.empty(N, 3, H, HEAD, device=DEVICE, dtype=BF16)
-        #                        kind: paired, offset, value embedding; layers
-        for kind, (paired, offset, value, layers) in dict(plain=(0, 0, 0, 1), paired=(1, 0, 0, 2), long=(0, 1, 0, 1), value=(0, 0, 1, 2),
-                                                          paired_value=(1, 0, 1, 2), long_value=(0, 1, 1, 1)).items():
-            given = (ve, gate) if value else (None, None)
-            args = (x, weight, rotary, *given, bool(paired), bool(offset))
+        for (paired, offset, value), layers in KINDS.items():
+            names = [name for name, on in zip(("paired", "offset", "value"), (paired, offset, value)) if on]
+            shape, given = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
+            args = (x, weight, rotary, *given, paired, offset)
             qkv, rstd = tk.project(*args)
-            yield Case("project", f"{N}, {kind}", lambda a=args: tk.project(*a), {"GEMM alone": lambda x=x: x @ weight.t()},
+            yield Case("project", shape, lambda a=args: tk.project(*a), {"GEMM alone": lambda x=x, W=weight: x @ W.t()},
                        bf16=6 * N * D * D, bytes=N * D * (8 + 2 * value), calls=MICRO * layers)
-            back = (grads[0], grads[1], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *given, bool(paired), bool(offset), dqkv)
-            yield Case("project_backward", f"{N}, {kind}", lambda a=back: tk.project_backward(*a),
-                       bytes=N * D * (12 + 4 * paired + 6 * value - 2 * (paired and value)), calls=MICRO * layers)
+            back = *grads[:2], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *given, paired, offset, dqkv
+            # q, k and their gradients are read, two gradients written; dv is copied or not, ve read, its gradient written.
+            yield Case("project_backward", shape, lambda a=back: tk.project_backward(*a),
+                       bytes=2 * N * D * (6 + (2 * paired if not value else 3 + paired)), calls=MICRO * layers)
 
 
 def mlp_cases():
@@ -236,7 +242,8 @@ def head_cases():
         logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
         many = tk.multi_token_targets(targets, len(w))[:rows]
         yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=(logits, many, w, 0.1, 0.001, grad): tk.cross_entropy(*a),
-                   {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)}, bytes=3 * rows * V, calls=MICRO * N / rows)
+                   {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)}, bytes=3 * rows * V,
+                   calls=MICRO * N / rows)
         yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), bytes=4 * N * D, calls=MICRO)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
@@ -262,8 +269,8 @@ def embedding_cases():
                 bytes=2 * D * (N + 2 * groups.ids.unique().numel()), calls=calls)
 
 
-FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases, head=head_cases,
-                embedding=embedding_cases)
+FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
+                head=head_cases, embedding=embedding_cases)
 
 
 def main():
@@ -283,21 +290,24 @@ def main():
                    bf16_tflops=limits[0] / 1e12, fp8_tflops=limits[1] / 1e12, copy_gb_per_s=limits[2] / 1e9)
     print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in machine.items()))
     rows = []
-    for family in args.only.split(","):
-        for case in FAMILIES[family]():
-            rows.append(measure(case, timer, limits))
-            print(".", end="", file=sys.stderr, flush=True)
-        torch.cuda.empty_cache()
-    print(file=sys.stderr)
-    rows.sort(key=lambda row: -row["recoverable_ms"])
-    print("| kernel | shape | us (quartiles) | rate | of limit | calls/step | recoverable ms | beside it, us |\n|---|---|---|---|---|---|---|---|")
-    for r in rows:
-        low, median, high = r["quartiles"]
-        peers = ", ".join(f"{name} {us:.1f}" for name, us in r["peers"].items())
-        print(f"| {r['kernel']} | {r['shape']} | {median:.1f} ({low:.1f}-{high:.1f}) | {r['rate']:.0f} {r['unit']} | {r['of_limit']:.0%}"
-              f" | {r['calls']:g} | {r['recoverable_ms']:.2f} | {peers} |")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
+    try:
+        for family in args.only.split(","):
+            for case in FAMILIES[family]():
+                rows.append(measure(case, timer, limits))
+                print(".", end="", file=sys.stderr, flush=True)
+            torch.cuda.empty_cache()
+        print(file=sys.stderr)
+    finally:  # what was measured before a mistake is not lost
+        rows.sort(key=lambda row: -row["recoverable_ms"])
+        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms | beside it, µs |")
+        print("|---" * 8 + "|")
+        for row in rows:
+            low, median, high = row["quartiles"]
+            peers = ", ".join(f"{name} {us:.1f}" for name, us in row["peers"].items())
+            print(f"| {row['kernel']} | {row['shape']} | {median:.1f} ({low:.1f}-{high:.1f}) | {row['rate']:.0f} {row['unit']} |"
+                  f" {row['of_limit']:.0%} | {row['calls']:g} | {row['recoverable_ms']:.2f} | {peers} |")
+        if args.json:
+            Path(args.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
