@@ -45,10 +45,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, when triton.jit below reads it too
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _takes_ref(*tensors, exact=True):
     """Whether an op with these tensors runs in plain PyTorch: on the CPU, unless Triton's interpreter was asked for.
 
@@ -92,18 +88,16 @@ def _sm_count(device) -> int:
 # The tall form: ChrisJMcCormick, PR 233.
 # ======================================================================================================================
 
-SMS = 132  # of an H100 or H200
-
-# (programs up to which it is used, launch); the first that fits. Square tiles: the diagonal misses a tile or is its diagonal.
+# (programs per SM up to which it is used, launch); the first that fits. Square tiles: the diagonal misses one or is its own.
 # A program keeps num_stages · 2 · BLOCK · BLOCK_K operands in shared memory, 227 KiB per SM. It waits for memory at its start
 # and at its end, so an SM wants two of them, or deep pipelining where there are not enough. Medians in µs, H200:
 GRAM_LAUNCH = {
     torch.bfloat16: (
         # 8 GPUs. 16 KiB a stage; as many stages as let two or three programs share an SM, all of them resident at once.
-        (2 * SMS, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=6)),  # XTX 3·3072·768: 20.0, with 128-tiles 24.3
-        (3 * SMS, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=4)),  # ba_plus_cAA 5·768²: 12.5, with 128-tiles 13.7
+        (2, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=6)),  # XTX 3·3072·768: 20.0, with 128-tiles 24.3
+        (3, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=4)),  # ba_plus_cAA 5·768²: 12.5, with 128-tiles 13.7
         # 4 GPUs. 32 KiB a stage, one program per SM: XTX 6·3072·768: 24.8, with 4 stages 27.9, with 3 33.5.
-        (SMS, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=6)),
+        (1, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=6)),
         # 1 or 2 GPUs: two programs per SM, 128 registers a thread. XXT 40·768²: 55, with 4 stages and one program 63.
         (math.inf, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3, maxnreg=128))),
     # Exact fp32 has no tensor-core path and exists for tests: tiles small enough for registers and shared memory.
@@ -206,10 +200,10 @@ def _launch_gram(name, X, axis, out, scale, alpha=1.0, beta=0.0, gamma=0.0, adde
         raise ValueError(f"{name}: rows of the input must be contiguous and begin at multiples of 16 bytes, got strides"
                          f" {X.stride()} of {X.element_size()} bytes from address {X.data_ptr()}")
     n, M, K = X.shape[0], X.shape[axis], X.shape[-3 - axis]
-    for programs, launch in GRAM_LAUNCH[X.dtype]:
-        blocks = _cdiv(M, launch["BLOCK"])
+    for per_sm, launch in GRAM_LAUNCH[X.dtype]:
+        blocks = triton.cdiv(M, launch["BLOCK"])
         tiles = blocks * (blocks + 1) // 2
-        if n * tiles <= programs:
+        if n * tiles <= per_sm * _sm_count(X.device):
             break
     block = [launch["BLOCK"], launch["BLOCK_K"]]
     descriptor = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]])
@@ -400,7 +394,7 @@ def fused_momentum(grad, momentum, mu, safety):
     if _takes_ref(grad):
         return fused_momentum_ref(grad, momentum, mu, safety)
     n, R, C = grad.shape
-    blocks = _cdiv(R * C, MOMENTUM_LAUNCH["BLOCK"])
+    blocks = triton.cdiv(R * C, MOMENTUM_LAUNCH["BLOCK"])
     X = torch.empty_like(grad)
     partial = torch.empty(n, blocks, dtype=torch.float32, device=grad.device)
     scale = torch.empty(n, dtype=torch.float32, device=grad.device)
@@ -422,10 +416,10 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
                              f" {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}")
     if _takes_ref(y):
         return normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2)
-    blocks = _cdiv(R, ROW_SQUARES_LAUNCH["ROWS"])
+    blocks = triton.cdiv(R, ROW_SQUARES_LAUNCH["ROWS"])
     partial = torch.empty(n, 2, blocks, dtype=torch.float32, device=y.device)
     _row_squares_kernel[(blocks, n)](y, v, partial, R, C, beta2, **ROW_SQUARES_LAUNCH)
-    _update_kernel[(_cdiv(R, UPDATE_LAUNCH["ROWS"]), n)](
+    _update_kernel[(triton.cdiv(R, UPDATE_LAUNCH["ROWS"]), n)](
         p_bits, mantissa, y, v, partial, matrix_lr, R, C, blocks, lr, weight_decay,
         BLOCKS=triton.next_power_of_2(blocks), **UPDATE_LAUNCH)
 
@@ -439,7 +433,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
 #   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
 #   A generic elementwise copy walks one side with a stride. Here a tile is read along src, turned on chip and written
 #   along dst. Idea and use on the tied head: ChrisJMcCormick, PR 233; larger tiles: samacqua, PR 240.
-#   sms programs walk over the tiles, one per SM: with fewer than the GPU has, a collective beside them gets the others. A
+#   sms programs walk over the tiles, one per SM: all of them by default; with fewer a collective beside them gets the rest. A
 #   program loads its next tile before it stores this one, so few SMs still keep memory busy.
 #   H200, 768 x 50304 bf16, µs on 132 / 64 / 32 / 16 SMs: copy 44.5, 55.8, 87.2, 168.5 (torch 269); add 61.6, 67.6, 101.9, 187.4
 #   (torch 292). On 132 SMs that is 82 and 89 % of the copy rate.
@@ -450,11 +444,11 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
 TRANSPOSE_LAUNCH = {False: dict(BLOCK=128, num_warps=32), True: dict(BLOCK=128, num_warps=16)}  # by ADD
 
 
-def transpose_copy_ref(src, dst, sms=SMS):
+def transpose_copy_ref(src, dst, sms=None):
     return dst.copy_(src.mT)
 
 
-def transpose_add_ref(src, dst, sms=SMS):
+def transpose_add_ref(src, dst, sms=None):
     return dst.add_(src.mT)
 
 
@@ -501,7 +495,7 @@ def _transpose_bytes_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, str
 
 
 def _check_transpose(name, src, dst, sms):
-    if sms < 1:
+    if sms is not None and sms < 1:
         raise ValueError(f"{name}: sms must be 1 or more, got {sms}")
     if src.ndim != 2 or dst.shape != src.shape[::-1]:
         raise ValueError(f"{name}: src must be (M, N) and dst (N, M), got {tuple(src.shape)} and {tuple(dst.shape)}")
@@ -514,12 +508,12 @@ def _check_transpose(name, src, dst, sms):
 def _launch_transpose(src, dst, sms, add):
     M, N = src.shape
     launch = TRANSPOSE_LAUNCH[add]
-    programs = min(sms, _cdiv(M, launch["BLOCK"]) * _cdiv(N, launch["BLOCK"]))
+    programs = min(sms or _sm_count(src.device), triton.cdiv(M, launch["BLOCK"]) * triton.cdiv(N, launch["BLOCK"]))
     _transpose_kernel[(programs,)](src, dst, M, N, *src.stride(), *dst.stride(), ADD=add, **launch)
     return dst
 
 
-def transpose_copy(src, dst, sms=SMS):
+def transpose_copy(src, dst, sms=None):
     """dst = srcᵀ; returns dst. Single bytes take every SM."""
     _check_transpose("transpose_copy", src, dst, sms)
     if src.element_size() not in (1, 2, 4):
@@ -529,12 +523,12 @@ def transpose_copy(src, dst, sms=SMS):
     if src.element_size() > 1:
         return _launch_transpose(src, dst, sms, add=False)
     (M, N), launch = src.shape, TRANSPOSE_BYTES_LAUNCH
-    _transpose_bytes_kernel[(_cdiv(M, launch["BLOCK_M"]), _cdiv(N, launch["BLOCK_N"]))](
+    _transpose_bytes_kernel[(triton.cdiv(M, launch["BLOCK_M"]), triton.cdiv(N, launch["BLOCK_N"]))](
         src.view(torch.uint8), dst.view(torch.uint8), M, N, *src.stride(), *dst.stride(), **launch)
     return dst
 
 
-def transpose_add(src, dst, sms=SMS):
+def transpose_add(src, dst, sms=None):
     """dst += srcᵀ; returns dst."""
     _check_transpose("transpose_add", src, dst, sms)
     if src.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -785,13 +779,15 @@ def _row_scalars(q):
 
 
 def attend(q, k, v, gate, start, end, window, scale):
-    """y (N, H, d), and what the backward pass needs of the softmax, (H, N) fp32. start, end (N,): the document of every token; here
-    `end` is not used."""
+    """y (N, H, d), and what the backward pass needs of the softmax, (H, N) fp32.
+
+    start, end (N,): the document of every token; `end` is not used here, one signature serves the backward pass too.
+    """
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
     y, lse = q.new_empty((N, H, D)), _row_scalars(q)
     q, k, v = (_loadable(x) for x in (q, k, v))
-    _attention_kernel[(_cdiv(N, launch["BLOCK_M"]) * H,)](
+    _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
         q, *(_head_rows(x, launch["BLOCK_N"]) for x in (k, v)), gate, y, lse, start, N, H, int(window), float(scale),
         *q.stride()[:2], *gate.stride(), lse.stride(0), D=D, **launch)
     return y, lse
@@ -806,10 +802,10 @@ def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=Non
     row_dot = _row_scalars(q)
     q, dy, k, v = (_loadable(x) for x in (q, dy, k, v))
     launch = ATTENTION_LAUNCH[q.dtype]["row_dot"]
-    _row_dot_kernel[(_cdiv(N, launch["BLOCK"]) * H,)](
+    _row_dot_kernel[(triton.cdiv(N, launch["BLOCK"]) * H,)](
         dy, y, gate, dgate, row_dot, N, H, *dy.stride()[:2], *gate.stride(), row_dot.stride(0), D=D, **launch)
     launch = ATTENTION_LAUNCH[q.dtype]["backward"]
-    _attention_backward_kernel[(2 * _cdiv(N, launch["BLOCK"]) * H,)](
+    _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
         q, dy, lse, row_dot, *(_head_rows(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv, start, end,
         N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], lse.stride(0), dv.stride(0), D=D, **launch)
     return dq, dk, dv, dgate
@@ -821,15 +817,19 @@ def document_of_tokens(cu_seqlens, N):
     return cu_seqlens[after - 1], cu_seqlens[after]
 
 
-def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
-    """`attention_ref` through FlashAttention-3 (Shah et al., arXiv 2407.08608) where that package is installed."""
+def _flash_attention_3():
     try:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError as error:
         raise ValueError("kernels: 'attention:fa3' needs the package flash_attn_interface (FlashAttention-3);"
                          " install it or choose attention:triton") from error
-    out = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len,
-                                 max_seqlen_k=max_len, causal=True, softmax_scale=float(scale), window_size=(int(window), 0))
+    return flash_attn_varlen_func
+
+
+def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
+    """`attention_ref` through FlashAttention-3 (Shah et al., arXiv 2407.08608) where that package is installed."""
+    out = _flash_attention_3()(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len,
+                               max_seqlen_k=max_len, causal=True, softmax_scale=float(scale), window_size=(int(window), 0))
     return out * gate[..., None].to(out.dtype)
 
 
@@ -1002,7 +1002,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset):
     H = weight.size(0) // (3 * d)
     launch = PROJECT_LAUNCH[x.dtype]
     qkv, rstd = x.new_empty(3, N + 1, H, d), x.new_empty(2, N, H, dtype=torch.float32)
-    programs = min(_cdiv(N, launch["BLOCK_M"]) * 3 * H, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
+    programs = min(triton.cdiv(N, launch["BLOCK_M"]) * 3 * H, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     value = ve is not None
     _project_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]),
@@ -1017,8 +1017,8 @@ def project_backward(dq, dk, dv, qkv, rstd, rotary, ve, ve_gate, paired, offset,
     N, _, H, d = dqkv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, 2].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
-    blocks = _cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
-    _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), _cdiv(blocks, 65535))](
+    blocks = triton.cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
+    _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
         dq, dk, dv, qkv[0], qkv[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv, dve if value else dv,
         dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0), ve.stride(0) if value else 0,
         PAIRED=paired, OFFSET=offset, VALUE=value, COPY=copy, H=H, D=d, **PROJECT_GRAD_LAUNCH)
@@ -1300,7 +1300,7 @@ def _relu_square(a, b, post=None):
     out = a.new_empty(M, N)
     hopper = a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device)[0] == 9
     launch = MLP_HOPPER if hopper else MLP_LAUNCH[a.dtype]
-    tiles = _cdiv(M, launch["BLOCK_M"]) * _cdiv(N, launch["BLOCK_N"])
+    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, M, N, K, **launch)
         return out
@@ -1403,14 +1403,6 @@ def multi_token_targets(targets, count):
     return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1)
 
 
-def head_loss_ref(h, W, targets, weights, kappa):
-    """Loss as written above, fp32 after the GEMM; differentiable by autograd; materialises the logits."""
-    z = softcap(h @ W)
-    many = multi_token_targets(targets, weights.numel())
-    w = weights * (many >= 0)
-    return kappa * (w * (z.logsumexp(1, keepdim=True) - z.gather(1, many.clamp(min=0)))).sum()
-
-
 # ---- Codes -----------------------------------------------------------------------------------------------------------
 #
 #   codes, codes_t = quantise(x, scale)     codes = e4m3(x / scale): fp32 division, saturated, one rounding; codes_t = codesᵀ
@@ -1418,7 +1410,6 @@ def head_loss_ref(h, W, targets, weights, kappa):
 # x (M, N) contiguous, bf16 or fp32. FP8 products want both operands contiguous along what is summed, so each operand is
 # needed in both layouts sooner or later. The second comes from transpose_copy, which finds the codes in L2. Not turned in this
 # kernel: Triton 3.6 turns x and divides twice (74 µs for 49152 x 768), and gave wrong tiles for fp32 x.
-
 
 QUANTISE_LAUNCH = dict(BLOCK=4096, num_warps=8)  # 16 elements to a thread, moved in 16-byte accesses
 
@@ -1445,7 +1436,8 @@ def quantise(x, scale, out=None):
     if x.device.type == "cpu":  # the interpreter of Triton 3.7 rounds to FP8 wrongly
         return quantise_ref(x, scale)
     codes, codes_t = out or (torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device) for shape in (x.shape, x.shape[::-1]))
-    _quantise_kernel[(_cdiv(x.numel(), QUANTISE_LAUNCH["BLOCK"]),)](x, codes, x.numel(), scale, MAX=E4M3_MAX, **QUANTISE_LAUNCH)
+    programs = triton.cdiv(x.numel(), QUANTISE_LAUNCH["BLOCK"])
+    _quantise_kernel[(programs,)](x, codes, x.numel(), scale, MAX=E4M3_MAX, **QUANTISE_LAUNCH)
     return codes, transpose_copy(codes, codes_t)
 
 
@@ -1483,6 +1475,11 @@ def cross_entropy_ref(logits, targets, weights, kappa, code_scale=1.0, grad=None
             dz = dz - torch.where(classes == targets[:, k:k + 1], w[:, k:k + 1], 0.0)
         grad.copy_(dz * (u * (1 - u)) * (kappa * CAP / CAP_SCALE / code_scale))
     return losses
+
+
+def head_loss_ref(h, W, targets, weights, kappa):
+    """The loss of all rows at once; differentiable by autograd; materialises the logits."""
+    return cross_entropy_ref(h @ W, multi_token_targets(targets, weights.numel()), weights, kappa).sum()
 
 
 LIFT = tl.constexpr(21.0)  # e u (1 - u) <= 0.0154: times 2^21 fp16 holds it in full precision to 2.9e-11, at all to 2.8e-14
@@ -1818,5 +1815,7 @@ def choose_ops(device, wanted="auto"):
                 raise ValueError(f"kernels: '{item}' is not one of {known}")
             if name != "torch" and device.type == "cpu" and not INTERPRETED:
                 raise ValueError(f"kernels: '{item}' needs a GPU")
+            if name == "fa3":
+                _flash_attention_3()  # says now, not from within the compiler, if it is missing
             names[op] = name
     return SimpleNamespace(**{op: IMPLEMENTATIONS[op][name] for op, name in names.items()}), names

@@ -128,12 +128,12 @@ def muon_cases():
 
 def transpose_cases():
     src, dst = rand(D, V), rand(V, D)
-    for sms in 132, 16:
-        peers = [{"copy_": lambda: dst.copy_(src.mT)}, {"add_": lambda: src.add_(dst.mT)}] if sms == 132 else [{}, {}]
-        yield Case("transpose_copy", f"{D}x{V}, {sms} SMs", lambda sms=sms: tk.transpose_copy(src, dst, sms), peers[0],
-                   bytes=4 * D * V, calls=0.5 * (sms == 132))
-        yield Case("transpose_add", f"{V}x{D}, {sms} SMs", lambda sms=sms: tk.transpose_add(dst, src, sms), peers[1],
-                   bytes=6 * D * V, calls=0.5 * (sms == 132))
+    for sms, where, calls in (None, "all SMs", 0.5), (16, "16 SMs", 0):
+        peers = [{"copy_": lambda: dst.copy_(src.mT)}, {"add_": lambda: src.add_(dst.mT)}] if sms is None else [{}, {}]
+        yield Case("transpose_copy", f"{D}x{V}, {where}", lambda sms=sms: tk.transpose_copy(src, dst, sms), peers[0],
+                   bytes=4 * D * V, calls=calls)
+        yield Case("transpose_add", f"{V}x{D}, {where}", lambda sms=sms: tk.transpose_add(dst, src, sms), peers[1],
+                   bytes=6 * D * V, calls=calls)
 
 
 def documents(n, longest, seed=0):

@@ -33,14 +33,6 @@ def no_reference(monkeypatch):
         monkeypatch.setattr(tk, name + "_ref", refuse)
 
 
-@pytest.fixture
-def poisoned_empty():
-    """torch.empty returns NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def framed(values, columns=False):
     """(buffer, view): `values` inside a buffer of NaN, off their alignment, with contiguous rows or contiguous columns."""
     *batch, rows, cols = values.shape

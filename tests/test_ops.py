@@ -1,7 +1,8 @@
 """The plain attention, what the model hands to attention, the choice of implementations, the compiled model; against oracles.py."""
 
 import math
-from typing import NamedTuple
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,7 +168,8 @@ FAST = dict.fromkeys(OPS, "triton")
     pytest.param(CPU, "XTX:triton", dict.fromkeys(OPS, "torch") | {"XTX": "triton"},
                  marks=pytest.mark.skipif(ON_GPU, reason="kernels take CPU tensors in Triton's interpreter only")),
 ])
-def test_choose_ops(device, wanted, changed):
+def test_choose_ops(device, wanted, changed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=None))
     ops, names = tk.choose_ops(device, wanted)
     assert names == changed and set(vars(ops)) == set(OPS)
     for op, name in names.items():
@@ -181,6 +183,13 @@ def test_choose_ops(device, wanted, changed):
 def test_unknown_op(wanted, item):
     with pytest.raises(ValueError, match=f"kernels: '{item}' is not one of XXT:triton|torch, .*attention:triton|fa3|torch"):
         tk.choose_ops(CPU, wanted)
+
+
+def test_missing_package(monkeypatch):
+    """Where it is chosen, before anything is compiled."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(ValueError, match="kernels: 'attention:fa3' needs the package flash_attn_interface"):
+        tk.choose_ops(CUDA, "attention:fa3")
 
 
 # ---- Compiled model --------------------------------------------------------------------------------------------------
@@ -246,15 +255,6 @@ def test_compiled_model_equals_eager(device):
 # ---- Micro-steps -----------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """What a Batch begins with."""
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    cu_seqlens: torch.Tensor
-    bigram_rows: torch.Tensor
-
-
 def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=False):
     """Losses of micro-steps of two stages in turn, fresh data each, the head changed on the way; and the gradients.
 
@@ -279,7 +279,7 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
         tokens = torch.randint(257, (n + 1,))
         hashed = torch.from_numpy(T.bigram_rows(tokens[:-1].int().numpy(), config.bigram_rows))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
-        batch = Row(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu, hashed)))
+        batch = T.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu, hashed)), bigram_rows_cpu=None)
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
         with torch.no_grad():
             model.lm_head.mul_(1.5)
