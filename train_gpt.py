@@ -25,6 +25,10 @@ Shape letters: N tokens of one forward pass, D model width, H heads, d head widt
 A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
 """
 
+import time
+
+started = time.perf_counter()  # the imports take seconds
+
 import dataclasses
 import difflib
 import gc
@@ -35,7 +39,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from bisect import bisect_right
 from collections import deque
@@ -52,6 +55,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
+
+IMPORT_SECONDS = time.perf_counter() - started
 
 
 class UserError(Exception):
@@ -1297,18 +1302,36 @@ def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_ste
     return loss
 
 
-def warmup_steps(config) -> list[int]:
-    """Steps around every stage border: even and odd, tied, splitting and untied, so every graph is compiled before the clock."""
-    *starts, total = stage_starts(config.schedule)
-    near = {0, 1}.union(*({s - 2, s - 1, s, s + 1} for s in starts[1:]))
-    return sorted(s for s in near if 0 <= s < total)
+def warmup_steps(plans) -> list[int]:
+    """The first step of every stage, and of every kind of update: so every graph is made before the clock starts."""
+    seen, steps = set(), []
+    for plan in plans:
+        met = {plan.stage, (plan.adam, plan.tied, plan.split)}
+        if not met <= seen:
+            steps.append(plan.step)
+        seen |= met
+    return steps
+
+
+class Stopwatch:
+    """Seconds of each phase of the start, in order."""
+
+    def __init__(self):
+        self.start = self.last = time.perf_counter()
+        self.seconds = {"imports": IMPORT_SECONDS}
+
+    def lap(self, phase):
+        """What has passed since the last call belongs to `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] = now - self.last
+        self.last = now
 
 
 class Trainer:
     """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
 
-    def __init__(self, config, rt, log, ops):
-        self.config, self.rt, self.log = config, rt, log
+    def __init__(self, config, rt, log, ops, watch):
+        self.config, self.rt, self.log, self.watch = config, rt, log, watch
         self.dtype = getattr(torch, config.run.dtype)
         compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
         torch._dynamo.config.recompile_limit = 64  # several shapes of one function are meant to be
@@ -1321,22 +1344,32 @@ class Trainer:
 
         self.validation = ValidationData(config, rt)
         self.loader = self.new_loader(range(self.total))
+        watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
         self.model.init_weights(config.run.seed)
         if rt.world > 1:
             for param in self.model.parameters():
                 dist.broadcast(param.detach(), 0)
         layers = compiler(self.model.layers)
-        self.forward = lambda tokens, cu, rows, view: layers(self.model.lookup(tokens, rows), cu, view)
+
+        def forward(tokens, cu_seqlens, bigram_rows, view):
+            rows = self.model.lookup(tokens, bigram_rows)
+            for x in (*rows, cu_seqlens):  # one graph for all lengths: training then compiles once, evaluation once
+                torch._dynamo.mark_dynamic(x, 0)
+            return layers(rows, cu_seqlens, view)
+
+        self.forward = forward
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.run.fp8, ops.cross_entropy)
         record = config.run.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, record)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
-        plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
-        self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if plain else torch.tensor)
+        self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
+        self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
         width = max(len(plan.mtp_weights) for plan in self.plans)
         table = [plan.mtp_weights + (0.0,) * (width - len(plan.mtp_weights)) for plan in self.plans]
         self.mtp_table = torch.tensor(table, device=rt.device)  # (steps + 1, 3)
+        self.synchronize()
+        watch.lap("model")
 
     def new_loader(self, steps):
         def shape_of(step):
@@ -1355,16 +1388,19 @@ class Trainer:
 
     def warm_up(self):
         """Compile every graph by running it, then put everything back to the start."""
-        steps = warmup_steps(self.config)
+        steps = warmup_steps(self.plans[:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         loader = self.new_loader(steps)
         piece = next(iter(self.validation))
-        for view in self.views:  # with a kernel for attention all share one graph
+        for view in self.views if self.plain else self.views[-1:]:  # one graph for all, or one for each
             summed_loss(self.forward, self.head, piece, view)
+        self.synchronize()
+        self.watch.lap("evaluation")
         for step in steps:
             self.step(loader, self.plans[step])
-        self.synchronize()
+            self.synchronize()
+            self.watch.lap(f"step {step}")
         self.log.line("Resetting Model")
         with torch.no_grad():
             for param, value in zip(self.model.parameters(), initial):
@@ -1441,7 +1477,7 @@ def peak_memory(device) -> tuple[int, int]:
     return peak, peak
 
 
-def train(config, rt, log, launched, sources):
+def train(config, rt, log, watch, sources):
     """Everything after the process group exists."""
     can_fp8 = capability(rt.device)["hardware_fp8"] == "yes"
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=config.run.fp8 and can_fp8))
@@ -1450,13 +1486,15 @@ def train(config, rt, log, launched, sources):
     except ValueError as error:
         raise UserError(str(error)) from None
     log_header(log, config, rt, choices | {"head": "fp8" if config.run.fp8 else config.run.dtype}, sources)
-    trainer = Trainer(config, rt, log, ops)
+    watch.lap("log")
+    trainer = Trainer(config, rt, log, ops, watch)
     ready = time.perf_counter()
     if config.run.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
         log.flush()
         trainer.warm_up()
-    trainer.seconds |= {"setup": ready - launched, "warmup": time.perf_counter() - ready}
+    log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.seconds.items()))
+    trainer.seconds |= {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, seconds = trainer.run()
     allocated, reserved = peak_memory(rt.device)
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
@@ -1468,7 +1506,7 @@ def train(config, rt, log, launched, sources):
             log.line(f"warning: {error}")
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{seconds:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in trainer.seconds.items()}
-    summary |= {"total_seconds": f"{time.perf_counter() - launched:.3f}", "steps": trainer.total,
+    summary |= {"total_seconds": f"{time.perf_counter() - watch.start:.3f}", "steps": trainer.total,
                 "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
@@ -1478,7 +1516,7 @@ def train(config, rt, log, launched, sources):
 
 def main(argv) -> int:
     """Train as `argv` says; returns the exit status."""
-    launched = time.perf_counter()
+    watch = Stopwatch()
     if "--help" in argv:
         print(help_text())
         return 0
@@ -1492,8 +1530,9 @@ def main(argv) -> int:
     try:
         config = parse_config(argv)
         rt = init_runtime(config)
+        watch.lap("processes")
         log = Log(config, rt)
-        train(config, rt, log, launched, sources)
+        train(config, rt, log, watch, sources)
         dist.destroy_process_group()
         return 0
     except UserError as error:

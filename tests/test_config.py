@@ -266,21 +266,22 @@ def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     assert [p.tied for p in plans] == [step <= split for step in range(scheduled + 40)]
 
 
+def plans_of(config):
+    return [T.make_plan(config, step) for step in range(T.stage_starts(config.schedule)[-1])]
+
+
 def test_warmup_steps():
-    assert T.warmup_steps(RECORD) == [0, 1, 481, 482, 483, 484, 965, 966, 967, 968, 1448, 1449, 1450, 1451]
+    assert T.warmup_steps(plans_of(RECORD)) == [0, 1, 483, 967, 968, 969, 1450]  # the second stage ends with step 966
     short = T.parse_config(["--scheduled_steps=3", "--extension_steps=1"])
-    assert T.warmup_steps(short) == [0, 1, 2, 3]
+    assert T.warmup_steps(plans_of(short)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
-def test_warmup_meets_every_kind_of_step(preset):
-    """(stage, Adam or not, tied or not, split or not): each is a graph of its own."""
-    config = T.PRESETS[preset]
-
-    def kinds(steps):
-        return {(p.stage, p.adam, p.tied, p.split) for p in (T.make_plan(config, step) for step in steps)}
-
-    assert kinds(T.warmup_steps(config)) == kinds(range(T.stage_starts(config.schedule)[-1]))
+def test_warmup_meets_every_stage_and_every_kind_of_update(preset):
+    plans = plans_of(T.PRESETS[preset])
+    warmup = [plans[step] for step in T.warmup_steps(plans)]
+    for kind in (lambda p: p.stage), (lambda p: (p.adam, p.tied, p.split)):
+        assert set(map(kind, warmup)) == set(map(kind, plans))
 
 
 # ---- Rotary states ---------------------------------------------------------------------------------------------------
