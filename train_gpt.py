@@ -737,16 +737,13 @@ class GPT(nn.Module):
         def attention(x, i, layer):
             """rms-normed stream (N, D) -> output of the attention block (N, D)."""
             weights = next(attn_weights)
-            ve = ve_gate = None
+            ve = w_ve = None
             if layer.value_table is not None:
-                ve = values[layer.value_table]
-                half = GATE_CHANNELS // 2
-                seen = x[:, :GATE_CHANNELS] if layer.paired else torch.cat((x[:, :half], ve[:, :half]), 1)
-                ve_gate = 2 * torch.sigmoid(F.linear(seen, next(value_gates)))
-            gate = torch.sigmoid(F.linear(x[:, :GATE_CHANNELS], next(attn_gates)))
+                ve, w_ve = values[layer.value_table], next(value_gates)
             window = view.long_window if layer.long else view.short_window
-            y = ops.attention(x, sa[i, 0] * weights[:3 * D], view.rotary, ve, ve_gate, gate, cu_seqlens, view.max_doc_len, window,
-                              view.attn_scale, layer.paired, layer.long)  # scaling weights is cheaper than scaling x (PR 166)
+            # Scaling weights is cheaper than scaling x (PR 166).
+            y = ops.attention(x, sa[i, 0] * weights[:3 * D], view.rotary, ve, w_ve, next(attn_gates), cu_seqlens, view.max_doc_len,
+                              window, view.attn_scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), sa[i, 1] * weights[3 * D:])
 
         lane0 = x0 + bigram_mix[0] * bigram

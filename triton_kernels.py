@@ -17,7 +17,7 @@ Contents
   2  fused_momentum, normuon_tail           NorMuon before and after the iteration
   3  transpose_copy, transpose_add          moving the tied head between its two layouts; FP8 gradients
   4  attend, attend_backward                sliding-window attention within packed documents, output gate
-  5  attention_block                        projection, QK-norm, rotary, key offset, value embedding, attention
+  5  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
   6  mlp                                    ReLU² MLP
   7  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
   8  lookup, embedding_grad                 rows of the embedding tables and their gradients
@@ -834,15 +834,17 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 
 
 # ======================================================================================================================
-# 5  Attention block: projection, QK-norm, rotary, key offset, value embedding, attention
+# 5  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
+#   out_gate = σ(x[:, :C] w_outᵀ);  ve_gate = 2 σ(seen w_veᵀ), seen = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
 #   q, k, v = x Wᵀ, H heads of width d each;  q, k ← rms_norm(q), rms_norm(k);  v ← v + ve_gate · ve
 #   In the first half of the d axis of q and k the adjacent pairs turn by the angles of a row of `rotary`: row t, in paired
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate), see section 4; in paired layers of the reinterpretation (2N, H/2, d)   (K1, K4)
 #
-#   x (N, D), weight (3 H d, D), y (N, H, d), out_gate and ve_gate (N, H), bf16 (fp32 for tests); ve (N, H d) or None, unit
-#   stride along H d; rotary (>= 2N, d/4, 2): cosine and sine side by side, so that a thread loads both of its pairs at once.
+#   x (N, D), weight (3 H d, D), w_out (H, C), y (N, H, d), bf16 (fp32 for tests); ve (N, H d), unit stride along H d, and
+#   w_ve (H, C), or both None; rotary (>= 2N, d/4, 2): cosine and sine side by side, so that a thread loads both of its pairs
+#   at once. Inside, gates (1 or 2, N, H): out_gate and, with ve, ve_gate.
 #
 # Forward: one GEMM whose tiles are a head wide, so norm, rotation, offset and value embedding happen on the fp32
 # accumulator; nothing is read or written between projection and attention. q, k and v come out as planes of one tensor
@@ -852,6 +854,9 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # quite 1, the table is rounded):  dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y).
 # So 4 bytes of 1/rms per head are kept beside q, k, v. One elementwise pass, then the two GEMMs of a linear layer.
 # One op, because pieces of one would pass dq, dk, dv through more copies: dv goes straight into its third of dqkv.
+# The gates belong to it for their gradients, which are added to C columns of dx and dve where these lie. Made by the
+# compiler from slices, they had the kernels behind dx, which sum over D for the norm, read all their operands twice, and dve
+# written once more. Gradients of w_out and w_ve are summed by program, then over programs: a run repeats bit for bit.
 # H200, N = 49152, plain layer: forward 274 µs against 244 + 144 (library GEMM, compiled rest), backward pass 114 µs
 # (94 % of copy bandwidth) against 272; 228 MB kept per layer where q, k, v beside x Wᵀ are 377 to 452.
 #
@@ -870,6 +875,114 @@ PROJECT_LAUNCH = {
 PROJECT_PROGRAMS_PER_SM = 2
 # 16 heads of 16 threads each, 16-byte accesses, two per operand and thread. 32 rows cost 4-20 % in the layers with offset.
 PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
+
+# Heads and channels padded to the 16 that tl.dot asks for. Compiled for sm_90, the forward kernel runs a quarter of the
+# instructions of one with products and sums elementwise. Fewer tokens to a program leave more parts of dw_out and dw_ve to add
+# up; more warps repeat the product that makes a part, whose 16 x 16 results cannot be divided among them.
+GATE_LAUNCH = dict(BLOCK=128, num_warps=4)
+
+
+def head_gates_ref(x, ve, w_ve, w_out, paired):
+    """out_gate and ve_gate (N, H), the latter None without ve."""
+    C = w_out.size(1)
+    out_gate = torch.sigmoid(F.linear(x[:, :C], w_out))
+    if ve is None:
+        return out_gate, None
+    seen = x[:, :C] if paired else torch.cat((x[:, :C // 2], ve[:, :C // 2]), 1)
+    return out_gate, 2 * torch.sigmoid(F.linear(seen, w_ve))
+
+
+@triton.jit
+def _at(X, t, N, stride, c, first, end):
+    """Pointers (tokens, columns) and their mask: columns `first` to `end` - 1 are channels 0, 1, ... of the rows t of X."""
+    return X + t.to(tl.int64)[:, None] * stride + (c - first)[None, :], (t < N)[:, None] & ((c >= first) & (c < end))[None, :]
+
+
+@triton.jit
+def _gate(seen, W, Gate, t, N, h, c, H: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr):
+    """seen (tokens, channels)"""
+    w, of_w = _at(W, h, H, C, c, 0, C)
+    w = tl.load(w, mask=of_w, other=0.0)
+    gate = SCALE * tl.sigmoid(tl.dot(seen, tl.trans(w), input_precision="ieee"))
+    gates, of_gates = _at(Gate, t, N, H, h, 0, H)
+    tl.store(gates, gate.to(Gate.dtype.element_ty), mask=of_gates)
+
+
+@triton.jit
+def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, stride_x, stride_ve, FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+                       HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
+    x, of_x = _at(X, t, N, stride_x, c, 0, C)
+    seen = tl.load(x, mask=of_x, other=0.0)
+    _gate(seen, WOut, Gates, t, N, h, c, H, C, 1.0)
+    if Ve is not None:
+        ve, of_ve = _at(Ve, t, N, stride_ve, c, FROM_X, C)
+        seen = tl.where(of_ve, tl.load(ve, mask=of_ve, other=0.0), seen)
+        _gate(seen, WVe, Gates + N * H, t, N, h, c, H, C, 2.0)
+
+
+@triton.jit
+def _gate_grad(seen, W, Gate, dGate, dW, t, N, h, c, H: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr):
+    """Gradient of seen (tokens, channels); these tokens' part of that of W goes to dW. The logits' is rounded to the dtype."""
+    gates, of_gates = _at(Gate, t, N, H, h, 0, H)
+    gate = tl.load(gates, mask=of_gates, other=0.0).to(tl.float32)
+    gates, _ = _at(dGate, t, N, H, h, 0, H)
+    dlogit = (tl.load(gates, mask=of_gates, other=0.0).to(tl.float32) * gate * (1 - gate / SCALE)).to(seen.dtype)
+    w, of_w = _at(W, h, H, C, c, 0, C)
+    w = tl.load(w, mask=of_w, other=0.0)
+    dw, _ = _at(dW, h, H, C, c, 0, C)
+    tl.store(dw, tl.dot(tl.trans(dlogit), seen, input_precision="ieee"), mask=of_w)
+    return tl.dot(dlogit, w, input_precision="ieee")
+
+
+@triton.jit
+def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dW, N, stride_x, stride_ve, stride_dve,
+                            FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+                            BLOCK: tl.constexpr):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
+    dW += tl.program_id(0) * (1 if Ve is None else 2) * H * C
+    x, of_x = _at(X, t, N, stride_x, c, 0, C)
+    seen = tl.load(x, mask=of_x, other=0.0)
+    grad = _gate_grad(seen, WOut, Gates, dOutGate, dW, t, N, h, c, H, C, 1.0)
+    if Ve is not None:
+        ve, of_ve = _at(Ve, t, N, stride_ve, c, FROM_X, C)
+        seen = tl.where(of_ve, tl.load(ve, mask=of_ve, other=0.0), seen)
+        more = _gate_grad(seen, WVe, Gates + N * H, dVeGate, dW + H * C, t, N, h, c, H, C, 2.0)
+        dve, _ = _at(dVe, t, N, stride_dve, c, FROM_X, C)
+        total = tl.load(dve, mask=of_ve, other=0.0).to(tl.float32) + more
+        tl.store(dve, total.to(dVe.dtype.element_ty), mask=of_ve)
+        grad += tl.where(of_ve, 0.0, more)
+    dx, _ = _at(dX, t, N, stride_x, c, 0, C)
+    total = tl.load(dx, mask=of_x, other=0.0).to(tl.float32) + grad
+    tl.store(dx, total.to(dX.dtype.element_ty), mask=of_x)
+
+
+def _gate_launch(ve, w_out, paired):
+    H, C = w_out.shape
+    heads, channels = (max(16, triton.next_power_of_2(n)) for n in (H, C))
+    return dict(FROM_X=C if ve is None or paired else C // 2, H=H, C=C, HEADS=heads, CHANNELS=channels, **GATE_LAUNCH)
+
+
+def head_gates(x, ve, w_ve, w_out, paired):
+    """(1 or 2, N, H): `head_gates_ref` in one tensor."""
+    N = x.size(0)
+    gates = x.new_empty(1 if ve is None else 2, N, w_out.size(0))
+    _head_gates_kernel[(triton.cdiv(N, GATE_LAUNCH["BLOCK"]),)](
+        x, ve, w_ve, w_out, gates, N, x.stride(0), 0 if ve is None else ve.stride(0), **_gate_launch(ve, w_out, paired))
+    return gates
+
+
+def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve):
+    """Adds to dx and dve in place; returns the gradients of w_out and w_ve, (1 or 2, H, C) fp32."""
+    N = x.size(0)
+    programs = triton.cdiv(N, GATE_LAUNCH["BLOCK"])
+    parts = x.new_empty(programs, len(gates), *w_out.shape, dtype=torch.float32)
+    _head_gates_grad_kernel[(programs,)](
+        dout_gate, dve_gate, gates, x, ve, w_ve, w_out, dx, dve, parts, N, x.stride(0), *(0, 0) if ve is None else
+        (ve.stride(0), dve.stride(0)), **_gate_launch(ve, w_out, paired))
+    return parts.sum(0)
 
 
 def rotate(x, rotary):
@@ -1031,43 +1144,44 @@ def _reinterpreted(qkv, paired):
 
 
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
-def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, ve_gate: Tensor | None, out_gate: Tensor,
+def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool,
-                     offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    qkv, rstd = project(x, weight, rotary, ve, ve_gate, paired, offset)
+                     offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gates = head_gates(x, ve, w_ve, w_out, paired)
+    qkv, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset)  # looks at the gate if there is a ve
     q, k, v = _reinterpreted(qkv, paired)
-    y, lse = attend(q, k, v, out_gate.view(q.shape[:2]), start, end, window, scale)
-    return y.view(x.size(0), *qkv.shape[2:]), lse, qkv, rstd
+    y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
+    return y.view(x.size(0), *qkv.shape[2:]), lse, qkv, rstd, gates
 
 
 @_attention_block.register_fake
-def _(x, weight, rotary, ve, ve_gate, out_gate, start, end, window, scale, paired, offset):
-    (N, H), d = out_gate.shape, 4 * rotary.size(1)
+def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset):
+    N, H, d = x.size(0), w_out.size(0), 4 * rotary.size(1)
     return (x.new_empty(N, H, d), _row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H))), x.new_empty(3, N + 1, H, d),
-            x.new_empty(2, N, H, dtype=torch.float32))
+            x.new_empty(2, N, H, dtype=torch.float32), x.new_empty(1 if ve is None else 2, N, H))
 
 
 @torch.library.custom_op("speedrun::attention_block_backward", mutates_args=())
-def _attention_block_backward(dy: Tensor, x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, ve_gate: Tensor | None,
-                              out_gate: Tensor, start: Tensor, end: Tensor, window: Tensor, scale: Tensor, y: Tensor,
-                              lse: Tensor, qkv: Tensor, rstd: Tensor, paired: bool,
-                              offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _attention_block_backward(dy: Tensor, x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None,
+                              w_out: Tensor, start: Tensor, end: Tensor, window: Tensor, scale: Tensor, y: Tensor, lse: Tensor,
+                              qkv: Tensor, rstd: Tensor, gates: Tensor, paired: bool,
+                              offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, H, d = y.shape
     dqkv = x.new_empty(N, 3, H, d)
     q, k, v = _reinterpreted(qkv, paired)
-    *grads, dgate = attend_backward(dy.reshape(q.shape), q, k, v, out_gate.view(q.shape[:2]), y.view(q.shape), lse, start, end,
-                                    window, scale, dv=None if paired else dqkv[:, 2])
-    dve, dve_gate = project_backward(*(u.view(N, H, d) for u in grads), qkv, rstd, rotary, ve, ve_gate, paired, offset, dqkv)
+    *grads, dout_gate = attend_backward(dy.reshape(q.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(q.shape), lse, start,
+                                        end, window, scale, dv=None if paired else dqkv[:, 2])
+    dve, dve_gate = project_backward(*(u.view(N, H, d) for u in grads), qkv, rstd, rotary, ve, gates[-1], paired, offset, dqkv)
     dqkv = dqkv.view(N, 3 * H * d)
-    if ve is None:
-        dve, dve_gate = x.new_empty(0), x.new_empty(0)  # an op returns tensors
-    return dqkv @ weight, dqkv.t() @ x, dve, dve_gate, dgate.view(N, H)
+    dx = dqkv @ weight
+    dgates = head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
+    return dx, dqkv.t() @ x, x.new_empty(0) if ve is None else dve, dgates  # an op returns tensors
 
 
 @_attention_block_backward.register_fake
-def _(dy, x, weight, rotary, ve, ve_gate, out_gate, *others):
-    shapes = [x.shape, weight.shape, *((0, 0) if ve is None else (ve.shape, ve_gate.shape)), out_gate.shape]
-    return tuple(x.new_empty(shape) for shape in shapes)
+def _(dy, x, weight, rotary, ve, w_ve, w_out, *others):
+    return (x.new_empty(x.shape), x.new_empty(weight.shape), x.new_empty(0 if ve is None else ve.shape),
+            x.new_empty(1 if ve is None else 2, *w_out.shape, dtype=torch.float32))
 
 
 def _block_setup(ctx, inputs, output):
@@ -1077,17 +1191,17 @@ def _block_setup(ctx, inputs, output):
 
 
 def _block_grad(ctx, dy, *others):
-    dx, dweight, dve, dve_gate, dgate = _attention_block_backward(dy, *ctx.saved_tensors, ctx.paired, ctx.offset)
-    if not dve.numel():
-        dve = dve_gate = None
-    return dx, dweight, None, dve, dve_gate, dgate, *[None] * 6
+    dx, dweight, dve, dgates = _attention_block_backward(dy, *ctx.saved_tensors, ctx.paired, ctx.offset)
+    dw_out, *dw_ve = dgates.to(dx.dtype)  # here, so that the compiler joins it with what comes next
+    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 6
 
 
 _attention_block.register_autograd(_block_grad, setup_context=_block_setup)
 
 
-def attention_block_ref(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, max_len, window, scale, paired, offset,
+def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
                         attention=attention_ref):
+    out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset)
     N, H, d = q.shape
     if not paired:
@@ -1096,31 +1210,33 @@ def attention_block_ref(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, ma
     return attention(q, k, v, out_gate, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(N, H, d)
 
 
-def attention_block(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, max_len, window, scale, paired, offset):
-    """y (N, H, d); differentiable in x, weight, ve, ve_gate and out_gate. window and scale are 0-D CPU tensors."""
+def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset):
+    """y (N, H, d); differentiable in x, weight, ve, w_ve and w_out. window and scale are 0-D CPU tensors."""
     d = 4 * rotary.size(1)
     (N, D), H = x.shape, weight.size(0) // (3 * d)
-    if N == 0 or weight.shape != (3 * H * d, D) or paired and H % 2 or out_gate.shape != (N, H):
+    if N == 0 or weight.shape != (3 * H * d, D) or paired and H % 2:
         raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {d} weight must be (3 H d, {D}), H even in"
-                         f" paired layers, and out_gate ({N}, H), got {tuple(weight.shape)} and {tuple(out_gate.shape)}")
+                         f" paired layers, got {tuple(weight.shape)}")
     if rotary.shape[2:] != (2,) or rotary.size(0) < N * (1 + paired) or not rotary.is_contiguous():
         raise ValueError(f"attention_block: rotary must be (>= {N * (1 + paired)}, d/4, 2), contiguous, got {tuple(rotary.shape)}"
                          f" with strides {rotary.stride()}")
     if d & (d - 1) or d < 16:
         raise ValueError(f"attention_block: head width must be a power of two from 16 on, got {d}")
-    if (ve is None) != (ve_gate is None) or ve is not None and (ve.shape != (N, H * d) or ve_gate.shape != (N, H)):
-        raise ValueError(f"attention_block: ve must be {(N, H * d)} and ve_gate {(N, H)}, or both None, got"
-                         f" {None if ve is None else tuple(ve.shape)} and {None if ve_gate is None else tuple(ve_gate.shape)}")
-    given = [u for u in (x, weight, rotary, ve, ve_gate, out_gate) if u is not None]
+    if w_out.ndim != 2 or w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
+        raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * d)}, got {tuple(w_out.shape)}")
+    if (ve is None) != (w_ve is None) or ve is not None and (ve.shape != (N, H * d) or w_ve.shape != w_out.shape):
+        raise ValueError(f"attention_block: ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got"
+                         f" {None if ve is None else tuple(ve.shape)} and {None if w_ve is None else tuple(w_ve.shape)}")
+    given = [u for u in (x, weight, rotary, ve, w_ve, w_out) if u is not None]
     if x.dtype not in PROJECT_LAUNCH or any(u.dtype != x.dtype for u in given):
         raise ValueError(f"attention_block: tensors must be all bfloat16 or all float32, got {[u.dtype for u in given]}")
     if _takes_ref(x, exact=False):
-        return attention_block_ref(x, weight, rotary, ve, ve_gate, out_gate, cu_seqlens, max_len, window, scale, paired, offset)
+        return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
-    x, weight, out_gate, ve_gate = (u if u is None else u.contiguous() for u in (x, weight, out_gate, ve_gate))
-    return _attention_block(x, weight, rotary, ve, ve_gate, out_gate, start, end, window, scale, paired, offset)[0]
+    x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
+    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset)[0]
 
 
 def attention_block_fa3(*args):

@@ -200,6 +200,7 @@ def block_cases():
     for N in TOKENS:
         x, weight, rotary = rand(N, D), rand(3 * D, D) * D**-0.5, rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
+        w_out, w_ve = (rand(H, T.GATE_CHANNELS) for _ in range(2))
         grads = [rand(N, H, HEAD) for _ in range(3)]
         dqkv = torch.empty(N, 3, H, HEAD, device=DEVICE, dtype=BF16)
         for (paired, offset, value), layers in KINDS.items():
@@ -213,6 +214,14 @@ def block_cases():
             # q, k and their gradients are read, two gradients written; dv is copied or not, ve read, its gradient written.
             yield Case("project_backward", shape, lambda a=back: tk.project_backward(*a),
                        bytes=2 * N * D * (6 + (2 * paired if not value else 3 + paired)), calls=MICRO * layers)
+            seen = x, *((ve, w_ve) if value else (None, None)), w_out, paired
+            gates, channels = tk.head_gates(*seen), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
+            yield Case("head_gates", shape, lambda a=seen: tk.head_gates(*a), {"torch": lambda a=seen: tk.head_gates_ref(*a)},
+                       bytes=2 * N * (channels + H * len(gates)), calls=MICRO * layers)
+            back = gates[0], gates[-1], gates, *seen, torch.zeros_like(x), torch.zeros_like(ve) if value else None
+            # The channels and their gradients are read, the latter written; gates and their gradients are read.
+            yield Case("head_gates_backward", shape, lambda a=back: tk.head_gates_backward(*a),
+                       bytes=2 * N * (3 * channels + 2 * H * len(gates)), calls=MICRO * layers)
 
 
 def mlp_cases():

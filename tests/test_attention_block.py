@@ -121,23 +121,84 @@ def test_rotary_rows_of_paired_layers(device):
             torch.testing.assert_close(q[t, h], tk.rotate(plain[t, h], table[2 * t + h % 2]))
 
 
+def gate_weights(H, C, value, device, dtype):
+    """w_ve, w_out"""
+    w_ve, w_out = (torch.randn(H, C, device=device).mul(C**-0.5).to(dtype) for _ in range(2))
+    return w_ve if value else None, w_out
+
+
+def plain_gates(args, paired, grads, dtype):
+    """Gates, and the gradients of x, ve, w_ve, w_out; without ve of x and w_out."""
+    given = leaves(args, dtype)
+    outs = [u for u in tk.head_gates_ref(*given, paired) if u is not None]
+    given = [u for u in given if u is not None]
+    return [u.detach() for u in outs], torch.autograd.grad(outs, given, [g.to(dtype) for g in grads], materialize_grads=True)
+
+
+def check_gates(N, H, d, D, C, paired, value, device, dtype):
+    x, _, _, ve, _ = inputs(N, H, d, D, value, device, dtype)
+    args = x, ve, *gate_weights(H, C, value, device, dtype)
+    gates = tk.head_gates(*args, paired)
+    assert gates.shape == (1 + value, N, H)
+    upstream = [torch.randn(N, H, device=device).to(dtype) for _ in gates]
+    before = [torch.randn(N, width, device=device).to(dtype) for width in ((D, H * d) if value else (D,))]
+
+    def backward(dx, dve=None):
+        return tk.head_gates_backward(upstream[0], upstream[-1], gates, *args, paired, dx, dve)
+
+    inner = [torch.zeros_like(u) for u in before]
+    dweights = backward(*inner)
+    assert dweights.shape == (1 + value, H, C) and dweights.dtype == FP32
+    dw_out, *dw_ve = dweights.to(dtype)
+
+    outs64, grads64 = plain_gates(args, paired, upstream, torch.float64)
+    outs, ref_grads = plain_gates(args, paired, upstream, dtype)
+    for name, *parts in zip(("out_gate", "ve_gate"), gates, outs, outs64):
+        oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 7 (fp32)
+    names = ("dx", "dve", "dw_ve", "dw_out") if value else ("dx", "dw_out")
+    for name, *parts in zip(names, (*inner, *dw_ve, dw_out), ref_grads, grads64, strict=True):
+        oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 7 (fp32)
+
+    # Added to what is there, rounded once, nothing else touched; a run repeats bit for bit.
+    after = [u.clone() for u in before]
+    assert torch.equal(backward(*after), dweights) and torch.equal(tk.head_gates(*args, paired), gates)
+    for was, total, ref, grad64, seen in zip(before, after, ref_grads, grads64, (C, 0 if paired else C // 2)):
+        assert torch.equal(total[:, seen:], was[:, seen:])
+        oracles.assert_as_good(total, was + ref, was.double() + grad64, "sum", worst_ref=12)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("N, H, d, D, C", [(1, 2, 16, 12, 12), (130, 3, 16, 20, 4), (261, 6, 16, 40, 12)])  # programs of 128 tokens
+def test_gates(N, H, d, D, C, paired, value, device):
+    check_gates(N, H, d, D, C, paired, value, device, FP32)
+
+
+@on_gpu
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("N", [1, 129, 1003, 49152])
+def test_gates_bf16(N, paired, value, device):
+    check_gates(N, 6, 128, 768, 12, paired, value, device, BF16)
+
+
 def block_inputs(N, H, d, D, kind, device, dtype):
     paired, offset, value = KINDS[kind]
-    x, weight, table, ve, ve_gate = inputs(N, H, d, D, value, device, dtype)
+    x, weight, table, ve, _ = inputs(N, H, d, D, value, device, dtype)
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
-    return x, weight, table, ve, ve_gate, torch.rand(N, H, device=device).to(dtype), cu, N, WINDOW, SCALE, paired, offset
+    return x, weight, table, ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW, SCALE, paired, offset
 
 
 def block_run(function, args, dy, dtype):
-    x, weight, table, ve, ve_gate, gate, *others = args
-    given = x, weight, ve, ve_gate, gate = leaves((x, weight, ve, ve_gate, gate), dtype)
-    y = function(x, weight, table.to(dtype), ve, ve_gate, gate, *others)
+    x, weight, table, ve, w_ve, w_out, *others = args
+    given = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
+    y = function(x, weight, table.to(dtype), ve, w_ve, w_out, *others)
     given = [u for u in given if u is not None]
     return [y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))]
 
 
 def check_block(function, args, dtype):
-    dy = torch.randn(args[5].shape + (4 * args[2].size(1),), device=args[0].device).to(dtype)
+    dy = torch.randn(len(args[0]), len(args[5]), 4 * args[2].size(1), device=args[0].device).to(dtype)
     got, ref = (block_run(f, args, dy, dtype) for f in (function, tk.attention_block_ref))
     oracle = block_run(tk.attention_block_ref, args, dy, torch.float64)
     assert len(got) == len(oracle)
@@ -173,9 +234,9 @@ def test_compiled(kind, device):
     compiled = torch.compile(tk.attention_block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     eager = block_run(tk.attention_block, args, dy, dtype)
     assert all(map(torch.equal, block_run(compiled, args, dy, dtype), eager))
-    x, weight, table, ve, ve_gate, gate, cu, _, window, scale, paired, offset = args
+    x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
-    torch.library.opcheck(tk._attention_block, (x, weight, table, ve, ve_gate, gate, start, start + len(start), window, scale,
+    torch.library.opcheck(tk._attention_block, (x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale,
                                                 paired, offset), test_utils=("test_schema", "test_faketensor"))
 
 
@@ -183,22 +244,25 @@ def test_reference_on_cpu(monkeypatch):
     monkeypatch.setattr(tk, "INTERPRETED", False)
     monkeypatch.setattr(tk, "project", None)
     for dtype in (FP32, BF16):
-        args = block_inputs(9, 2, 16, 8, "long+value", torch.device("cpu"), dtype)
+        args = block_inputs(9, 2, 16, 16, "long+value", torch.device("cpu"), dtype)
         assert torch.equal(tk.attention_block(*args), tk.attention_block_ref(*args))
 
 
 @pytest.mark.parametrize("change, message", [
-    ({1: torch.zeros(97, 8)}, r"weight must be \(3 H d, 8\)"),
-    ({5: torch.zeros(9, 3)}, r"out_gate \(9, H\), got \(96, 8\) and \(9, 3\)"),
+    ({1: torch.zeros(97, 16)}, r"weight must be \(3 H d, 16\), H even in paired layers, got \(97, 16\)"),
+    ({5: torch.zeros(3, 12)}, r"w_out must be \(2, C\), C even and at most 16, got \(3, 12\)"),
+    ({5: torch.zeros(2, 18)}, r"got \(2, 18\)"),
+    ({5: torch.zeros(2, 11)}, r"got \(2, 11\)"),
     ({2: torch.zeros(17, 4, 2)}, r"rotary must be \(>= 18, d/4, 2\)"),
     ({2: torch.zeros(18, 2, 4).mT}, "contiguous, got"),
-    ({4: None}, r"ve must be \(9, 32\) and ve_gate \(9, 2\), or both None, got \(9, 32\) and None"),
-    ({3: torch.zeros(9, 31)}, r"got \(9, 31\) and \(9, 2\)"),
-    ({0: torch.zeros(9, 8, dtype=BF16)}, "must be all bfloat16 or all float32"),
-    ({1: torch.zeros(144, 8), 2: torch.zeros(18, 6, 2)}, "power of two from 16 on, got 24"),
+    ({4: None}, r"ve must be \(9, 32\) and w_ve \(2, 12\), or both None, got \(9, 32\) and None"),
+    ({3: torch.zeros(9, 31)}, r"got \(9, 31\) and \(2, 12\)"),
+    ({4: torch.zeros(2, 6)}, r"got \(9, 32\) and \(2, 6\)"),
+    ({0: torch.zeros(9, 16, dtype=BF16)}, "must be all bfloat16 or all float32"),
+    ({1: torch.zeros(144, 16), 2: torch.zeros(18, 6, 2)}, "power of two from 16 on, got 24"),
 ])
 def test_errors_say_what_was_wrong(change, message):
-    args = list(block_inputs(9, 2, 16, 8, "paired+value", torch.device("cpu"), FP32))
+    args = list(block_inputs(9, 2, 16, 16, "paired+value", torch.device("cpu"), FP32))
     for i, value in change.items():
         args[i] = value
     with pytest.raises(ValueError, match=message):

@@ -96,7 +96,7 @@ def test_paired_reinterpretation():
     table = T.rotary_table(np.array(oracles.base_freqs(width // 4)), 2 * n, torch.device("cpu"), FP64)
     seen = []
     x, eye = torch.randn(n, 3 * heads * width, dtype=FP64), torch.eye(3 * heads * width, dtype=FP64)
-    tk.attention_block_ref(x, eye, table, None, None, torch.ones(n, heads, dtype=FP64), torch.tensor([0, n], dtype=torch.int32), n, 3, 0.1,
+    tk.attention_block_ref(x, eye, table, None, None, torch.zeros(heads, 12, dtype=FP64), torch.tensor([0, n], dtype=torch.int32), n, 3, 0.1,
                            True, False, attention=lambda q, *args: seen.append(q) or q)
     u = T.rms_norm(x.view(n, 3, heads, width)[:, 0])
     for t in range(n):
