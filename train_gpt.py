@@ -1178,6 +1178,7 @@ def log_header(log, config, rt, choices, sources):
     """Sources of both files, versions, machine, resolved config: what is needed to repeat the run."""
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # logs are published: nobody's processes and paths
     except FileNotFoundError:
         gpus = "nvidia-smi: not found"
     rule, short_rule = "=" * 100, "-" * 40

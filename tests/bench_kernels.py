@@ -279,8 +279,26 @@ def embedding_cases():
                 bytes=2 * D * (N + 2 * groups.ids.unique().numel()), calls=calls)
 
 
+def optimizer_cases():
+    """What an update does at the shard shapes of a rank, without the communication; all kernels above and the launches between."""
+    ops, _ = tk.choose_ops(torch.device(DEVICE))
+    plan = T.make_plan(CONFIG, T.stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding apart
+    for ranks in 8, 1:
+        model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
+        optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, T.Runtime(0, ranks, torch.device(DEVICE)), ops,
+                                     lambda f: torch.compile(f, dynamic=False) if PEERS else f)
+        banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
+        tables = {name: rand(*optimizer.state[name]["m"].shape) for name in T.WORK_ORDER if name not in banks}
+        matmul = sum(len(X) * (2 * 21 / 36 * (X.size(1) + D) + 2 * X.size(1)) * D * D for X in banks.values())
+        for kind, update, grads, work in (
+                ("Muon", optimizer._update_normuon, banks, dict(bf16=5 * matmul, calls=ranks == 1)),
+                ("Adam", optimizer._update_adam, tables, dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2))):
+            yield Case(f"{kind}, all parameters", f"{ranks} ranks", lambda update=update, grads=grads: [
+                update(name, plan, grad) for name, grad in grads.items()], **work)
+
+
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
-                head=head_cases, embedding=embedding_cases)
+                head=head_cases, embedding=embedding_cases, optimizer=optimizer_cases)
 
 
 def main():
