@@ -856,12 +856,12 @@ WORK_ORDER = ("replicated", "value_embeds", "bigram_embed", "lm_head", "embed", 
 class SparseRows:
     """Averages a table's gradient over ranks by sending only the rows that were touched (PR 221, roeeshenberg).
 
-    Rank r owns rows [r·n/G, (r+1)·n/G). The host knows the touched rows from the batch, so the sizes of the exchange are
+    Rank r owns rows [r·k, (r+1)·k), k = ⌈n/G⌉. The host knows the touched rows from the batch, so the sizes of the exchange are
     agreed on the CPU (gloo) while the device computes, which is never waited for.
     """
 
     def __init__(self, rows, rt):
-        self.rt, self.owned = rt, rows // rt.world
+        self.rt, self.owned = rt, -(-rows // rt.world)
         self.touched = np.zeros(rows, dtype=bool)
 
     def mark(self, rows: np.ndarray):
@@ -891,13 +891,13 @@ class SparseRows:
         self.work = dist.all_to_all_single(self.rows_in, self.rows, self.counts_in, self.counts, async_op=True)
 
     def send_values(self, grad):
-        """grad (rows, D): this rank's gradient, summed over the steps since the last exchange."""
+        """grad (G·k, D): this rank's gradient, summed over the steps since the last exchange."""
         values = grad[self.rows]
         self.values_in = grad.new_empty(sum(self.counts_in), grad.size(1))
         self.work_values = dist.all_to_all_single(self.values_in, values, self.counts_in, self.counts, async_op=True)
 
     def receive(self, grad):
-        """Average of the owned rows (rows / G, D)."""
+        """Average of the owned rows (k, D)."""
         self.work.wait()
         self.work_values.wait()
         own = grad[self.rt.rank * self.owned:(self.rt.rank + 1) * self.owned]
@@ -929,7 +929,11 @@ class NorMuonAndAdam:
         self.matrix_lr = {}  # label -> rate multiplier of every owned matrix
         self.coefficients = {}  # label -> (beta1, beta2, lr_mul, wd_mul)
         for label, row in self.table.items():
-            shard = self.shards[label] = self._own(label, self._matrices(label, self.params[label].detach()))
+            # Where the ranks do not divide a sharded parameter, it and its gradient become the beginning of a longer buffer each,
+            # zero beyond. The collectives use the buffers in place (`_buffer`), nobody else sees the end.
+            param, full = self.params[label], self._matrices(label, self.params[label].detach())
+            param.data, param.grad = (self._padded(label, x)[:len(full)].view_as(param) for x in (full, torch.zeros_like(full)))
+            shard = self.shards[label] = self._own(label, self._buffer(label, param.detach()))
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.optim == "adam":
                 self.coefficients[label] = (*row.betas, row.lr_mul, row.wd_mul)
@@ -937,7 +941,7 @@ class NorMuonAndAdam:
             else:
                 v = torch.zeros_like(m[:, :, :1] if shard.size(1) >= shard.size(2) else m[:, :1])
                 self.state[label] = {"m": m, "v": v, "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
-                rates = torch.tensor(row.matrix_lr * self.params[label].size(0), device=rt.device)
+                rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
                 self.matrix_lr[label] = self._own(label, rates).view(-1, 1, 1)
 
         # Replicated parameters share one flat fp32 buffer, one reduction and one update; coefficients are vectors over it.
@@ -951,8 +955,6 @@ class NorMuonAndAdam:
         columns = zip(*(self.coefficients[label] for label in self.flat_labels))
         self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
 
-        for param in self.params.values():
-            param.grad = torch.zeros_like(param)
         # Exchanging touched rows pays for the gradient of a single micro-batch only.
         self.sparse = SparseRows(self.params["bigram_embed"].size(0), rt) if rt.world == config.run.micro_batches > 1 else None
 
@@ -961,18 +963,32 @@ class NorMuonAndAdam:
         per_row = len(self.table[label].matrix_lr)
         return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
 
+    def _padding(self, label, full):
+        """Rows that a tensor in the optimizer's shape lacks to be cut into equal parts, one per rank."""
+        return 0 if self.table[label].comms == "replicated" else -len(full) % self.rt.world
+
+    def _padded(self, label, full):
+        """A tensor in the optimizer's shape, followed by zeros if need be."""
+        padding = self._padding(label, full)
+        return torch.cat((full, full.new_zeros(padding, *full.shape[1:]))) if padding else full
+
+    def _buffer(self, label, tensor):
+        """The optimizer's view of a parameter or its gradient and of the padding that follows it in memory."""
+        full = self._matrices(label, tensor)
+        return full.as_strided((len(full) + self._padding(label, full), *full.shape[1:]), full.stride())
+
     def _own(self, label, full):
-        """This rank's part of a full tensor."""
-        return full if self.table[label].comms == "replicated" else full.chunk(self.rt.world)[self.rt.rank]
+        """This rank's part of a full tensor, padded or not."""
+        return full if self.table[label].comms == "replicated" else self._padded(label, full).chunk(self.rt.world)[self.rt.rank]
 
     def _full(self, label, part):
-        """The full tensor from every rank's part."""
+        """The full tensor from every rank's part, without padding."""
         if self.table[label].comms == "replicated" or self.rt.world == 1:
             return part
         octets = part.contiguous().view(torch.uint8)  # NCCL does not know int16
         full = octets.new_empty(octets.size(0) * self.rt.world, *octets.shape[1:])
         all_gather(full, octets)
-        return full.view(part.dtype)
+        return full.view(part.dtype)[:len(self._matrices(label, self.params[label]))]
 
     def before_micro_step(self, plan, bigram_rows_cpu):
         if self.sparse is not None:
@@ -1003,7 +1019,7 @@ class NorMuonAndAdam:
             grad = pending.pop(name)()
             (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
             if self.rt.world > 1 and name != "replicated":
-                gathers[name] = all_gather(self._matrices(name, self.params[name].detach()), self.shards[name], async_op=True)
+                gathers[name] = all_gather(self._buffer(name, self.params[name].detach()), self.shards[name], async_op=True)
 
         # Phase 3: finish. Tied: the embedding is the transposed head.
         if plan.adam and plan.tied:
@@ -1024,7 +1040,7 @@ class NorMuonAndAdam:
         if name == "replicated":
             grad = torch.cat([self.params[label].grad.float().flatten() for label in self.flat_labels])
         else:
-            grad = self._matrices(name, self.params[name].grad)
+            grad = self._buffer(name, self.params[name].grad)
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -1423,7 +1439,8 @@ class Trainer:
     def save(self, source):
         """Model, optimizer, loader position and source beside the log, complete or not at all."""
         state = {"step": self.total, "source": source, "config": flatten(self.config),
-                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
+                 "model": {label: param.clone() for label, param in self.model.state_dict().items()},  # without padding
+                 "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
         if self.rt.rank == 0:
             path = self.log.path.with_suffix("") / f"state_step{self.total:06d}.pt"
             try:
