@@ -22,7 +22,7 @@ Contents, top to bottom; a name is defined above its first use:
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
-A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
+A = micro_batches/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
 """
 
 import dataclasses
@@ -151,7 +151,7 @@ class Run:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # of the initial weights
-    micro_batches: int = 8  # forward passes per step over all ranks; more of them need less memory
+    micro_batches: int = 8  # forward passes per step over all ranks, one per rank at least; more of them need less memory
     val_every: int = 250  # steps
     dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -225,8 +225,8 @@ def render(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def parse_config(argv) -> Config:
-    """Arguments --preset=name and --key=value -> Config. Raises UserError on anything it does not know."""
+def parse_config(argv, world=1) -> Config:
+    """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on anything it does not know."""
     given = {}
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
@@ -251,11 +251,11 @@ def parse_config(argv) -> Config:
     sections = {f.name: updated(getattr(config, f.name)) for f in dataclasses.fields(config)}
     stages = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
     sections["schedule"] = dataclasses.replace(sections["schedule"], stages=stages)
-    return check_config(Config(**sections))
+    return check_config(Config(**sections), world)
 
 
-def check_config(config) -> Config:
-    """The config itself, or UserError when its numbers do not make sense or do not fit together."""
+def check_config(config, world=1) -> Config:
+    """The config with one micro-batch per rank at least, or UserError when its numbers do not make sense or do not fit together."""
     def require(ok, message):
         if not ok:
             raise UserError(message)
@@ -285,11 +285,15 @@ def check_config(config) -> Config:
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
+    run = dataclasses.replace(run, micro_batches=max(run.micro_batches, world))
+    require(run.micro_batches % world == 0,
+            f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it, or more than that")
     for i, stage in enumerate(schedule.stages, 1):
         require(stage.batch_tokens % (16 * run.micro_batches) == 0,
-                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}")
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}"
+                + (f", one for each of {world} processes" if world == run.micro_batches > 1 else ""))
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-    return config
+    return dataclasses.replace(config, run=run)
 
 
 def help_text() -> str:
@@ -316,16 +320,13 @@ class Runtime:
 def init_runtime(config) -> Runtime:
     """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if config.run.micro_batches % world:
-        raise UserError(f"{world} processes do not divide --micro_batches={config.run.micro_batches}: start 1, 2, 4 or 8")
-    if config.data.val_tokens // config.data.val_batch_tokens % world:
-        raise UserError(f"{world} processes cannot share the validation: make --val_tokens / --val_batch_tokens a multiple of {world}")
     if config.run.device == "cuda":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
         if not torch.cuda.is_available():
             raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
         if local >= torch.cuda.device_count():
-            raise UserError(f"{world} processes but {torch.cuda.device_count()} GPUs: start one process per GPU")
+            raise UserError(f"{os.environ.get('LOCAL_WORLD_SIZE', world)} processes but {torch.cuda.device_count()} GPUs on this machine:"
+                            " start one process per GPU")
         torch.cuda.set_device(local)
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
     device = torch.device(config.run.device, local) if config.run.device == "cuda" else torch.device("cpu")
@@ -1203,6 +1204,8 @@ def log_header(log, config, rt, choices, sources):
                  *(f"{key}: {render(value)}" for key, value in (settings | flatten(config)).items()), rule):
         log.line(text, console=False)
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
+    rows = [str(stage.batch_tokens // config.run.micro_batches) for stage in config.schedule.stages]
+    log.line(f"tokens per micro-batch: {' '.join(rows)}; micro-batches per rank: {config.run.micro_batches // rt.world}")
 
 
 @torch.no_grad()
@@ -1510,7 +1513,7 @@ def main(argv) -> int:
     rank, log = int(os.environ.get("RANK", 0)), None
     on_sigterm = signal.signal(signal.SIGTERM, interrupted if rank == 0 else signal.SIG_DFL)  # rank 0 has a log to close
     try:
-        config = parse_config(argv)
+        config = parse_config(argv, int(os.environ.get("WORLD_SIZE", 1)))
         rt = init_runtime(config)
         log = Log(config, rt)
         train(config, rt, log, launched, sources)
@@ -1535,7 +1538,8 @@ def main(argv) -> int:
     if rank > 0:
         if status == 130:
             return status  # rank 0 says so
-        time.sleep(2)  # usually rank 0 says the same, and torchrun then ends this process
+        if int(os.environ.get("LOCAL_RANK", rank)) > 0:
+            time.sleep(2)  # usually the first process of this machine says the same, and torchrun then ends this one
         message = f"rank {rank}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     return status
