@@ -5,6 +5,7 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
 
     ./run.sh                                                 set up everything, then train whatever this machine can
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
+    torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
@@ -41,7 +42,7 @@ from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -1216,8 +1217,8 @@ def summed_loss(forward, head, batch, view) -> Tensor:
 
 
 def validate(forward, head, data, view, rt) -> float:
-    """Mean loss over the validation tokens of all ranks."""
-    total = sum(summed_loss(forward, head, batch, view) for batch in data)
+    """Mean loss over the validation tokens of all ranks, of which some may have fewer pieces than others, or none."""
+    total = sum((summed_loss(forward, head, batch, view) for batch in data), torch.zeros((), device=rt.device))
     if rt.world > 1:
         dist.all_reduce(total)
     return total.item() / data.config.data.val_tokens
@@ -1381,9 +1382,9 @@ class Trainer:
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         loader = self.new_loader(steps)
-        piece = next(iter(self.validation))
-        for view in self.views:  # with a kernel for attention all share one graph
-            summed_loss(self.forward, self.head, piece, view)
+        for piece in islice(self.validation, 1):  # a rank may have none
+            for view in self.views:  # with a kernel for attention all share one graph
+                summed_loss(self.forward, self.head, piece, view)
         for step in steps:
             self.step(loader, self.plans[step])
         self.synchronize()
