@@ -5,6 +5,7 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
 
     ./run.sh                                                 set up everything, then train whatever this machine can
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
+    torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
@@ -22,7 +23,7 @@ Contents, top to bottom; a name is defined above its first use:
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
-A = 8/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
+A = micro_batches/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
 """
 
 import time
@@ -44,7 +45,7 @@ from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,7 +157,7 @@ class Run:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # of the initial weights
-    micro_batches: int = 8  # forward passes per step over all ranks; more of them need less memory
+    micro_batches: int = 8  # forward passes per step over all ranks, one per rank at least; more of them need less memory
     val_every: int = 250  # steps
     dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -230,8 +231,8 @@ def render(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def parse_config(argv) -> Config:
-    """Arguments --preset=name and --key=value -> Config. Raises UserError on anything it does not know."""
+def parse_config(argv, world=1) -> Config:
+    """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on anything it does not know."""
     given = {}
     for arg in argv:
         key, equals, text = arg.removeprefix("--").partition("=")
@@ -256,11 +257,11 @@ def parse_config(argv) -> Config:
     sections = {f.name: updated(getattr(config, f.name)) for f in dataclasses.fields(config)}
     stages = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
     sections["schedule"] = dataclasses.replace(sections["schedule"], stages=stages)
-    return check_config(Config(**sections))
+    return check_config(Config(**sections), world)
 
 
-def check_config(config) -> Config:
-    """The config itself, or UserError when its numbers do not make sense or do not fit together."""
+def check_config(config, world=1) -> Config:
+    """The config with one micro-batch per rank at least, or UserError when its numbers do not make sense or do not fit together."""
     def require(ok, message):
         if not ok:
             raise UserError(message)
@@ -290,11 +291,15 @@ def check_config(config) -> Config:
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
+    run = dataclasses.replace(run, micro_batches=max(run.micro_batches, world))
+    require(run.micro_batches % world == 0,
+            f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it, or more than that")
     for i, stage in enumerate(schedule.stages, 1):
         require(stage.batch_tokens % (16 * run.micro_batches) == 0,
-                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}")
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}"
+                + (f", one for each of {world} processes" if world == run.micro_batches > 1 else ""))
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-    return config
+    return dataclasses.replace(config, run=run)
 
 
 def help_text() -> str:
@@ -321,16 +326,13 @@ class Runtime:
 def init_runtime(config) -> Runtime:
     """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if config.run.micro_batches % world:
-        raise UserError(f"{world} processes do not divide --micro_batches={config.run.micro_batches}: start 1, 2, 4 or 8")
-    if config.data.val_tokens // config.data.val_batch_tokens % world:
-        raise UserError(f"{world} processes cannot share the validation: make --val_tokens / --val_batch_tokens a multiple of {world}")
     if config.run.device == "cuda":
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
         if not torch.cuda.is_available():
             raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
         if local >= torch.cuda.device_count():
-            raise UserError(f"{world} processes but {torch.cuda.device_count()} GPUs: start one process per GPU")
+            raise UserError(f"{os.environ.get('LOCAL_WORLD_SIZE', world)} processes but {torch.cuda.device_count()} GPUs on this machine:"
+                            " start one process per GPU")
         torch.cuda.set_device(local)
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
     device = torch.device(config.run.device, local) if config.run.device == "cuda" else torch.device("cpu")
@@ -858,12 +860,12 @@ WORK_ORDER = ("replicated", "value_embeds", "bigram_embed", "lm_head", "embed", 
 class SparseRows:
     """Averages a table's gradient over ranks by sending only the rows that were touched (PR 221, roeeshenberg).
 
-    Rank r owns rows [r·n/G, (r+1)·n/G). The host knows the touched rows from the batch, so the sizes of the exchange are
+    Rank r owns rows [r·k, (r+1)·k), k = ⌈n/G⌉. The host knows the touched rows from the batch, so the sizes of the exchange are
     agreed on the CPU (gloo) while the device computes, which is never waited for.
     """
 
     def __init__(self, rows, rt):
-        self.rt, self.owned = rt, rows // rt.world
+        self.rt, self.owned = rt, -(-rows // rt.world)
         self.touched = np.zeros(rows, dtype=bool)
 
     def mark(self, rows: np.ndarray):
@@ -893,13 +895,13 @@ class SparseRows:
         self.work = dist.all_to_all_single(self.rows_in, self.rows, self.counts_in, self.counts, async_op=True)
 
     def send_values(self, grad):
-        """grad (rows, D): this rank's gradient, summed over the steps since the last exchange."""
+        """grad (G·k, D): this rank's gradient, summed over the steps since the last exchange."""
         values = grad[self.rows]
         self.values_in = grad.new_empty(sum(self.counts_in), grad.size(1))
         self.work_values = dist.all_to_all_single(self.values_in, values, self.counts_in, self.counts, async_op=True)
 
     def receive(self, grad):
-        """Average of the owned rows (rows / G, D)."""
+        """Average of the owned rows (k, D)."""
         self.work.wait()
         self.work_values.wait()
         own = grad[self.rt.rank * self.owned:(self.rt.rank + 1) * self.owned]
@@ -931,7 +933,11 @@ class NorMuonAndAdam:
         self.matrix_lr = {}  # label -> rate multiplier of every owned matrix
         self.coefficients = {}  # label -> (beta1, beta2, lr_mul, wd_mul)
         for label, row in self.table.items():
-            shard = self.shards[label] = self._own(label, self._matrices(label, self.params[label].detach()))
+            # Where the ranks do not divide a sharded parameter, it and its gradient become the beginning of a longer buffer each,
+            # zero beyond. The collectives use the buffers in place (`_buffer`), nobody else sees the end.
+            param, full = self.params[label], self._matrices(label, self.params[label].detach())
+            param.data, param.grad = (self._padded(label, x)[:len(full)].view_as(param) for x in (full, torch.zeros_like(full)))
+            shard = self.shards[label] = self._own(label, self._buffer(label, param.detach()))
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.optim == "adam":
                 self.coefficients[label] = (*row.betas, row.lr_mul, row.wd_mul)
@@ -939,7 +945,7 @@ class NorMuonAndAdam:
             else:
                 v = torch.zeros_like(m[:, :, :1] if shard.size(1) >= shard.size(2) else m[:, :1])
                 self.state[label] = {"m": m, "v": v, "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
-                rates = torch.tensor(row.matrix_lr * self.params[label].size(0), device=rt.device)
+                rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
                 self.matrix_lr[label] = self._own(label, rates).view(-1, 1, 1)
 
         # Replicated parameters share one flat fp32 buffer, one reduction and one update; coefficients are vectors over it.
@@ -953,8 +959,6 @@ class NorMuonAndAdam:
         columns = zip(*(self.coefficients[label] for label in self.flat_labels))
         self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
 
-        for param in self.params.values():
-            param.grad = torch.zeros_like(param)
         # Exchanging touched rows pays for the gradient of a single micro-batch only.
         self.sparse = SparseRows(self.params["bigram_embed"].size(0), rt) if rt.world == config.run.micro_batches > 1 else None
 
@@ -963,18 +967,32 @@ class NorMuonAndAdam:
         per_row = len(self.table[label].matrix_lr)
         return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
 
+    def _padding(self, label, full):
+        """Rows that a tensor in the optimizer's shape lacks to be cut into equal parts, one per rank."""
+        return 0 if self.table[label].comms == "replicated" else -len(full) % self.rt.world
+
+    def _padded(self, label, full):
+        """A tensor in the optimizer's shape, followed by zeros if need be."""
+        padding = self._padding(label, full)
+        return torch.cat((full, full.new_zeros(padding, *full.shape[1:]))) if padding else full
+
+    def _buffer(self, label, tensor):
+        """The optimizer's view of a parameter or its gradient and of the padding that follows it in memory."""
+        full = self._matrices(label, tensor)
+        return full.as_strided((len(full) + self._padding(label, full), *full.shape[1:]), full.stride())
+
     def _own(self, label, full):
-        """This rank's part of a full tensor."""
-        return full if self.table[label].comms == "replicated" else full.chunk(self.rt.world)[self.rt.rank]
+        """This rank's part of a full tensor, padded or not."""
+        return full if self.table[label].comms == "replicated" else self._padded(label, full).chunk(self.rt.world)[self.rt.rank]
 
     def _full(self, label, part):
-        """The full tensor from every rank's part."""
+        """The full tensor from every rank's part, without padding."""
         if self.table[label].comms == "replicated" or self.rt.world == 1:
             return part
         octets = part.contiguous().view(torch.uint8)  # NCCL does not know int16
         full = octets.new_empty(octets.size(0) * self.rt.world, *octets.shape[1:])
         all_gather(full, octets)
-        return full.view(part.dtype)
+        return full.view(part.dtype)[:len(self._matrices(label, self.params[label]))]
 
     def before_micro_step(self, plan, bigram_rows_cpu):
         if self.sparse is not None:
@@ -1005,7 +1023,7 @@ class NorMuonAndAdam:
             grad = pending.pop(name)()
             (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
             if self.rt.world > 1 and name != "replicated":
-                gathers[name] = all_gather(self._matrices(name, self.params[name].detach()), self.shards[name], async_op=True)
+                gathers[name] = all_gather(self._buffer(name, self.params[name].detach()), self.shards[name], async_op=True)
 
         # Phase 3: finish. Tied: the embedding is the transposed head.
         if plan.adam and plan.tied:
@@ -1026,7 +1044,7 @@ class NorMuonAndAdam:
         if name == "replicated":
             grad = torch.cat([self.params[label].grad.float().flatten() for label in self.flat_labels])
         else:
-            grad = self._matrices(name, self.params[name].grad)
+            grad = self._buffer(name, self.params[name].grad)
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -1190,6 +1208,8 @@ def log_header(log, config, rt, choices, sources):
                  *(f"{key}: {render(value)}" for key, value in (settings | flatten(config)).items()), rule):
         log.line(text, console=False)
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
+    rows = [str(stage.batch_tokens // config.run.micro_batches) for stage in config.schedule.stages]
+    log.line(f"tokens per micro-batch: {' '.join(rows)}; micro-batches per rank: {config.run.micro_batches // rt.world}")
 
 
 @torch.no_grad()
@@ -1200,8 +1220,8 @@ def summed_loss(forward, head, batch, view) -> Tensor:
 
 
 def validate(forward, head, data, view, rt) -> float:
-    """Mean loss over the validation tokens of all ranks."""
-    total = sum(summed_loss(forward, head, batch, view) for batch in data)
+    """Mean loss over the validation tokens of all ranks, of which some may have fewer pieces than others, or none."""
+    total = sum((summed_loss(forward, head, batch, view) for batch in data), torch.zeros((), device=rt.device))
     if rt.world > 1:
         dist.all_reduce(total)
     return total.item() / data.config.data.val_tokens
@@ -1390,9 +1410,9 @@ class Trainer:
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         loader = self.new_loader(steps)
-        piece = next(iter(self.validation))
-        for view in self.views if self.plain else self.views[-1:]:  # one graph for all, or one for each
-            summed_loss(self.forward, self.head, piece, view)
+        for piece in islice(self.validation, 1):  # a rank may have none
+            for view in self.views if self.plain else self.views[-1:]:  # one graph for all, or one for each
+                summed_loss(self.forward, self.head, piece, view)
         self.synchronize()
         self.watch.lap("evaluation")
         for step in steps:
@@ -1454,7 +1474,8 @@ class Trainer:
     def save(self, source):
         """Model, optimizer, loader position and source beside the log, complete or not at all."""
         state = {"step": self.total, "source": source, "config": flatten(self.config),
-                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
+                 "model": {label: param.clone() for label, param in self.model.state_dict().items()},  # without padding
+                 "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
         if self.rt.rank == 0:
             path = self.log.path.with_suffix("") / f"state_step{self.total:06d}.pt"
             try:
@@ -1526,7 +1547,7 @@ def main(argv) -> int:
     rank, log = int(os.environ.get("RANK", 0)), None
     on_sigterm = signal.signal(signal.SIGTERM, interrupted if rank == 0 else signal.SIG_DFL)  # rank 0 has a log to close
     try:
-        config = parse_config(argv)
+        config = parse_config(argv, int(os.environ.get("WORLD_SIZE", 1)))
         rt = init_runtime(config)
         watch.lap("processes")
         log = Log(config, rt)
@@ -1552,7 +1573,8 @@ def main(argv) -> int:
     if rank > 0:
         if status == 130:
             return status  # rank 0 says so
-        time.sleep(2)  # usually rank 0 says the same, and torchrun then ends this process
+        if int(os.environ.get("LOCAL_RANK", rank)) > 0:
+            time.sleep(2)  # usually the first process of this machine says the same, and torchrun then ends this one
         message = f"rank {rank}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)
     return status

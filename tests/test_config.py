@@ -115,6 +115,24 @@ def test_numbers_that_do_not_fit_together(args, message):
         T.parse_config(args.split())
 
 
+@pytest.mark.parametrize("args, world, micro_batches", [
+    ("", 1, 8), ("", 8, 8), ("", 16, 16), ("", 32, 32), ("--micro_batches=32", 16, 32), ("--preset=cpu", 32, 32),
+    # 48 is a multiple of 12 but not of the default 8: what counts is what runs.
+    (" ".join(f"--stage{i}.batch_tokens={16 * 12 * i}" for i in (1, 2, 3, 4)) + " --micro_batches=6", 12, 12)])
+def test_every_rank_has_a_micro_batch(args, world, micro_batches):
+    assert T.parse_config(args.split(), world).run.micro_batches == micro_batches
+
+
+@pytest.mark.parametrize("args, world, message", [
+    ("", 3, "^3 processes do not divide --micro_batches=8: .*$"),
+    ("--micro_batches=32", 24, "^24 processes do not divide --micro_batches=32: .*$"),
+    ("", 12, "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"),
+    ("--stage2.batch_tokens=384", 32, "^--stage2.batch_tokens=384 .* 16 . --micro_batches=32, one for each of 32 processes$")])
+def test_numbers_of_ranks_that_do_not_fit(args, world, message):
+    with pytest.raises(T.UserError, match=message):
+        T.parse_config(args.split(), world)
+
+
 @pytest.mark.parametrize("arg", [
     "--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0", "--muon_momentum=0.9",
     "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
@@ -159,7 +177,7 @@ def test_written_out_config_is_read_back(preset, base):
 
 def test_presets_pass_their_own_check():
     for config in T.PRESETS.values():
-        assert T.check_config(config) is config
+        assert T.check_config(config) == config
 
 
 def test_help_lists_every_knob():

@@ -364,7 +364,7 @@ def validation(folder, files, world, rank=0, pieces=8, n=64):
     return T.ValidationData(T.Config(model=MODEL, data=data), T.Runtime(rank, world, CPU))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4, 3, 16])  # 3 and 16 do not divide 8 pieces, 8 ranks of 16 have none
 def test_validation_pieces(tmp_path, world):
     """Pieces of all ranks are those of the oracle and hold tokens 0 to val_tokens, from two files, targets one further."""
     stream = random_shard(np.random.default_rng(3), 40)[:600]

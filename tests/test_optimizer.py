@@ -1,10 +1,13 @@
-"""Update rules and the whole NorMuonAndAdam against the fp64 oracles."""
+"""Update rules and the whole NorMuonAndAdam against the fp64 oracles; several ranks against one."""
 
 import dataclasses
+import datetime
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
 import oracles
 import train_gpt as T
@@ -191,3 +194,66 @@ def test_rates_of_the_banks():
     optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS)
     assert optimizer.matrix_lr["attn_bank"].flatten().tolist() == [1.0] * 40
     assert optimizer.matrix_lr["mlp_bank"].flatten().tolist() == [2.0, 4.0] * 12
+
+
+def train(rt, steps, saved=None):
+    """{"model", "optimizer"}: both states after these steps on the ranks of `rt`, begun with `saved` if given.
+
+    Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for every G.
+    """
+    config = small_config()
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=rt.world))  # sparse exchange
+    model = make_model(config)
+    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, rt, OPS)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for plan in (T.make_plan(config, step) for step in steps):
+        touched = set()
+        for part in (0, 1):
+            generator = torch.Generator().manual_seed(2 * plan.step + part)
+            for label, param in model.named_parameters():
+                grad = torch.randint(-2, 3, param.shape, generator=generator) * rt.world
+                if label == "bigram_embed":
+                    rows = torch.randint(len(param), (300,), generator=generator).unique()
+                    grad[torch.isin(torch.arange(len(param)), rows, invert=True)] = 0
+                if (plan.step + part) % rt.world == rt.rank:
+                    touched |= set(rows.tolist()) if label == "bigram_embed" else set()
+                    param.grad += grad
+        optimizer.before_micro_step(plan, np.array(sorted(touched), np.int32))
+        optimizer.after_micro_step(plan)
+        optimizer.step(plan)
+    for label, param in model.named_parameters():  # what is behind a parameter
+        assert not any(optimizer._buffer(label, x).flatten()[x.numel():].any() for x in (param.detach(), param.grad)), label
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def train_as_rank(rank, world, folder, steps):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", datetime.timedelta(seconds=60), world, rank)
+    state = train(T.Runtime(rank, world, CPU), steps, torch.load(folder / "saved.pt"))
+    torch.save(state, folder / f"rank{rank}.pt")
+
+
+def assert_same(state, other):
+    named = [{f"{key} {label}": tensor for label, p in s["model"].items() for key, tensor in {"p": p, **s["optimizer"][label]}.items()}
+             for s in (state, other)]
+    assert named[0].keys() == named[1].keys()
+    assert [name for name, tensor in named[0].items() if not torch.equal(tensor, named[1][name])] == []
+
+
+@pytest.mark.parametrize("world", [7, 16])
+def test_any_number_of_ranks_equals_one_bit_for_bit(tmp_path, world):
+    """From a state of one rank, across the split with its state transfer (step 5), and back to one rank.
+
+    7 ranks divide no sharded parameter. Of the banks' 40 and 24 matrices they own 6 and 4 each, the last one 4 and none: its
+    rest is padding. 16 ranks own 3 and 2; three or four of them padding only.
+    """
+    states = [train(ONE_RANK, range(3))]
+    torch.save(states[0], tmp_path / "saved.pt")
+    torch.multiprocessing.start_processes(train_as_rank, (world, tmp_path, range(3, 8)), world, start_method="fork")
+    one = train(ONE_RANK, range(3, 8), states[0])
+    saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+    for state in saved:
+        assert_same(one, state)
+    assert_same(train(ONE_RANK, range(8, 10), one), train(ONE_RANK, range(8, 10), saved[0]))

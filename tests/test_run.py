@@ -1,9 +1,10 @@
-"""The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks through all four stages, the split and the
-extension; their logs and checkpoints; and the errors that a user can meet. The corpus is made here."""
+"""The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks and on two "nodes", through all four stages, the
+split and the extension; their logs and checkpoints; and the errors that a user can meet. The corpus is made here."""
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ RULE = "=" * 100 + "\n"
 STAGE_KEYS = "batch_tokens", "max_doc_len", "short_window", "long_window"
 STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32, 64))
 STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
-VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 4096, 512, 96
+VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 4608, 1536, 96  # three pieces: two ranks share them unevenly, the last of four has none
 TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2", f"--final_window={FINAL_WINDOW}",
         f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}", "--val_every=3", "--sample_tokens=0",
         "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
@@ -48,9 +49,10 @@ SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduc
 T.reduce_scatter, T.dist.all_reduce = lambda *a, **kw: scatter(*a, **kw | wrong), lambda *a, **kw: reduce(*a, **kw | wrong)"""
 PAIR = ["--micro_batches=2", "--adam_lr=0", "--muon_lr=0.023"]
 RUNS = {  # name -> ranks, arguments, hook
-    "four": (4, [], None), "two": (2, [], None), "sum": (2, [], SUM_FOR_AVERAGE),
+    "four": (4, [], WARM_UP), "two": (2, [], None), "sum": (2, [], SUM_FOR_AVERAGE),
     "one": (1, [], None), "again": (1, [], WARM_UP), "seed": (1, ["--seed=7", "--scheduled_steps=3"], None),
-    "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], None), "pair2": (2, PAIR, SAY_EXCHANGES)}
+    "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], None), "pair2": (2, PAIR, SAY_EXCHANGES),
+    "nodes": (1, [*PAIR, "--micro_batches=1"], SAY_EXCHANGES)}  # one rank on each of two "nodes"; two ranks take two micro-batches
 
 
 def text(count, seed):
@@ -81,10 +83,10 @@ def corpus(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
-def start(corpus, *args, ranks=1, hook=None):
-    """A trainer process (under torchrun for several ranks); hook: code to run in it first."""
+def start(corpus, *args, ranks=1, hook=None, node=None):
+    """A trainer process (under torchrun for several ranks or a node); hook: code to run in it first; node: options of torchrun."""
     script = [str(ROOT / "train_gpt.py")] if hook is None else [str(corpus.folder / "hooked.py"), hook]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = ["-m", "torch.distributed.run", *(node or ["--standalone"]), f"--nproc_per_node={ranks}"] if ranks > 1 or node else []
     return subprocess.Popen([sys.executable, *launcher, *script, *corpus.args, *args], env=ENV, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -123,8 +125,14 @@ def runs(corpus, tmp_path_factory):
     def run(name):
         (ranks, args, hook), logs = RUNS[name], tmp_path_factory.mktemp(name)
         args = ["--save_checkpoint=true", f"--run_label={name}", f"--log_dir={logs}", *args]
-        out, err, status = finish(start(corpus, *args, ranks=ranks, hook=hook))
-        assert status == 0, f"run {name}:\n{out}\n{err}"
+        nodes = [None]
+        if name == "nodes":
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            nodes = [["--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"] for i in (0, 1)]
+        parts = [finish(process) for process in [start(corpus, *args, ranks=ranks, hook=hook, node=node) for node in nodes]]
+        assert all(status == 0 for _, _, status in parts), f"run {name}: {parts}"
+        out = "".join(out for out, _, _ in parts)
         (path,), (saved,) = logs.glob("*.txt"), logs.glob("*/*.pt")
         log, state = path.read_text(), torch.load(saved, weights_only=True)
         parts = [(label, {"p": p, **state["optimizer"][label]}) for label, p in state["model"].items()]
@@ -153,7 +161,7 @@ def test_one_seed_gives_one_result_bit_for_bit(runs):
 
 def test_logged_loss_is_that_of_the_oracle(runs):
     """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded: 4.8e-5."""
-    for name in ("one", "two", "four", "pair2"):
+    for name in ("one", "two", "four", "pair2", "nodes"):
         assert abs(runs[name].val[STEPS] - runs[name].loss) < 0.5e-4 + 1e-5, name
 
 
@@ -183,6 +191,15 @@ def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
     # that of bigram_embed from the sparse exchange, may differ by a few roundings: seen 8.5e-3.
     assert max(found.values()) < 8 * 2**-9 and one.tensors["m embed"].any() and one.tensors["m bigram_embed"].any(), found
     assert [two.out.count(f"exchange of rank {rank}\n") for rank in (0, 1)] == [len(ADAM_STEPS)] * 2
+
+
+def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
+    """Bit for bit, and two ranks take two micro-batches by themselves: they were told one."""
+    one, two = runs["pair2"], runs["nodes"]
+    assert one.val == two.val and one.loss == two.loss and one.state["loader"] == two.state["loader"]
+    assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, two.tensors[name])] == []
+    assert [two.out.count(f"exchange of rank {rank}\n") for rank in (0, 1)] == [len(ADAM_STEPS)] * 2
+    assert "\nmicro_batches: 2\n" in two.log and "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
 
 
 EXCHANGE = """
@@ -288,7 +305,7 @@ ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
     "--train_files={d}/stub.bin": "stub.bin.*100 bytes", "--train_files={d}/no_separator.bin": "no_separator.bin.*256",
     "--train_files={d}/foreign.bin": "foreign.bin.*257", "--train_files={d}/short.bin": "no training shard.* 64 ",
     "--train_files={d}/separators.bin --stage1.batch_tokens=2048": "257 documents in 256 .*127.*--tokens_per_doc",
-    "--val_files={d}/separators.bin": "documents in 512 .*127.*--tokens_per_doc", "--val_tokens=8192": "4106.*8193.*--val_tokens",
+    "--val_files={d}/separators.bin": "documents in 1536 .*127.*--tokens_per_doc", "--val_tokens=9216": "4618.*9217.*--val_tokens",
     "--data_end=stop": "training data exhausted.*2 shards.*--data_end=wrap",
     "--muon_lr=nan": "training loss of step 1 is nan.*--muon_lr", "--muon_lr=inf": "training loss of step 1 is nan.*--muon_lr",
     **dict.fromkeys(() if torch.cuda.is_available() else ("--device=cuda --kernels=torch", "--preset=record --kernels=torch"), "no usable GPU.*cpu")}
@@ -296,14 +313,14 @@ ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
 
 @pytest.mark.parametrize("args", ERRORS)
 def test_mistakes_are_reported_in_one_line(corpus, tmp_path, fails, args):
-    fails([*corpus.args, f"--log_dir={tmp_path}", "--val_tokens=512", *args.format(d=corpus.folder).split()], ERRORS[args])
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", *args.format(d=corpus.folder).split()], ERRORS[args])
     if "muon_lr" in args:  # the log was closed: all that was known is in it
         assert f"\nstep:1/{STEPS} train_time:" in next(tmp_path.glob("*.txt")).read_text()
 
 
 def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
     monkeypatch.setattr(T, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried 20 GiB.")))
-    fails([*corpus.args, f"--log_dir={tmp_path}", "--val_tokens=512"], "memory.*--micro_batches")
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"], "memory.*--micro_batches")
 
 
 def test_three_processes_are_refused_once(corpus, tmp_path):
@@ -344,7 +361,7 @@ def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monke
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    fails([*corpus.args, f"--log_dir={tmp_path}", "--val_tokens=512", "--save_checkpoint=true"], "cannot save .*No space left.*--log_dir")
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save_checkpoint=true"], "cannot save .*No space left.*--log_dir")
     assert "\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text() and not list(tmp_path.glob("*/*.pt"))
 
 
