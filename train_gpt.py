@@ -1275,9 +1275,10 @@ class MicroStep:
     def __init__(self, forward, head, kappa, record):
         self.forward, self.head, self.kappa, self.record = forward, head, kappa, record
         self.graphs = {}  # stage -> (graph, its inputs, its view, its loss)
+        # Autograd adds up gradients on the stream on which it first met a parameter, so all runs of a parameter use one stream.
+        self.stream = torch.cuda.Stream() if record else None
         if record:
             self.pool = torch.cuda.graph_pool_handle()  # one graph runs at a time: they share their memory
-            self.stream = torch.cuda.Stream()  # autograd adds up gradients on the stream on which it first met a parameter
 
     def run(self, tokens, targets, cu_seqlens, bigram_rows, mtp_weights, view):
         h = self.forward(tokens, cu_seqlens, bigram_rows, view)
@@ -1361,7 +1362,7 @@ class Trainer:
         self.seconds = {}  # phase -> seconds outside the clock
 
         self.validation = ValidationData(config, rt)
-        self.loader = self.new_loader(range(self.total))
+        self.loader = self.new_loader(range(self.total), config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
         self.model.init_weights(config.run.seed)
@@ -1389,34 +1390,53 @@ class Trainer:
         self.synchronize()
         watch.lap("model")
 
-    def new_loader(self, steps):
+    def new_loader(self, steps, config):
         def shape_of(step):
             return self.plans[step].row_tokens, self.plans[step].max_doc_len
 
-        return Loader(self.config, self.rt, steps, shape_of, warn=lambda text: self.log.line("warning: " + text))
+        return Loader(config, self.rt, steps, shape_of, warn=lambda text: self.log.line("warning: " + text))
 
-    def step(self, loader, plan):
+    def step(self, loader, plan, micro_steps):
         mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
-        return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights,
-                          self.micro_steps)
+        return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights, micro_steps)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def compile_kernels(self):
+        """Run everything but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
+        torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
+        N, view = 256, self.views[0]
+        batch = make_batch(np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.config, self.rt.device)
+        with torch.cuda.stream(self.micro_step.stream):
+            with torch.no_grad():
+                summed_loss(self.model, self.head, batch, view)
+            for width in {len(plan.mtp_weights) for plan in self.plans}:
+                h = self.model(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view)
+                self.head(h, batch.targets, self.mtp_table[0, :width], 1.0).backward()
+            for label in self.optimizer.matrix_lr:
+                self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 
     def warm_up(self):
         """Compile every graph by running it, then put everything back to the start."""
         steps = warmup_steps(self.plans[:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
-        loader = self.new_loader(steps)
-        for piece in islice(self.validation, 1):  # a rank may have none
-            for view in self.views if self.plain else self.views[-1:]:  # one graph for all, or one for each
-                summed_loss(self.forward, self.head, piece, view)
+        one_each = dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, micro_batches=self.rt.world))
+        loader = self.new_loader(steps, one_each)
+        self.synchronize()
+        with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
+            kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
+            for piece in islice(self.validation, 1):  # a rank may have none
+                for view in self.views if self.plain else self.views[-1:]:  # one graph for all, or one for each
+                    summed_loss(self.forward, self.head, piece, view)
+            if kernels_ready is not None:
+                kernels_ready.result()
         self.synchronize()
         self.watch.lap("evaluation")
         for step in steps:
-            self.step(loader, self.plans[step])
+            self.step(loader, self.plans[step], 1)
             self.synchronize()
             self.watch.lap(f"step {step}")
         self.log.line("Resetting Model")
@@ -1453,7 +1473,7 @@ class Trainer:
                 validation_seconds += start - pause
                 if last:
                     break
-            host_loss = self.step(self.loader, plan).detach().to("cpu", non_blocking=True)
+            host_loss = self.step(self.loader, plan, self.micro_steps).detach().to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, host_loss))
             self.check_losses(keep=2)
