@@ -72,7 +72,7 @@ def read_run(path: Path) -> Run:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if b"\0" in data:
+    if b"\0" in data[:4096]:
         raise UserError(f"{path}: not a log but binary data")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
     run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem))  # a UUID's first eight digits will do
@@ -85,11 +85,10 @@ def read_run(path: Path) -> Run:
         run.facts["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(GPU.findall(machine)).items()) or "none"
         run.facts |= re.findall(r"^([\w.]+): (.*)$", sections["settings"] or "", re.M)
 
-    unread, misfits, in_sample = [], [], False
+    unread, misfits = [], []
     for number, line in enumerate(text[body:].split("\n"), 1 + text.count("\n", 0, body)):
-        in_sample = (in_sample or line == "sample:") and not line.startswith("final_val_loss: ")
-        if in_sample:  # generated text, which may look like anything
-            continue
+        if line == "sample:":  # generated text, which may look like anything; no steps come after it
+            break
         if line.startswith("kernels: "):
             run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
         elif "step:" in STEP.sub("", line) or not (STEP.search(line) or OTHER.match(line)):
@@ -115,9 +114,10 @@ def read_run(path: Path) -> Run:
         run.notes.append(f"{len(unread)} line(s) not read: {', '.join(unread[:3])}{', ...' * (len(unread) > 3)}")
     if misfits:
         run.notes.append(f"left out, two runs are mixed: line {misfits[0]} is the first that does not fit")
+    elif final is None:
+        run.notes.append(f"left out, it stopped at step {max([*run.ms, *run.losses], default=0)} of {run.total or '?'}")
     elif not run.finished:
-        reached = max([*run.ms, *run.losses], default=0)
-        run.notes.append("left out, " + (f"it stopped at step {reached} of {run.total}" if final is None else f"its loss is {final}"))
+        run.notes.append(f"left out, its loss is {final}")
     return run
 
 
@@ -291,7 +291,7 @@ def report(groups, target, markdown) -> str:
         p = p_below(loss, target)
         summary.append([label, str(loss.n), "/".join(map(str, sorted({run.total for run in runs}))),
                         *(number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:]), chance(p)])
-        unlike = {key for run in runs[1:] for key, *_ in changes(runs[0], run)} - {"seed", "run_label"}
+        unlike = {key for run in runs[1:] for key, *_ in changes(runs[0], run)} - {"seed", "run_label", "log_dir"}
         unlike |= {"source"} if len({run.source for run in runs}) > 1 else set()
         if unlike:
             warnings.append(f"{label}: its runs are not alike, they differ in {', '.join(sorted(unlike))}")
@@ -315,6 +315,10 @@ def report(groups, target, markdown) -> str:
             runs_needed = enough(lambda n: welch(old._replace(n=n), new._replace(n=n))[2], CHANCE)
             warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell {value:+.{digits}f} from chance"
                             f" (p = {p:.4f}; p < {CHANCE} would take {runs_needed} each of these means and sds)")
+
+    machine = {key for pair in pairs(groups) for key, *_ in changes(*pair)} & {*MACHINE, "gpus", "ranks"}
+    if others and machine:
+        warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 
     curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
     steps = sorted({step for runs in used.values() for run in runs for step in run.losses})
@@ -394,7 +398,7 @@ def draw_svg(path: Path, lines, box, target):
 
         out.append(f'<clipPath id="panel{axis}"><rect x="{left}" y="{top}" width="{width}" height="{height}"/></clipPath>')
         for y in ticks(low, high):
-            out.append(f'<path d="M{left} {place(start, y)[1]:.1f}h{width}" stroke="#ddd"/>')
+            out.append(f'<path d="M{left} {place(start, y)[1]:.1f}h{width}" stroke="#e4e4e4"/>')
             text(left - 6, place(start, y)[1] + 5, f"{y:g}", "end")
         for x in ticks(start, end):
             text(place(x, low)[0], bottom + 20, f"{x:g}")
@@ -406,12 +410,9 @@ def draw_svg(path: Path, lines, box, target):
             style = 'stroke-width="2.5"' if label else 'stroke-opacity="0.6"'
             out.append(f'<polyline points="{path_data}" fill="none" stroke="{colour}" {style} clip-path="url(#panel{axis})"/>')
         out.append(f'<path d="M{left} {top}V{bottom}h{width}" fill="none" stroke="black"/>')
-    x = 160
-    for label, colour, _ in lines:
-        if label:
-            out.append(f'<path d="M{x} 25h28" stroke="{colour}" stroke-width="2.5"/>')
-            text(x + 34, 30, label, "start")
-            x += 70 + 8 * len(label)
+    for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, in the corner that a falling curve leaves
+        out.append(f'<path d="M484 {top + 15 + 22 * i}h30" stroke="{colour}" stroke-width="2.5"/>')
+        text(478, top + 20 + 22 * i, label, "end")
     path.write_text("\n".join([*out, "</svg>"]) + "\n", encoding="utf-8")
 
 

@@ -194,7 +194,7 @@ def test_logs_are_read_by_compare(runs):
         assert log.source.startswith(run.sources[0]) and run.sources[1] in log.source
         assert log.facts.items() >= {key: T.render(value) for key, value in T.flatten(T.parse_config(run.args)).items()}.items()
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(RUNS[name][0])
-        assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and len(compare.spans(log)) == 6
+        assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
 
 
 EXCHANGE = """
