@@ -272,7 +272,8 @@ def test_welch():
     difference, half, p = compare.welch(compare.Sample(3, 9.0, 2.0), compare.Sample(5, 6.0, 1.0))
     df = (4 / 3 + 1 / 5) ** 2 / ((4 / 3) ** 2 / 2 + (1 / 5) ** 2 / 4)
     assert difference == -3 and p == pytest.approx(2 * compare.student_cdf(-3 / math.sqrt(4 / 3 + 1 / 5), df))
-    assert 2 * closed_form(-2.42281, 3) < p < 2 * closed_form(-2.42281, 2) and half == pytest.approx(compare.student_t95(df) * math.sqrt(4 / 3 + 1 / 5))
+    assert 2 * closed_form(-2.42281, 3) < p < 2 * closed_form(-2.42281, 2)
+    assert half == pytest.approx(compare.student_t95(df) * math.sqrt(4 / 3 + 1 / 5))
 
 
 def test_runs_that_do_not_vary_say_nothing():
@@ -379,7 +380,8 @@ def test_runs_left_out_and_groups_that_are_none(write, call):
     assert rows["seconds to loss 3.28"] == ["0.23 (0.00)", "0.24 (0.02)", "0.23", "–"]
     assert rows["later steps"] == ["30.00 (0.00)", "30.00 (0.00)", "30.00", "–"]  # no steps named: they differ
     assert [line for line in text.splitlines() if "warning: " in line][:8] == [f"* warning: {line}" for line in (
-        "a, a_3: left out, it stopped at step 8 of 8", *re.findall("c, c_2: left out, two runs are mixed: .*", text), "d, d_1: left out, it stopped at step 0 of 8",
+        "a, a_3: left out, it stopped at step 8 of 8", *re.findall("c, c_2: left out, two runs are mixed: .*", text),
+        "d, d_1: left out, it stopped at step 0 of 8",
         "a: equal losses (one seed?) say nothing about chance",
         "b: its runs are not alike, they differ in muon_lr, source",
         *re.findall(r"b: n = 2 is too small .*", text), "c: n = 1 says nothing about chance", "d: n = 0 says nothing about chance")]
@@ -397,7 +399,7 @@ def test_stages_and_a_choice_of_losses(write, call):
     """Mean step time by stage, where the header tells the stages; the table of losses keeps the first and the last step."""
     args = "--scheduled_steps=90", "--extension_steps=10"
     for i in (0, 2):
-        slow = {step: 10 + i if step <= 10 else 20 + i if step <= 30 else 30 + i if step <= 60 else 40 + i if step <= 90 else 50 + i for step in range(101)}
+        slow = {step: i + 10 * (1 + sum(step > border for border in (10, 30, 60, 90))) for step in range(101)}
         write(f"a_{i}.txt", header(*args), steps({k: 9 - k / 20 for k in range(0, 101, 2)}, slow.get))
     write("b.txt", steps({k: 9 - k / 20 for k in range(0, 101, 2)}, lambda step: 15))
     rows = cells(call("a=a_*", "b=b.txt", "--markdown")[0])
