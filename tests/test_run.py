@@ -21,6 +21,7 @@ import oracles
 import train_gpt as T
 import triton_kernels as kernels
 from oracles import write_shard
+from records import compare
 
 ROOT, CPU = Path(T.__file__).parent, torch.device("cpu")
 ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -200,6 +201,17 @@ def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
     assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, two.tensors[name])] == []
     assert [two.out.count(f"exchange of rank {rank}\n") for rank in (0, 1)] == [len(ADAM_STEPS)] * 2
     assert "\nmicro_batches: 2\n" in two.log and "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
+
+
+def test_logs_are_read_by_compare(runs):
+    """Every line of them: the formats have one writer and one reader."""
+    for name, run in runs.items():
+        log = compare.read_run(run.path)
+        assert log.finished and log.notes == [] and log.losses == run.val and sorted(log.ms) == list(range(log.total + 1)), name
+        assert log.source.startswith(run.sources[0]) and run.sources[1] in log.source
+        assert log.facts.items() >= {key: T.render(value) for key, value in T.flatten(T.parse_config(run.args)).items()}.items()
+        assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(RUNS[name][0])
+        assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
 
 
 EXCHANGE = """

@@ -1,0 +1,491 @@
+"""Compare runs by their logs: do two groups differ, by how much, and could it be chance?
+
+    python records/compare.py base='logs/base_*.txt' wide=logs/wide      statistics, losses, step times, warnings
+    python records/compare.py --diff logs/base_1.txt logs/wide_1.txt     what was changed: settings, machine, source
+    python records/compare.py --help                                     the options
+
+A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; what follows without a label joins the
+group before it. Reads the logs of train_gpt.py and of the public speedrun: same step lines, sources first. Runs without a last
+step, or mixed with another in one file, stay out of all numbers and are named.
+
+sd is over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is the speedrun's, a one-sided
+t-test: the chance of losses this low if their true mean were the target. Groups are compared by Welch's t-test, two-sided.
+Needs Python's standard library only; --plot=x.png also matplotlib.
+"""
+
+import argparse
+import difflib
+import glob
+import math
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
+from statistics import mean, stdev  # exact: equal numbers have a standard deviation of 0
+from typing import NamedTuple
+
+RECORD_P, CHANCE = 0.01, 0.05  # p below which a record counts, a difference is called one
+FIRST_STEPS = 10  # slower, shown apart; in short runs a tenth of the run
+ROWS = 12  # of the table of losses, at most
+
+
+class UserError(Exception):
+    """A mistake the user can fix. `main` prints its one line and returns 1."""
+
+
+# ---- Logs ------------------------------------------------------------------------------------------------------------
+
+# The dumped sources may contain anything, even a log: the last header counts. Versions and nvidia-smi follow, to a rule; in
+# our logs also `key: value` settings, to another.
+HEADER = re.compile(r"^={100}\n(?=Running [Pp]y)", re.M)
+SECTIONS = re.compile(r"(?P<machine>.*?)(?:^={100}$\n?|\Z)(?:(?P<settings>hardware: .*?)(?:^={100}$\n?|\Z))?", re.M | re.S)
+MACHINE = {"python": r"Running Python (\S+)", "torch": r"Running [Pp]y[Tt]orch (\S+)", "cuda": r"compiled for CUDA (\S+)",
+           "triton": r"Running Triton version (\S+)", "driver": r"Driver Version: (\S+)"}
+GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
+# The public logs of 2024 have a training loss, too, and nan for the average of the first steps.
+STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:\S+)? train_time:(\d+)ms"
+                  r" step_avg:(?:[\d.]+|nan|inf)ms")
+OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory"
+                   r"|warning:|checkpoint:) ")
+
+
+@dataclass
+class Run:
+    """One log."""
+
+    name: str
+    source: str = ""  # as dumped
+    facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
+    total: int = 0  # steps of the whole run
+    losses: dict[int, float] = field(default_factory=dict)  # step -> validation loss
+    seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
+    ms: dict[int, float] = field(default_factory=dict)  # step -> the same at training lines, which the host writes early
+    notes: list[str] = field(default_factory=list)  # what is wrong with it
+    finished: bool = False
+
+
+def read_run(path: Path) -> Run:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if b"\0" in data[:4096]:
+        raise UserError(f"{path}: not a log but binary data")
+    text = data.decode("utf-8", "replace").replace("\r\n", "\n")
+    run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem))  # a UUID's first eight digits will do
+    headers, body = list(HEADER.finditer(text)), 0
+    if headers:
+        run.source = text[:headers[-1].start()].removeprefix("=" * 100 + "\n")
+        sections = SECTIONS.match(text, headers[-1].end())
+        body, machine = sections.end(), sections["machine"]
+        run.facts = {key: match[1] for key, pattern in MACHINE.items() if (match := re.search(pattern, machine))}
+        run.facts["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(GPU.findall(machine)).items()) or "none"
+        run.facts |= re.findall(r"^([\w.]+): (.*)$", sections["settings"] or "", re.M)
+
+    unread, misfits = [], []
+    for number, line in enumerate(text[body:].split("\n"), 1 + text.count("\n", 0, body)):
+        if line == "sample:":  # generated text, which may look like anything; no steps come after it
+            break
+        if line.startswith("kernels: "):
+            run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
+        elif "step:" in STEP.sub("", line) or not (STEP.search(line) or OTHER.match(line)):
+            unread.append(f"{number} '{line.strip()[:60]}'")
+        for step, total, loss, ms in STEP.findall(line):
+            step, total, ms = int(step), int(total), int(ms)
+            if step in (run.losses if loss else run.ms) or run.total not in (0, total):
+                misfits.append(number)
+                continue
+            run.total = total
+            if loss:
+                run.losses[step], run.seconds[step] = float(loss), ms / 1000
+            if not loss or step == 0:
+                run.ms[step] = ms
+    if not headers and len(unread) >= len(run.ms) + len(run.losses):
+        raise UserError(f"{path}: not the log of a run (few or no lines like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
+
+    final = run.losses.get(run.total)
+    run.finished = not misfits and final is not None and math.isfinite(final)
+    if len(headers) > 1:
+        run.notes.append(f"{len(headers)} headers, read from the last, line {text.count(chr(10), 0, headers[-1].end())}")
+    if unread:
+        run.notes.append(f"{len(unread)} line(s) not read: {', '.join(unread[:3])}{', ...' * (len(unread) > 3)}")
+    if misfits:
+        run.notes.append(f"left out, two runs are mixed: line {misfits[0]} is the first that does not fit")
+    elif final is None:
+        run.notes.append(f"left out, it stopped at step {max([*run.ms, *run.losses], default=0)} of {run.total or '?'}")
+    elif not run.finished:
+        run.notes.append(f"left out, its loss is {final}")
+    return run
+
+
+def read_groups(arguments) -> dict[str, list[Run]]:
+    groups, label, seen = {}, "runs", set()
+    for argument in arguments:
+        match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
+        if match and not Path(argument).exists():
+            label, argument = match.groups()
+        if Path(argument).is_dir() and argument:
+            paths = sorted(path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log"))
+        else:
+            paths = [Path(argument)] if Path(argument).is_file() else sorted(map(Path, glob.glob(argument, recursive=True)))
+        if not paths:
+            raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
+        for path in paths:
+            if path.resolve() in seen:
+                raise UserError(f"{path}: named twice, but a run counts once")
+            seen.add(path.resolve())
+            groups.setdefault(label, []).append(read_run(path))
+    return groups
+
+
+def changes(old: Run, new: Run) -> list[list[str]]:
+    """[key, old, new] of all settings that differ."""
+    rows = [[key, old.facts.get(key, "–"), new.facts.get(key, "–")] for key in old.facts | new.facts]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def pairs(groups) -> list[tuple[Run, Run]]:
+    """The first run with one of each other group, of the same seed if there is one; or with all others of a single group."""
+    (old, *rest), *others = groups.values()
+    return [(old, min(runs, key=lambda run: run.facts.get("seed") != old.facts.get("seed"))) for runs in others or zip(rest)]
+
+
+# ---- Statistics ------------------------------------------------------------------------------------------------------
+
+
+def student_cdf(t: float, df: float) -> float:
+    """P(T ≤ t) of Student's t, by the continued fraction of the incomplete beta function (DLMF 8.17.22)."""
+    def beta(a, b, x):  # regularised; converges fast for x < (a + 1) / (a + b + 2)
+        fraction = 1.0
+        for k in range(200, 0, -1):
+            top = -(a + k // 2) * (a + b + k // 2) if k % 2 else k // 2 * (b - k // 2)
+            fraction = 1 + top * x / ((a + k - 1) * (a + k)) / fraction
+        log_scale = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+        return math.exp(log_scale) / a / fraction
+
+    if t == 0:
+        return 0.5
+    x = df / (df + t * t)
+    beyond = beta(df / 2, 0.5, x) if x < (df + 2) / (df + 5) else 1 - beta(0.5, df / 2, t * t / (df + t * t))  # P(|T| > |t|)
+    return beyond / 2 if t < 0 else 1 - beyond / 2
+
+
+def student_t95(df: float) -> float:
+    """95 % of Student's t lie between minus this and this: bisection."""
+    low, high = 1.9, 12.8  # df = infinity and 1
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, df) < 0.975 else (low, middle)
+    return low
+
+
+class Sample(NamedTuple):
+    n: int
+    mean: float = math.nan
+    sd: float = math.nan  # of one value unknown
+    half: float = math.nan  # of the 95 % confidence interval of the mean
+
+
+def sample(values) -> Sample:
+    """Of those that are known."""
+    n = len(values := [value for value in values if math.isfinite(value)])
+    return Sample(n, mean(values), sd := stdev(values), student_t95(n - 1) * sd / n ** 0.5) if n > 1 else Sample(n, *values)
+
+
+def p_below(s: Sample, target: float) -> float:
+    """One-sided p of mean ≤ target; nan where the runs do not vary."""
+    return student_cdf((s.mean - target) / (s.sd / s.n ** 0.5), s.n - 1) if s.sd > 0 else math.nan
+
+
+def welch(old: Sample, new: Sample) -> tuple[float, float, float]:
+    """Difference of the means, half its 95 % confidence interval, two-sided p; nan where the runs do not vary."""
+    a, b = (s.sd ** 2 / max(1, s.n) for s in (old, new))
+    difference = new.mean - old.mean
+    if not a + b > 0:
+        return difference, math.nan, math.nan
+    df = (a + b) ** 2 / (a ** 2 / (old.n - 1) + b ** 2 / (new.n - 1))
+    return difference, student_t95(df) * (a + b) ** 0.5, 2 * student_cdf(-abs(difference) / (a + b) ** 0.5, df)
+
+
+def enough(p_of_n, level: float) -> str:
+    """The number of runs at which p falls below `level`, in words."""
+    return next((f"{n} runs" for n in range(2, 101) if p_of_n(n) < level), "over 100 runs")
+
+
+# ---- Steps -----------------------------------------------------------------------------------------------------------
+
+
+def spans(run: Run) -> dict[str, tuple[int, int]]:
+    """Part of the run -> (step at which it starts, step at which it ends)."""
+    first = max(1, min(FIRST_STEPS, run.total // 10))
+    parts = {"first steps": (0, first), "later steps": (first, run.total)}
+    equal = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts) - 1
+    if equal > 0 and "scheduled_steps" in run.facts:  # as stage_starts in train_gpt.py; the public logs do not tell
+        borders = [*(round(int(run.facts["scheduled_steps"]) * i / equal) for i in range(equal + 1)), run.total]
+        stages = enumerate(pairwise(max(first, border) for border in borders), 1)
+        parts |= {f"stage {i}": (start, end) for i, (start, end) in stages if start < end}
+    return parts
+
+
+def step_ms(run: Run, start: int, end: int) -> float:
+    """Mean time of the steps whose line and the line before are there. The clock of 2024 restarted after ten steps."""
+    each = [run.ms[k] - run.ms[k - 1] for k in range(start + 1, end + 1) if run.ms.get(k, -1) >= run.ms.get(k - 1, math.inf)]
+    return mean(each or [math.nan])
+
+
+def seconds_to(run: Run, loss: float) -> float:
+    """Seconds until the validation loss is down to `loss`, linear between validations; nan if it never is."""
+    for a, b in pairwise(sorted(run.losses)):
+        if run.losses[b] <= loss < run.losses[a]:
+            part = (run.losses[a] - loss) / (run.losses[a] - run.losses[b])
+            return run.seconds[a] + part * (run.seconds[b] - run.seconds[a])
+    return math.nan
+
+
+def divergence(old: Run, new: Run) -> str:
+    """Where the losses of two runs part."""
+    common = sorted(old.losses.keys() & new.losses.keys())
+    equal = next((i for i, step in enumerate(common) if old.losses[step] != new.losses[step]), len(common))
+    words = [f"equal up to step {common[equal - 1]}"] if equal else []
+    if equal < len(common):
+        words.append(f"apart from step {common[equal]} on ({old.losses[common[equal]]:.4f} and {new.losses[common[equal]]:.4f})")
+    return f"{old.name} and {new.name}: losses {', '.join(words) or 'at no common step'}"
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------------
+
+
+def number(value: float, digits: int, sign="") -> str:
+    return "–" if math.isnan(value) else f"{value:{sign}.{digits}f}"
+
+
+def chance(p: float) -> str:
+    return f"{p:.0e}" if p < 1e-4 else number(p, 4)
+
+
+def spread(values, digits: int) -> str:
+    """mean (sd)"""
+    s = sample(values)
+    return number(s.mean, digits) + (f" ({s.sd:.{digits}f})" if s.n > 1 else "")
+
+
+def table(rows, markdown) -> str:
+    if markdown:
+        return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def report(groups, target, markdown) -> str:
+    used = {label: [run for run in runs if run.finished] for label, runs in groups.items()}
+    finals = {"time s": (3, {label: [run.seconds[run.total] for run in runs] for label, runs in used.items()}),  # digits, values
+              "loss": (4, {label: [run.losses[run.total] for run in runs] for label, runs in used.items()})}
+    warnings = [f"{label}, {run.name}: {note}" for label, runs in groups.items() for run in runs for note in run.notes]
+
+    summary = [["", "runs", "steps", *(head for what in finals for head in (what, "sd", "±")), f"p(loss ≤ {target:g})"]]
+    for label, runs in used.items():
+        loss = sample(finals["loss"][1][label])
+        p = p_below(loss, target)
+        summary.append([label, str(loss.n), "/".join(map(str, sorted({run.total for run in runs}))),
+                        *(number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:]), chance(p)])
+        unlike = {key for run in runs[1:] for key, *_ in changes(runs[0], run)} - {"seed", "run_label", "log_dir"}
+        unlike |= {"source"} if len({run.source for run in runs}) > 1 else set()
+        if unlike:
+            warnings.append(f"{label}: its runs are not alike, they differ in {', '.join(sorted(unlike))}")
+        if loss.n < 2:
+            warnings.append(f"{label}: n = {loss.n} says nothing about chance")
+        elif loss.sd == 0:
+            warnings.append(f"{label}: equal losses (one seed?) say nothing about chance")
+        elif loss.mean < target and p >= RECORD_P:
+            runs_needed = enough(lambda n: p_below(loss._replace(n=n), target), RECORD_P)
+            warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g} (p = {p:.4f}; p < {RECORD_P}"
+                            f" would take {runs_needed} of this mean and sd)")
+
+    base, *others = used
+    differences = [["difference", "", "95 % interval", "p"]]
+    for label, (what, (digits, values)) in product(others, finals.items()):
+        old, new = sample(values[base]), sample(values[label])
+        value, half, p = welch(old, new)
+        interval = " to ".join(number(value + edge, digits, "+") for edge in (-half, half))
+        differences.append([f"{label} − {base}, {what}", number(value, digits, "+"), interval, chance(p)])
+        if p >= CHANCE:
+            runs_needed = enough(lambda n: welch(old._replace(n=n), new._replace(n=n))[2], CHANCE)
+            warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell {value:+.{digits}f} from chance"
+                            f" (p = {p:.4f}; p < {CHANCE} would take {runs_needed} each of these means and sds)")
+
+    machine = {key for pair in pairs(groups) for key, *_ in changes(*pair)} & {*MACHINE, "gpus", "ranks"}
+    if others and machine:
+        warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
+
+    curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
+    steps = sorted({step for runs in used.values() for run in runs for step in run.losses})
+    for step in steps if len(steps) <= ROWS else (steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)):
+        at = [[run.losses[step] for run in runs if step in run.losses] for runs in used.values()]
+        apart = [welch(sample(at[0]), sample(values)) for values in at[1:]]
+        curve.append([str(step), *(spread(values, 4) for values in at), *(f"{number(d, 4, '+')} ({chance(p)})" for d, _, p in apart)])
+
+    clock = [["ms per step", *used]]
+    parts = {part for runs in used.values() for run in runs for part in spans(run).items()}
+    for name in sorted({name for name, _ in parts}):  # first steps, later steps, stage 1, ...
+        where = [f", {start + 1} to {end}" for part, (start, end) in parts if part == name]
+        cells = [[step_ms(run, *spans(run)[name]) for run in runs if name in spans(run)] for runs in used.values()]
+        clock.append([name + where[0] * (len(where) == 1), *(spread(cell, 2) for cell in cells)])
+    cells = [[seconds_to(run, target) for run in runs] for runs in used.values()]
+    clock.append([f"seconds to loss {target:g}", *(spread(cell, 2) if all(map(math.isfinite, cell)) else
+                                                   f"{sample(cell).n} of {len(cell)} runs" for cell in cells)])
+
+    raw = [f"{label}, {what}: {', '.join(f'{x:.{digits}f}' for x in values[label])}"
+           for label, (what, (digits, values)) in product(used, finals.items()) if values[label]]
+    tables = [table(rows, markdown) for rows in (summary, differences, curve, clock) if len(rows) > 1]
+    lists = raw, [divergence(*pair) for pair in pairs(groups)], [f"warning: {text}" for text in warnings]
+    return "\n\n".join(tables + ["\n".join(f"* {line}" for line in lines) for lines in lists if lines])
+
+
+def diff(groups, markdown) -> str:
+    found = pairs(groups)
+    if len(found) != 1:
+        raise UserError("--diff takes two logs, or two groups, of which it takes one log each")
+    old, new = found[0]
+    lines = list(difflib.unified_diff(old.source.split("\n"), new.source.split("\n"), old.name, new.name, lineterm=""))
+    source = "\n".join(["```diff", *lines, "```"] if markdown else lines) if lines else "the sources are equal"
+    rows = changes(old, new)
+    return (table([["", old.name, new.name], *rows], markdown) if rows else "settings and machine are equal") + "\n\n" + source
+
+
+# ---- Plot ------------------------------------------------------------------------------------------------------------
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito: colour-blind safe
+AXES = "step", "seconds inside the clock"
+
+
+def plot_lines(groups) -> list[tuple[str, str, list]]:
+    """(label, colour, points as (step, seconds, loss)): every run, without a label; then the mean of each group's finished runs."""
+    thin, thick = [], []
+    for colour, (label, runs) in zip(COLOURS * len(groups), groups.items()):
+        points = [[(k, run.seconds[k], run.losses[k]) for k in sorted(run.losses) if math.isfinite(run.losses[k])] for run in runs]
+        thin += [("", colour, own) for own in points if own]
+        used = [own for own, run in zip(points, runs) if run.finished]
+        shared = set.intersection(*({k for k, *_ in own} for own in used)) if used else ()
+        means = [tuple(map(mean, zip(*(point for own in used for point in own if point[0] == k)))) for k in sorted(shared)]
+        thick += [(f"{label} (n = {len(used)})", colour, means)] if means else []
+    return thin + thick
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Four to ten round numbers."""
+    rough = (high - low) / 4
+    unit = max(m * 10 ** e for e in [math.floor(math.log10(rough))] for m in (1, 2, 5) if m * 10 ** e <= rough)
+    return [i * unit for i in range(math.ceil(low / unit - 1e-9), math.floor(high / unit + 1e-9) + 1)]
+
+
+def draw_svg(path: Path, lines, box, target):
+    width, height, top, bottom = 460, 300, 48, 348
+    low, high = box[2]
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1060 400" font-family="sans-serif" font-size="15">',
+           '<rect width="1060" height="400" fill="white"/>', '<text x="8" y="30">validation loss</text>']
+
+    def text(x, y, label, anchor="middle"):
+        out.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{label}</text>')
+
+    for axis, left in enumerate((60, 585)):
+        start, end = box[axis]
+
+        def place(x, y):
+            return left + (x - start) / (end - start) * width, bottom - (y - low) / (high - low) * height
+
+        out.append(f'<clipPath id="panel{axis}"><rect x="{left}" y="{top}" width="{width}" height="{height}"/></clipPath>')
+        for y in ticks(low, high):
+            out.append(f'<path d="M{left} {place(start, y)[1]:.1f}h{width}" stroke="#e4e4e4"/>')
+            text(left - 6, place(start, y)[1] + 5, f"{y:g}", "end")
+        for x in ticks(start, end):
+            text(place(x, low)[0], bottom + 20, f"{x:g}")
+        text(left + width / 2, bottom + 42, AXES[axis])
+        if low < target < high:
+            out.append(f'<path d="M{left} {place(start, target)[1]:.1f}h{width}" stroke="black" stroke-dasharray="6 4"/>')
+        for label, colour, points in lines:
+            path_data = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(point[axis], point[2]) for point in points))
+            style = 'stroke-width="2.5"' if label else 'stroke-opacity="0.6"'
+            out.append(f'<polyline points="{path_data}" fill="none" stroke="{colour}" {style} clip-path="url(#panel{axis})"/>')
+        out.append(f'<path d="M{left} {top}V{bottom}h{width}" fill="none" stroke="black"/>')
+    for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, in the corner that a falling curve leaves
+        out.append(f'<path d="M484 {top + 15 + 22 * i}h30" stroke="{colour}" stroke-width="2.5"/>')
+        text(478, top + 20 + 22 * i, label, "end")
+    path.write_text("\n".join([*out, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def draw_png(path: Path, lines, box, target):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot to .png needs matplotlib (pip install matplotlib); .svg does not") from None
+    figure = Figure(figsize=(10.6, 4), dpi=160, layout="constrained")
+    for axis, panel in enumerate(figure.subplots(1, 2)):
+        for label, colour, points in lines:  # matplotlib leaves labels with _ out of the legend
+            style = dict(lw=2.2, label=label) if label else dict(lw=0.7, alpha=0.6, label="_")
+            panel.plot([point[axis] for point in points], [point[2] for point in points], color=colour, **style)
+        panel.set(xlabel=AXES[axis], ylabel="validation loss", xlim=box[axis], ylim=box[2])
+        panel.axhline(target, color="black", lw=1, ls="--", label="_")
+        panel.legend()
+    figure.savefig(path, format="png")
+
+
+def plot(path: Path, groups, target):
+    draw, lines = {".svg": draw_svg, ".png": draw_png}.get(path.suffix), plot_lines(groups)
+    if draw is None or not lines:
+        raise UserError(f"--plot={path}: " + ("there are no losses to draw" if draw else "draws .svg or .png"))
+    # The first third of a run, in which the loss falls from 10.8, would flatten the rest: it stays out of the picture.
+    longest = max(points[-1][0] for _, _, points in lines)
+    late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest]
+    box = [(min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late)]
+    margin = 0.05 * (box[2][1] - box[2][0])
+    box[2] = box[2][0] - margin, box[2][1] + margin
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        draw(unfinished, lines, box, target)
+        unfinished.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def parse(argv):
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("logs", nargs="+", metavar="[label=]log", help="file, folder or pattern")
+    parser.add_argument("--target", type=float, default=3.28, help="loss to get below (3.28): p, time to reach it, line in the plot")
+    parser.add_argument("--markdown", action="store_true", help="tables for the README of a record")
+    parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg, or .png")
+    return parser.parse_args(argv)
+
+
+def main(argv) -> int:
+    try:
+        args = parse(argv)
+        groups = read_groups(args.logs)
+        text = diff(groups, args.markdown) if args.diff else report(groups, args.target, args.markdown)
+        if args.plot:
+            plot(args.plot, groups, args.target)
+        print(text, flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
+    sys.exit(main(sys.argv[1:]))
