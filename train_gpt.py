@@ -44,6 +44,7 @@ import uuid
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -165,9 +166,15 @@ class Run:
     cuda_graphs: bool = True  # on a GPU replay a micro-step as a whole; validation cannot reuse its memory then
     kernels: str = "auto"  # auto, torch (plain PyTorch throughout), or op:choice,op:choice
     log_dir: str = "logs"  # relative to this folder
+    profile: str = ""  # START:COUNT: trace these steps and log where their time went (README: Reading a trace)
     save_checkpoint: bool = False  # at the end, beside the log
     sample_tokens: int = 0  # generate a text of this length at the end
     sample_prompt: str = ""  # its beginning
+
+    @property
+    def profiled(self):  # the steps to profile; without any, a range whose ends are no steps
+        start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
+        return range(start, start + count)
 
 
 @dataclass(frozen=True)
@@ -279,6 +286,11 @@ def check_config(config, world=1) -> Config:
     require(schedule.split_stage <= len(schedule.stages), f"--split_stage={schedule.split_stage}: there are {len(schedule.stages)}")
     require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, at rest and at work")
     require(run.seed < 2**63, f"--seed={run.seed}: must be below 2 ** 63")
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", run.profile), f"--profile={run.profile}: expected START:COUNT, for example 20:4")
+    total = schedule.scheduled_steps + schedule.extension_steps
+    require(run.profiled.stop <= total, f"--profile={run.profile}: the run has steps 0 to {total - 1}")
+    require(not any(step % run.val_every == 0 for step in run.profiled[1:]),
+            f"--profile={run.profile}: a validation comes in between; take other steps or another --val_every={run.val_every}")
     require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
     require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
     require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
@@ -350,6 +362,14 @@ def capability(device) -> dict[str, str]:
     return {"hardware": f"sm_{major}{minor}" if major else platform.machine(),
             "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no",
             "hardware_tma": "yes" if major >= 9 else "no"}
+
+
+NO_REGION = nullcontext()
+
+
+def region(name):
+    """Context manager: a named range of host time in the trace of a profiled step, nothing in all others."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else NO_REGION
 
 
 # reduce_scatter_tensor and all_gather_into_tensor carry other names from torch 2.13 on.
@@ -752,6 +772,9 @@ class GPT(nn.Module):
         lane1 = None
         kept = {}
         for i, layer in enumerate(LAYERS):
+            if not torch.compiler.is_compiling():
+                with region(f"layer {i}"):  # a mark: the layer's operations follow
+                    pass
             if layer.add_skip:
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], self.skip_gate.to(dtype)))
                 lane0 = lane0 + gate * kept["skip"]
@@ -889,7 +912,8 @@ class SparseRows:
 
     def send_rows(self):
         """After the micro-step has been launched: the host waits for the counts while the device computes, the rows follow."""
-        self.work.wait()
+        with region("wait bigram_embed"):
+            self.work.wait()
         self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
         self.rows_in = self.rows.new_empty(sum(self.counts_in))
         self.work = dist.all_to_all_single(self.rows_in, self.rows, self.counts_in, self.counts, async_op=True)
@@ -1013,28 +1037,36 @@ class NorMuonAndAdam:
         # Phase 1: start the reductions. Tied: the embedding's gradient joins that of the head.
         pending = {}
         for name in filter(due, SCATTER_ORDER):
-            if name == "lm_head" and plan.tied:
-                self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
-            pending[name] = self._start_reduction(name)
+            with region(f"reduce {name}"):
+                if name == "lm_head" and plan.tied:
+                    self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
+                pending[name] = self._start_reduction(name)
 
         # Phase 2: wait for each, update, start its gather.
         gathers = {}
         for name in filter(due, WORK_ORDER):
-            grad = pending.pop(name)()
-            (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
+            with region(f"wait {name}"):
+                grad = pending.pop(name)()
+            with region(f"update {name}"):
+                (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
             if self.rt.world > 1 and name != "replicated":
-                gathers[name] = all_gather(self._buffer(name, self.params[name].detach()), self.shards[name], async_op=True)
+                with region(f"gather {name}"):
+                    gathers[name] = all_gather(self._buffer(name, self.params[name].detach()), self.shards[name], async_op=True)
 
         # Phase 3: finish. Tied: the embedding is the transposed head.
         if plan.adam and plan.tied:
             if self.rt.world > 1:
-                gathers.pop("lm_head").wait()
-            self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
-        for work in gathers.values():
-            work.wait()
-        for label, param in self.params.items():
-            if label in self.matrix_lr or plan.adam:
-                param.grad.zero_()  # it stays where it is: CUDA graphs add to it
+                with region("wait gather lm_head"):
+                    gathers.pop("lm_head").wait()
+            with region("update embed"):
+                self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
+        for name, work in gathers.items():
+            with region(f"wait gather {name}"):
+                work.wait()
+        with region("zero gradients"):
+            for label, param in self.params.items():
+                if label in self.matrix_lr or plan.adam:
+                    param.grad.zero_()  # it stays where it is: CUDA graphs add to it
         if plan.split:  # from here on the embedding has a state of its own, inherited from the head (PR 200)
             for key, part in self.state["embed"].items():
                 part.copy_(self._own("embed", self._full("lm_head", self.state["lm_head"][key]).t()))
@@ -1281,9 +1313,12 @@ class MicroStep:
             self.pool = torch.cuda.graph_pool_handle()  # one graph runs at a time: they share their memory
 
     def run(self, tokens, targets, cu_seqlens, bigram_rows, mtp_weights, view):
-        h = self.forward(tokens, cu_seqlens, bigram_rows, view)
-        loss = self.head(h, targets, mtp_weights, self.kappa)
-        loss.backward()
+        with region("forward"):
+            h = self.forward(tokens, cu_seqlens, bigram_rows, view)
+        with region("loss"):
+            loss = self.head(h, targets, mtp_weights, self.kappa)
+        with region("backward"):
+            loss.backward()
         return loss.detach()
 
     def __call__(self, batch, mtp_weights, view, stage):
@@ -1311,13 +1346,16 @@ class MicroStep:
 def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_steps):
     """All micro-batches, then the optimizer. Returns the last micro-batch's loss (κ * sum)."""
     for _ in range(micro_steps):
-        batch = loader.next_batch()
+        with region("data"):
+            batch = loader.next_batch()
         optimizer.before_micro_step(plan, batch.bigram_rows_cpu)
-        loss = micro_step(batch, mtp_weights, view, plan.stage)
+        with region("micro-step"):
+            loss = micro_step(batch, mtp_weights, view, plan.stage)
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
     if plan.adam:
-        micro_step.head.refresh()
+        with region("update head codes"):
+            micro_step.head.refresh()
     return loss
 
 
@@ -1360,6 +1398,7 @@ class Trainer:
         self.tokens = list(accumulate(config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]))  # seen by then
         self.losses = deque()  # (step, event after its copy, loss on the host) of steps that are not known to have gone well
         self.seconds = {}  # phase -> seconds outside the clock
+        self.clock_ms = []  # the clock at the end of every step
 
         self.validation = ValidationData(config, rt)
         self.loader = self.new_loader(range(self.total), config)
@@ -1384,6 +1423,12 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
         self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
+        if config.run.profile:
+            try:
+                from records import trace
+            except ImportError:
+                raise UserError("--profile needs records/trace.py beside train_gpt.py, and it is not there") from None
+            self.profile = trace.Profile(self, LAYERS, len(POLAR_EXPRESS))
         width = max(len(plan.mtp_weights) for plan in self.plans)
         table = [plan.mtp_weights + (0.0,) * (width - len(plan.mtp_weights)) for plan in self.plans]
         self.mtp_table = torch.tensor(table, device=rt.device)  # (steps + 1, 3)
@@ -1398,7 +1443,8 @@ class Trainer:
 
     def step(self, loader, plan, micro_steps):
         mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
-        return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights, micro_steps)
+        with region(f"step {plan.step}"):
+            return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights, micro_steps)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
@@ -1454,7 +1500,10 @@ class Trainer:
         self.loader.ready.exception()  # waits for the first batch
         self.synchronize()
         elapsed, start = 0.0, time.perf_counter()  # the clock starts: first batch ready, everything compiled
+        profiled = self.config.run.profiled
         for step, plan in enumerate(self.plans):
+            if step == profiled.stop:
+                start += self.profile.stop()  # outside the clock
             last = step == self.total
             if last or step % self.config.run.val_every == 0:
                 self.synchronize()
@@ -1473,14 +1522,21 @@ class Trainer:
                 validation_seconds += start - pause
                 if last:
                     break
+            if step == profiled.start:
+                start += self.profile.start()
             host_loss = self.step(self.loader, plan, self.micro_steps).detach().to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, host_loss))
             self.check_losses(keep=2)
+            if step + 1 == profiled.stop:
+                self.synchronize()  # so that this step's time is its own
             ms = 1000 * (elapsed + time.perf_counter() - start)
+            self.clock_ms.append(ms)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
                               ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
         self.seconds["validation"] = validation_seconds
+        if profiled:
+            self.log.line(self.profile.cost())
         return loss, elapsed
 
     def check_losses(self, keep):

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as tk
+from records.work import WORK, ceilings, seen_pairs
 
 BF16 = torch.bfloat16
 CONFIG = T.Config()
@@ -43,6 +44,11 @@ class Case(NamedTuple):
     fp8: float = 0
     bytes: float = 0
     calls: float = 0  # per step on one GPU in the stage of this shape; 0: shapes of several ranks, and parts of other lines
+
+
+def needs(name, *sizes):
+    """What this operation costs at least, as a Case wants it."""
+    return dict(zip(("bf16", "bytes"), WORK[name][1](*sizes)))
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -71,22 +77,11 @@ class Timer:
         return [np.percentile([1000 * a.elapsed_time(b) for a, b in column], (25, 50, 75)).tolist() for column in zip(*events)]
 
 
-def ceilings(timer):
-    """Measured bf16 and FP8 matmul rates (FLOP/s) and copy bandwidth (bytes/s, read and written both counted)."""
-    a, b = (rand(8192, 8192) for _ in range(2))
-    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device=DEVICE)
-    src = torch.randint(2**30, (2**28,), device=DEVICE, dtype=torch.int32)
-    dst = torch.empty_like(src)
-    times = timer(lambda: a @ b, lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=BF16, use_fast_accum=True),
-                  lambda: dst.copy_(src))
-    return [work / (median * 1e-6) for work, (_, median, _) in zip((2 * 8192**3, 2 * 8192**3, 2 * src.nbytes), times)]
-
-
 def measure(case, timer, limits):
     quartiles, *others = timer(case.run, *case.peers.values())
     us = quartiles[1]
-    limit = 1e6 * max((case.bf16 / limits[0] + case.fp8 / limits[1]), case.bytes / limits[2])
-    compute = case.bf16 / limits[0] + case.fp8 / limits[1] > case.bytes / limits[2]
+    busy, moving = case.bf16 / limits["bf16"] + (case.fp8 and case.fp8 / limits["fp8"]), case.bytes / limits["copy"]
+    limit, compute = 1e6 * max(busy, moving), busy > moving
     rate = (case.bf16 + case.fp8) / us / 1e6 if compute else case.bytes / us / 1e3
     return dict(kernel=case.kernel, shape=case.shape, us=us, quartiles=quartiles, rate=rate, unit="TFLOP/s" if compute else "GB/s",
                 of_limit=limit / us, calls=case.calls, recoverable_ms=case.calls * (us - limit) / 1000,
@@ -106,25 +101,25 @@ def muon_cases():
         for n, height in (BANK[0] // ranks, D), (BANK[1] // ranks, 4 * D):
             X, P, Q = rand(n, height, D), rand(n, D, D), rand(n, D, D)
             P = P + P.mT
-            shape, square, triangle = f"{n}x{height}x{D}", f"{n}x{D}x{D}", 21 / 36  # tiles that are computed
+            shape, square = f"{n}x{height}x{D}", f"{n}x{D}x{D}"
             name, gram, dense = ("XXT", tk.XXT, lambda X=X, Q=Q: torch.bmm(X, X.mT, out=Q)) if height == D else (
                 "XTX", tk.XTX, lambda X=X, Q=Q: torch.bmm(X.mT, X, out=Q))
-            yield Case(name, shape, lambda X=X, Q=Q, gram=gram: gram(X, Q), {"bmm": dense}, bf16=2 * n * height * D * D * triangle,
-                       bytes=2 * n * D * (height + D), calls=5 * on_one)
+            yield Case(name, shape, lambda X=X, Q=Q, gram=gram: gram(X, Q), {"bmm": dense}, **needs(name, n, D, height),
+                       calls=5 * on_one)
             yield Case("ba_plus_cAA", square, lambda P=P, Q=Q: tk.ba_plus_cAA(P, 0.5, -2.0, Q, 3.0),
                        {"baddbmm": lambda P=P: torch.baddbmm(P, P, P, beta=-2.0, alpha=0.5)},
-                       bf16=2 * n * D**3 * triangle, bytes=4 * n * D * D, calls=5 * on_one)
+                       **needs("ba_plus_cAA", n, D), calls=5 * on_one)
             yield Case("X Q (library)", shape, lambda X=X, Q=Q: X @ Q,
                        {"aX + XQ": lambda X=X, Q=Q: torch.baddbmm(X, X, Q, beta=3.0)},
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
             momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
-            yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02), bytes=12 * size,
-                       calls=on_one)
+            yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02),
+                       **needs("fused_momentum", size), calls=on_one)
             p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
             tail = (p, mantissa, torch.ones(n, height, 1, device=DEVICE), X, 1e-3, torch.ones(n, 1, 1, device=DEVICE), 0.1, 0.95)
             compiled = torch.compile(tk.normuon_tail_ref, dynamic=False)
             yield Case("normuon_tail", shape, lambda a=tail: tk.normuon_tail(*a), {"compiled": lambda a=tail, f=compiled: f(*a)},
-                       bytes=12 * size, calls=on_one)
+                       **needs("normuon_tail", size), calls=on_one)
 
 
 def transpose_cases():
@@ -132,9 +127,9 @@ def transpose_cases():
     for sms, where, calls in (None, "all SMs", 0.5), (16, "16 SMs", 0):
         peers = [{"copy_": lambda: dst.copy_(src.mT)}, {"add_": lambda: src.add_(dst.mT)}] if sms is None else [{}, {}]
         yield Case("transpose_copy", f"{D}x{V}, {where}", lambda sms=sms: tk.transpose_copy(src, dst, sms), peers[0],
-                   bytes=4 * D * V, calls=calls)
+                   **needs("transpose_copy", D * V), calls=calls)
         yield Case("transpose_add", f"{V}x{D}, {where}", lambda sms=sms: tk.transpose_add(dst, src, sms), peers[1],
-                   bytes=6 * D * V, calls=calls)
+                   **needs("transpose_add", D * V), calls=calls)
 
 
 def documents(n, longest, seed=0):
@@ -186,14 +181,14 @@ def attention_cases():
             peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS else {}
             if PEERS and N == TOKENS[0]:
                 peers["Flex"] = flex(q, k, v, dy, start, window)
-            pairs = heads * (torch.arange(N, device=DEVICE) - start).clamp(max=window).add(1).sum().item()
+            pairs = heads * seen_pairs(np.diff(cu.tolist()), window)
             shape = f"{N}, {heads} heads, window {window}"
             calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:2] == (paired, long))
             yield Case("attend", shape, lambda a=args: tk.attend(*a), {name: peer[0] for name, peer in peers.items()},
-                       bf16=4 * HEAD * pairs, bytes=8 * N * heads * HEAD, calls=calls)
+                       **needs("attend", tokens, D, HEAD, pairs), calls=calls)
             yield Case("attend_backward", shape, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]),
                        {name: peer[1] for name, peer in peers.items()},
-                       bf16=10 * HEAD * pairs, bytes=16 * N * heads * HEAD, calls=calls)
+                       **needs("attend_backward", tokens, D, HEAD, pairs), calls=calls)
 
 
 def block_cases():
@@ -209,19 +204,17 @@ def block_cases():
             args = (x, weight, rotary, *given, paired, offset)
             qkv, rstd = tk.project(*args)
             yield Case("project", shape, lambda a=args: tk.project(*a), {"GEMM alone": lambda x=x, W=weight: x @ W.t()},
-                       bf16=6 * N * D * D, bytes=N * D * (8 + 2 * value), calls=MICRO * layers)
+                       **needs("project", N, D, value), calls=MICRO * layers)
             back = *grads[:2], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *given, paired, offset, dqkv
-            # q, k and their gradients are read, two gradients written; dv is copied or not, ve read, its gradient written.
             yield Case("project_backward", shape, lambda a=back: tk.project_backward(*a),
-                       bytes=2 * N * D * (6 + (2 * paired if not value else 3 + paired)), calls=MICRO * layers)
+                       **needs("project_backward", N, D, value, paired), calls=MICRO * layers)
             seen = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*seen), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
             yield Case("head_gates", shape, lambda a=seen: tk.head_gates(*a), {"torch": lambda a=seen: tk.head_gates_ref(*a)},
-                       bytes=2 * N * (channels + H * len(gates)), calls=MICRO * layers)
+                       **needs("head_gates", N, channels, H * len(gates)), calls=MICRO * layers)
             back = gates[0], gates[-1], gates, *seen, torch.zeros_like(x), torch.zeros_like(ve) if value else None
-            # The channels and their gradients are read, the latter written; gates and their gradients are read.
             yield Case("head_gates_backward", shape, lambda a=back: tk.head_gates_backward(*a),
-                       bytes=2 * N * (3 * channels + 2 * H * len(gates)), calls=MICRO * layers)
+                       **needs("head_gates_backward", N, channels, H * len(gates)), calls=MICRO * layers)
 
 
 def mlp_cases():
@@ -230,11 +223,11 @@ def mlp_cases():
         post = tk._relu_square(x, W1)
         square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
         derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
-        work = dict(bf16=8 * N * D * D, bytes=2 * N * 5 * D, calls=MICRO * len(T.LAYERS))
+        work = dict(needs("mlp", N, D), calls=MICRO * len(T.LAYERS))
         yield Case("mlp: relu(x W1ᵀ)²", str(N), lambda x=x, W=W1: tk._relu_square(x, W), {
             "GEMM alone": lambda x=x, W=W1: x @ W.t(), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
         yield Case("mlp: dpre", str(N), lambda g=g, W=W2, p=post: tk._relu_square(g, W, p), {
-            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)}, **(work | {"bytes": 2 * N * 9 * D}))
+            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)}, **(work | needs("mlp_backward", N, D)))
         yield Case("mlp: post W2 (library)", str(N), lambda p=post, W=W2: p @ W, **work)
         yield Case("mlp: postᵀ g (library)", str(N), lambda p=post, g=g: p.t() @ g, **work)
 
@@ -244,7 +237,7 @@ def head_cases():
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
-    yield Case("quantise", f"{D}x{V}", lambda: tk.quantise(weight.detach(), tk.W_SCALE), bytes=4 * D * V, calls=0.5)
+    yield Case("quantise", f"{D}x{V}", lambda: tk.quantise(weight.detach(), tk.W_SCALE), **needs("quantise", D * V), calls=0.5)
     for N, stage in zip(TOKENS, STAGES):
         h = rand(N, D).requires_grad_()
         targets, w = torch.randint(V, (N,), device=DEVICE), weights[:len(stage.mtp_start)]
@@ -252,13 +245,13 @@ def head_cases():
         logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
         many = tk.multi_token_targets(targets, len(w))[:rows]
         yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=(logits, many, w, 0.1, 0.001, grad): tk.cross_entropy(*a),
-                   {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)}, bytes=3 * rows * V,
-                   calls=MICRO * N / rows)
-        yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), bytes=4 * N * D, calls=MICRO)
+                   {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)},
+                   **needs("cross_entropy", rows, V, True), calls=MICRO * N / rows)
+        yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), **needs("quantise", N * D), calls=MICRO)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
         yield Case("transpose_copy", f"{N}x{V} bytes", lambda c=codes, t=turned: tk.transpose_copy(c, t),
-                   {"copy_": lambda c=codes, t=turned: t.copy_(c.mT)}, bytes=2 * N * V, calls=MICRO)
+                   {"copy_": lambda c=codes, t=turned: t.copy_(c.mT)}, **needs("transpose_bytes", N * V), calls=MICRO)
 
         def whole(h=h, targets=targets, w=w):
             weight.grad = h.grad = None
@@ -276,7 +269,7 @@ def embedding_cases():
             groups.pieces
             yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, groups, upstream): tk.embedding_grad(*a), {
                 "dense": lambda a=(grad, groups, upstream): tk.embedding_grad_ref(*a)},
-                bytes=2 * D * (N + 2 * groups.ids.unique().numel()), calls=calls)
+                **needs("embedding_grad", N, D, groups.ids.unique().numel()), calls=calls)
 
 
 def optimizer_cases():
@@ -313,9 +306,9 @@ def main():
         sys.exit("error: bench_kernels.py needs a GPU")
     torch.manual_seed(0)
     timer = Timer(args.repetitions)
-    limits = ceilings(timer)
+    limits = ceilings()
     machine = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=tk.triton.__version__, cuda=torch.version.cuda,
-                   bf16_tflops=limits[0] / 1e12, fp8_tflops=limits[1] / 1e12, copy_gb_per_s=limits[2] / 1e9)
+                   bf16_tflops=limits["bf16"] / 1e12, fp8_tflops=limits["fp8"] / 1e12, copy_gb_per_s=limits["copy"] / 1e9)
     print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in machine.items()))
     rows = []
     try:

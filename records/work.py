@@ -1,0 +1,111 @@
+"""What our kernels have to do at least, and how fast this GPU does such things: for records/trace.py and tests/bench_kernels.py."""
+
+import numpy as np
+
+
+def product(n, M, K):
+    """n symmetric M x M products over K, in tiles of 128 up to the diagonal."""
+    return n * M * (M + 128) * K, 2 * n * M * (K + M)
+
+
+WORK = {  # operation -> what one call launches; (bf16 operations, a multiply-add is two; bytes, each operand once)
+    "XXT": ("_gram_kernel", product),
+    "XTX": ("_gram_kernel", product),
+    "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
+    "fused_momentum": ("_momentum_kernel _norm_scale_kernel", lambda size: (0, 12 * size)),
+    "normuon_tail": ("_row_squares_kernel _update_kernel", lambda size: (0, 12 * size)),
+    "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
+    "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
+    "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
+    # pairs: of query and key that see each other, over all heads
+    "attend": ("_attention_kernel", lambda N, D, d, pairs: (4 * d * pairs, 8 * N * D)),
+    "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, pairs: (10 * d * pairs, 16 * N * D)),
+    "project": ("_project_kernel", lambda N, D, value: (6 * N * D * D, N * D * (8 + 2 * value))),
+    # q, k and their gradients are read, two gradients written; dv is copied or not, ve read, its gradient written.
+    "project_backward": ("_project_grad_kernel", lambda N, D, value, paired: (
+        0, 2 * N * D * (6 + (3 + paired if value else 2 * paired)))),
+    # channels that the gates see; their gradients are read and written, as are those of gates read beside them
+    "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
+    "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (0, 2 * N * (3 * channels + 2 * gates))),
+    "mlp": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 10 * N * D)),  # relu(x W1ᵀ)²
+    "mlp_backward": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 18 * N * D)),  # dpre
+    "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
+    "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
+    "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique)))}
+
+
+def plain(name):
+    """A kernel's name in WORK."""
+    return name.replace("_mlp_hopper_kernel", "_mlp_kernel")
+
+
+def seen_pairs(lengths, window):
+    """Pairs (query, key) of one head with key <= query <= key + window in documents of these lengths."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    near = np.minimum(lengths, window)
+    return int((near * (near + 1) // 2 + (lengths - near) * (window + 1)).sum())
+
+
+def calls(run):
+    """(operation, sizes) of every call on one rank in the profiled steps; run: what Profile.describe returns."""
+    D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
+    values = sum(layer["value_table"] is not None for layer in layers)
+    for step in run["steps"]:
+        N = step["tokens"]
+        for row in step["rows"]:
+            for layer in layers:
+                yield from (("mlp", N, D), ("mlp_backward", N, D))
+                if layer["attention"]:
+                    folds, value = 1 + layer["paired"], layer["value_table"] is not None
+                    pairs = H // folds * seen_pairs(folds * np.array(row["documents"]), step["windows"][layer["long"]])
+                    yield from ((name, N, D, D // H, pairs) for name in ("attend", "attend_backward"))
+                    yield from (("project", N, D, value), ("project_backward", N, D, value, layer["paired"]))
+                    channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
+                    yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
+            yield from (("cross_entropy", min(run["head_rows"], N - start), V, fp8) for start in range(0, N, run["head_rows"]))
+            yield from [("quantise", N * D), ("transpose_bytes", N * V)] * fp8
+            yield from [("embedding_grad", N, D, row["token_ids"])] * (1 + values) + [("embedding_grad", N, D, row["bigram_rows"])]
+        for n, R, C in run["banks"]:
+            side = min(R, C)
+            yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
+            yield from (("fused_momentum", n * R * C), ("normuon_tail", n * R * C))
+        if step["adam"]:
+            yield from [("quantise", D * V)] * fp8 + [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
+
+
+def describe(config, rt, layers, plans, batches, optimizer, head):
+    """What `calls` needs to know about the steps of `plans`, fit for JSON; batches: theirs, on this rank, in order."""
+    rows = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n], "token_ids": batch.tokens.unique().numel(),
+             "bigram_rows": np.unique(batch.bigram_rows_cpu).size} for batch in batches]
+    stages, each = config.schedule.stages, len(rows) // len(plans)
+    steps = [{"step": plan.step, "adam": plan.adam, "tied": plan.tied, "tokens": plan.row_tokens, "rows": rows[i * each:(i + 1) * each],
+              "windows": [stages[plan.stage].short_window, stages[plan.stage].long_window]} for i, plan in enumerate(plans)]
+    model = config.model
+    return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world, "model_dim": model.model_dim, "num_heads": model.num_heads,
+            "padded_vocab": model.padded_vocab, "fp8": head.fp8, "head_rows": head.block, "gate_channels": optimizer.params["smear_gate"].size(1),
+            "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
+            "layers": [layer._asdict() for layer in layers], "steps": steps}
+
+
+def ceilings():
+    """Measured limits of the current GPU: bf16 and (0: it has none) FP8 products of 8192³, operations per second; copying,
+    bytes per second, read and written both counted."""
+    import torch  # reading a trace does without
+
+    def seconds(run):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(25)]
+        for start, end in events:
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return 1e-3 * np.median([start.elapsed_time(end) for start, end in events[5:]])
+
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    limits = {"bf16": 2 * 8192**3 / seconds(lambda: a @ b), "fp8": 0.0}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device="cuda")
+        limits["fp8"] = 2 * 8192**3 / seconds(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    source = torch.randint(2**30, (2**28,), device="cuda", dtype=torch.int32)
+    target = torch.empty_like(source)
+    return limits | {"copy": 2 * source.nbytes / seconds(lambda: target.copy_(source))}
