@@ -1391,7 +1391,6 @@ class Trainer:
         self.config, self.rt, self.log, self.watch = config, rt, log, watch
         self.dtype = getattr(torch, config.run.dtype)
         compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
-        torch._dynamo.config.recompile_limit = 64  # several shapes of one function are meant to be
         self.total = stage_starts(config.schedule)[-1]
         self.micro_steps = config.run.micro_batches // rt.world
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
@@ -1412,8 +1411,8 @@ class Trainer:
 
         def forward(tokens, cu_seqlens, bigram_rows, view):
             rows = self.model.lookup(tokens, bigram_rows)
-            for x in (*rows, cu_seqlens):  # one graph for all lengths: training then compiles once, evaluation once
-                torch._dynamo.mark_dynamic(x, 0)
+            for x in (*rows, cu_seqlens) if config.run.compile else ():
+                torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
             return layers(rows, cu_seqlens, view)
 
         self.forward = forward
@@ -1466,6 +1465,7 @@ class Trainer:
 
     def warm_up(self):
         """Compile every graph by running it, then put everything back to the start."""
+        torch._dynamo.config.recompile_limit = 64  # several shapes of one function are meant to be
         steps = warmup_steps(self.plans[:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]

@@ -324,12 +324,15 @@ class Profile:
         gpu = self.trainer.rt.device.type == "cuda"
         self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu])
         self.profiler.start()
-        return self.spent(began)
+        seconds = self.spent(began)
+        self.running = time.perf_counter()
+        return seconds
 
     def stop(self):
         """Also writes this rank's trace beside the log, and what it says into the log."""
         import torch
         began, trainer = time.perf_counter(), self.trainer
+        self.seconds = began - self.running
         self.profiler.stop()
         plans = [trainer.plans[step] for step in trainer.config.run.profiled]
         batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.data), len(plans) * trainer.micro_steps)]
@@ -345,7 +348,7 @@ class Profile:
         torch.distributed.broadcast_object_list(log)
         path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
         try:
-            trainer.log.line(f"{table(recorded(self.profiler, path, run))}\n\ntrace: {path}")
+            trainer.log.line(f"{table(recorded(self.profiler, path, run))}\n\ntrace, beside this log: {path.name}")
         except (OSError, ValueError) as error:
             trainer.log.line(f"warning: no trace in {path}: {error}")
         trainer.log.flush()
@@ -360,12 +363,13 @@ class Profile:
     def cost(self):
         """One line, when the run is over."""
         kinds = [(plan.stage, plan.adam) for plan in self.trainer.plans]
-        return cost(np.diff(self.trainer.clock_ms, prepend=0.0), kinds, self.trainer.config.run.profiled)
+        return cost(self.seconds, np.diff(self.trainer.clock_ms, prepend=0.0), kinds, self.trainer.config.run.profiled)
 
 
-def cost(times, kinds, profiled, reach=20):
-    """What the profiler cost: the profiled steps against the median of those like them, at most `reach` steps away."""
-    mine, others = sum(times[step] for step in profiled) / len(profiled), []
+def cost(seconds, times, kinds, profiled, reach=20):
+    """What the profiler cost: the profiled steps, which took `seconds`, against the median of those like them (times: of every
+    step, ms), at most `reach` steps away."""
+    mine, others = 1000 * seconds / len(profiled), []
     for step in profiled:
         near = range(max(0, step - reach), min(len(times), step + reach + 1))
         others.append([times[other] for other in near if other not in profiled and kinds[other] == kinds[step]])

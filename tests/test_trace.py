@@ -324,9 +324,9 @@ def test_cost_of_the_profiler():
     """Even and odd steps differ, and so do stages; the outlier of a step like the profiled one does not move a median."""
     times = [10, 20, 10, 20, 15, 27, 10, 20, 500, 20, 10, 20, 90, 95]
     kinds = [(step > 11, step % 2 == 1) for step in range(len(times))]
-    assert trace.cost(times, kinds, range(4, 6)).endswith("21.00 ms per profiled step, 15.00 ms for others like them (median): +6.00 ms")
-    assert trace.cost(times, kinds, range(5, 6)).startswith("profiler: 27.00 ms per profiled step, 20.00 ms")
-    assert "15.00 ms for" in trace.cost(times, kinds, range(4, 6), reach=2) and "no others" in trace.cost(times, kinds, range(12, 14))
+    assert trace.cost(0.042, times, kinds, range(4, 6)).endswith("21.00 ms per profiled step, 15.00 ms for others like them (median): +6.00 ms")
+    assert trace.cost(0.027, times, kinds, range(5, 6)).startswith("profiler: 27.00 ms per profiled step, 20.00 ms")
+    assert "15.00 ms for" in trace.cost(0.042, times, kinds, range(4, 6), reach=2) and "no others" in trace.cost(0.1, times, kinds, range(12, 14))
 
 
 @pytest.mark.parametrize("knob, message", [
@@ -441,7 +441,7 @@ def test_commands_of_the_readme(data, tmp_path, tmp_path_factory):
     shown = launch([sys.executable, *read[1:-1], *map(str, tmp_path.glob(Path(read[-1]).name))])
     body = log.read_text().rpartition("=" * 100)[2]
     table = shown.partition("\n")[2].rstrip()
-    assert table in body and table in out and f"\ntrace: {file}\n" in body
+    assert table in body and table in out and f"\ntrace, beside this log: {file.name}\n" in body
     check(table, 1)
     steps = {step: float(ms) for step, ms in re.findall(r"step:(\d+)/8 train_time:(\d+)ms", body)}
     profiled = float(re.search(r"^profiler: ([\d.]+) ms per profiled step", body, re.M)[1])
