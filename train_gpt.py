@@ -1449,6 +1449,13 @@ class Trainer:
         if self.rt.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def settle(self):
+        """Before the clock goes on: no garbage, nothing under way, all ranks here. Else the first step waits for the slowest."""
+        gc.collect()
+        self.synchronize()
+        if self.rt.world > 1:
+            dist.barrier()
+
     def compile_kernels(self):
         """Run everything but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
         torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
@@ -1495,10 +1502,9 @@ class Trainer:
     def run(self):
         """The timed run -> (final validation loss, seconds inside the clock)."""
         validation_seconds = 0.0
-        gc.collect()
         gc.disable()  # collected at validations, outside the clock
         self.loader.ready.exception()  # waits for the first batch
-        self.synchronize()
+        self.settle()
         elapsed, start = 0.0, time.perf_counter()  # the clock starts: first batch ready, everything compiled
         profiled = self.config.run.profiled
         for step, plan in enumerate(self.plans):
@@ -1516,8 +1522,7 @@ class Trainer:
                               f" step_avg:{ms / max(step, 1):.2f}ms")
                 self.log.flush()
                 require_finite(loss, f"validation loss before step {step}")
-                gc.collect()
-                self.synchronize()
+                self.settle()
                 start = time.perf_counter()
                 validation_seconds += start - pause
                 if last:
