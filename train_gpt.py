@@ -9,8 +9,8 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
-Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record with --scheduled_steps=145
---extension_steps=4, one H200: 55 s inside the clock (records/2026-11-20_kernels). The full record run has not been timed yet.
+Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on eight H200s;
+with --scheduled_steps=145 --extension_steps=4 55 s on one (records/2026-11-20_one_to_eight). FineWeb itself has not been tried yet.
 
 Contents, top to bottom; a name is defined above its first use:
     config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
