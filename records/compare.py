@@ -49,7 +49,8 @@ GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:\S+)? train_time:(\d+)ms"
                   r" step_avg:(?:[\d.]+|nan|inf)ms")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory"
-                   r"|startup, seconds:|tokens per micro-batch:|warning:|checkpoint:) ")
+                   r"|startup, seconds:|tokens per micro-batch:|profiler:|warning:|checkpoint:) ")
+TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 
 @dataclass
@@ -86,7 +87,8 @@ def read_run(path: Path) -> Run:
         run.facts |= re.findall(r"^([\w.]+): (.*)$", sections["settings"] or "", re.M)
 
     unread, misfits = [], []
-    for number, line in enumerate(text[body:].split("\n"), 1 + text.count("\n", 0, body)):
+    lines = TRACE.sub(lambda match: "\n" * match[0].count("\n"), text[body:]).split("\n")
+    for number, line in enumerate(lines, 1 + text.count("\n", 0, body)):
         if line == "sample:":  # generated text, which may look like anything; no steps come after it
             break
         if line.startswith("kernels: "):

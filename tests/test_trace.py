@@ -20,7 +20,7 @@ import records
 import train_gpt as T
 import triton_kernels as kernels
 from oracles import write_shard
-from records import trace, work
+from records import compare, trace, work
 from test_run import ENV, ROOT, TINY, VAL_TOKENS, text
 
 # A micro-step of three layers, the middle one without attention: (region, kernels in order).
@@ -441,13 +441,14 @@ def test_commands_of_the_readme(data, tmp_path, tmp_path_factory):
     shown = launch([sys.executable, *read[1:-1], *map(str, tmp_path.glob(Path(read[-1]).name))])
     body = log.read_text().rpartition("=" * 100)[2]
     table = shown.partition("\n")[2].rstrip()
+    assert compare.read_run(log).notes == []
     assert table in body and table in out and f"\ntrace, beside this log: {file.name}\n" in body
     check(table, 1)
     steps = {step: float(ms) for step, ms in re.findall(r"step:(\d+)/8 train_time:(\d+)ms", body)}
     profiled = float(re.search(r"^profiler: ([\d.]+) ms per profiled step", body, re.M)[1])
-    assert profiled == pytest.approx((steps["6"] - steps["4"]) / 2, abs=0.51)
+    assert profiled == pytest.approx((steps["6"] - steps["4"]) / 2, rel=0.02, abs=1)
     whole = float(numbers(table)["all"][0])
-    assert 0.8 * profiled < whole <= profiled + 0.01  # the clock has the step line and little else on top
+    assert 0.8 * profiled < whole <= 1.01 * profiled  # the clock has the step line and little else on top
     events = json.loads(gzip.open(file).read())["traceEvents"]
     assert float(numbers(body.replace(": ", "  "))["profile_seconds"][0]) > 0
     regions = {event["name"] for event in events if event.get("cat") == "region"}
