@@ -11,6 +11,10 @@ usage() {
   cat <<'END'
 ./run.sh [--key=value ...]    train; the arguments go to train_gpt.py (python train_gpt.py --help lists them)
 ./run.sh test [argument ...]  run the tests; the arguments go to pytest
+./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
+                              train N times for each label, by turns (A B A B), then compare the runs that finished;
+                              what stands before the first label is for all; seeds count from --seed=S (1), the same
+                              for all labels; a run that fails, or Ctrl-C, is the last
 ./run.sh --help               this text
 
 Python  an active virtualenv, or the python3 on PATH, is used if it has torch 2.11 or newer; an active virtualenv
@@ -30,11 +34,38 @@ mode=train
 case "${1:-}" in
   -h | --help) usage; exit 0 ;;
   test) mode=test; shift ;;
+  --repeat | --repeat=*) mode=repeat ;;
 esac
 case "${NPROC:-1}" in
   1 | 2 | 4 | 8) ;;
   *) die "NPROC=$NPROC: the trainer runs with 1, 2, 4 or 8 processes" ;;
 esac
+
+# What --repeat wants, before anything is installed. Leaves the trainer's arguments, with --label=NAME before each label's own.
+if [ $mode = repeat ]; then
+  times="" labels="" seed="" key="" given=$#
+  for argument in "$@"; do
+    argument=$key$argument key=""
+    value=${argument#*=}
+    case "$argument" in
+      --repeat | --label) key=$argument=; continue ;;
+      --repeat=*) times=$value; continue ;;
+      --seed=*)
+        [ -z "$seed" ] || die "--seed=$value: there is one already, and all labels have the same seeds"
+        case "$value" in "" | 0?* | *[!0-9]*) die "--seed=$value: a whole number" ;; esac
+        seed=$value; continue ;;
+      --run_label=*) die "$argument: with --repeat it is --label that names the runs" ;;
+      --label=*)
+        case "$value" in "" | -* | *[!A-Za-z0-9_.+-]*) die "--label '$value': a name of letters, digits and _ . + -" ;; esac
+        case " $labels " in *" $value "*) die "--label $value: there is one already" ;; esac
+        labels="$labels $value" ;;
+    esac
+    set -- "$@" "$argument"
+  done
+  shift $given
+  case "$times" in "" | 0* | *[!0-9]*) die "--repeat '$times': how many runs of each label, 1 or more" ;; esac
+  [ -n "$labels" ] && [ -z "$key" ] || die "--label and a name for the runs are missing"
+fi
 
 # --- Python -----------------------------------------------------------------------------------------------------------
 
@@ -56,7 +87,7 @@ probe() {
 
 packages="numpy tiktoken huggingface_hub"
 [ "$(uname)" != Linux ] || packages="$packages triton"  # torch's CPU build does not bring it along
-[ $mode = train ] || packages="$packages pytest"
+[ $mode != test ] || packages="$packages pytest"
 python="" base="" outdated=""
 for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
   command -v "$candidate" >/dev/null || continue
@@ -103,6 +134,41 @@ fi
 
 if [ $mode = test ]; then
   exec "$python" -m pytest tests -q "$@"
+fi
+
+# --- Repeated runs ----------------------------------------------------------------------------------------------------
+
+# Every run is a ./run.sh of its own. Ctrl-C reaches it as well, and the trap waits until it has ended.
+if [ $mode = repeat ]; then
+  compare=("$python" records/compare.py) status=0 seed=${seed:-1}
+  trap 'status=130' INT TERM
+  for ((i = 0; i < times; i++)); do
+    for name in $labels; do
+      run=(./run.sh "--run_label=$name" "--seed=$((seed + i))") label=$name
+      for argument in --log_dir=logs "$@"; do
+        case "$argument" in --label=*) label=${argument#*=}; continue ;; esac
+        [ "$label" = "$name" ] || continue
+        case "$argument" in --log_dir=*) folder=${argument#*=} ;; esac
+        run+=("$argument")
+      done
+      this="$name, run $((i + 1)) of $times, seed $((seed + i))" old="" log=""
+      for file in "$folder/${name}"_*.txt; do old="$old|$file|"; done
+      say "$this"
+      "${run[@]}" && code=0 || code=$?
+      for file in "$folder/${name}"_*.txt; do  # another call may have this label, too, with other seeds
+        case "$old" in *"|$file|"*) continue ;; esac
+        ! grep -qx "seed: $((seed + i))" "$file" || log=$file
+      done
+      case "$status,$code,$log" in
+        *,0,?*) compare+=("$name=$log") ;;
+        0,0,) say "$this: ended without a log in $folder"; status=1 ;;
+        0,*) say "$this: failed with status $code"; status=$code ;;
+      esac
+      [ $status -eq 0 ] || break 2
+    done
+  done
+  [ ${#compare[@]} -eq 2 ] || "${compare[@]}"
+  exit $status
 fi
 
 # --- Hardware and data ------------------------------------------------------------------------------------------------

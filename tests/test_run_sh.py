@@ -5,9 +5,13 @@ torch is the real one.
 """
 
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,8 @@ case "$1 $2" in
   "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip") exit "${PIP_STATUS:-0}" ;;
   "data/prepare.py stdlib") mkdir -p data/stdlib; : >data/stdlib/stdlib_val_000000.bin ;;
+  "-m torch.distributed.run") eval "${TRAIN:-}" ;;
+  "records/compare.py "*) exit "${COMPARE_STATUS:-0}" ;;
 esac
 """
 
@@ -202,6 +208,7 @@ def test_only_missing_packages_are_installed(machine):
     pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|"
     assert machine.run()[0] == pip + "tiktoken"
     assert machine.run("test") == [pip + "tiktoken|pytest", "system/python3|-m|pytest|tests|-q"]
+    assert machine.run("--repeat", "1", "--label", "a", status=1)[0] == pip + "tiktoken"
 
 
 def test_training_goes_on_without_optional_packages_but_not_without_numpy(machine):
@@ -299,6 +306,153 @@ def test_an_active_virtualenv_with_an_old_torch_is_left_alone(machine, virtualen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Repeated runs
+
+# The last of each argument counts, as for the trainer. The log gets a name that sorts before or after those of other runs.
+LOG = """for argument in "$@"; do
+  case "$argument" in
+    --run_label=*) name=${argument#*=} ;;
+    --seed=*) seed=${argument#*=} ;;
+    --log_dir=*) folder=${argument#*=} ;;
+  esac
+done
+mkdir -p "${folder:=logs}"
+log=$folder/${name}_$((RANDOM % 10))-$seed-$$.txt
+echo "seed: $seed" >"$log"
+echo "$name.$seed $log" >>"$CALLS.logs"
+[ "$name.$seed" != "${BAD:-}" ] || """
+CTRL_C = LOG + """{ trap 'echo error: interrupted >&2; exit $STATUS' INT; : >"$CALLS.ready"; for i in {1..200}; do sleep 0.1; done; }"""
+
+
+def told(machine) -> tuple[list, str]:
+    """What was started, as (label, seed, other arguments), and what was compared last, as label.seed of the log's writer."""
+    runs, compared = [], ""
+    made = {path: run for run, path in (line.split(" ", 1) for line in (machine.folder / "calls.logs").read_text().splitlines())}
+    for _, program, *arguments in (call.split("|") for call in (machine.folder / "calls").read_text().splitlines()):
+        assert not compared, "comparing comes last"
+        if program == "records/compare.py":
+            pairs = [argument.split("=", 1) for argument in arguments]
+            assert [made[path].rpartition(".")[0] for _, path in pairs] == [label for label, _ in pairs]
+            compared = " ".join(made[path] for _, path in pairs)
+        elif "train_gpt.py" in arguments:
+            rest = arguments[arguments.index("train_gpt.py") + 1:]
+            own = dict(part.split("=", 1) for part in rest if part.startswith(("--run_label=", "--seed=")))
+            ours = {"--preset=cpu", "--log_dir=logs", *(f"{key}={value}" for key, value in own.items())}
+            runs.append((own["--run_label"], own["--seed"], *(part for part in rest if part not in ours)))
+    return runs, compared
+
+
+def repeat(machine, *argv, status=0, **env):
+    (machine.folder / "calls.logs").unlink(missing_ok=True)
+    machine.run("--repeat", *argv, status=status, **{"TRAIN": LOG + "exit 3", "DATA_PATH": "here", **env})
+    return told(machine)
+
+
+def test_labels_take_turns_with_the_same_seeds(machine):
+    runs, compared = repeat(machine, "3", "--label", "base", "--label", "wide")
+    assert runs == [("base", "1"), ("wide", "1"), ("base", "2"), ("wide", "2"), ("base", "3"), ("wide", "3")]
+    assert compared == "base.1 wide.1 base.2 wide.2 base.3 wide.3"
+    assert machine.err.splitlines() == [f"run.sh: {label}, run {seed} of 3, seed {seed}" for label, seed in runs]
+
+
+def test_each_label_has_its_own_arguments_after_those_of_all(machine):
+    common, own = ["--x=a  b*", ""], ["--y=$HOME", "--x='\"'"]
+    runs, _ = repeat(machine, "1", *common, "--label", "a", "--label=b.1", *own, "--label", "c", "--z=1")
+    assert runs == [("a", "1", *common), ("b.1", "1", *common, *own), ("c", "1", *common, "--z=1")]
+
+
+@pytest.mark.parametrize("argv", ["2 --seed=7 --label a --label b", "2 --label a --label b --seed=7", "5 --repeat=2 --label=a --seed=7 --label=b"])
+def test_a_given_seed_is_the_first(machine, argv):
+    assert repeat(machine, *argv.split())[0] == [("a", "7"), ("b", "7"), ("a", "8"), ("b", "8")]
+
+
+def test_only_the_logs_of_this_call_are_compared(machine):
+    """Not those of an earlier call, of a label that begins alike, or of another call that has the label at the same time."""
+    others = 'mkdir -p logs; echo "seed: 9" | tee logs/a_{0,z}$RANDOM.txt >logs/a_b_0$RANDOM.txt\n'
+    for _ in range(4):  # the same names and seeds, whichever way they sort
+        assert repeat(machine, "2", "--label", "a", "--label", "a_b", TRAIN=others + LOG + "exit 3")[1] == "a.1 a_b.1 a.2 a_b.2"
+
+
+def test_logs_are_found_where_they_are_written(machine):
+    there = machine.folder / "there"
+    assert repeat(machine, "1", "--log_dir=my logs", "--label", "a", "--label", "b", f"--log_dir={there}")[1] == "a.1 b.1"
+    assert [path.name[0] for folder in (machine.repo / "my logs", there) for path in folder.iterdir()] == ["a", "b"]
+
+
+def test_a_label_may_have_its_own_preset_and_data(machine):
+    argv, env = ["--repeat", "1", "--label", "a", "--preset=cpu", "--label", "b", "--train_files=x"], {"SMI_GPUS": "2", "TORCH_GPUS": "2"}
+    calls = machine.run(*argv, TRAIN=LOG + "exit 3", **env)
+    assert calls[:2] == ["system/python3|data/prepare.py|stdlib", train(1, "--run_label=a", "--seed=1", "--log_dir=logs", "--preset=cpu")]
+    assert calls[2:-1] == [train(2, "--preset=record", "--run_label=b", "--seed=1", "--log_dir=logs", "--train_files=x")]
+
+
+@pytest.mark.parametrize("bad, compared", [("b.2", "a.1 b.1 a.2"), ("b.1", "a.1"), ("a.1", "")])
+def test_a_failure_is_named_and_the_last_run(machine, bad, compared):
+    runs, logs = repeat(machine, "2", "--label", "a", "--label", "b", status=3, BAD=bad)
+    label, seed = runs[-1]
+    assert f"{label}.{seed}" == bad and logs == compared
+    assert machine.err.endswith(f"run.sh: {label}, run {seed} of 2, seed {seed}: failed with status 3\n")
+
+
+def test_a_run_without_a_log_is_a_failure(machine):
+    assert machine.run("--repeat", "2", "--label", "a", "--help", status=1, DATA_PATH="here") == [
+        train(1, "--preset=cpu", "--run_label=a", "--seed=1", "--log_dir=logs", "--help")]
+    assert machine.err.endswith("run.sh: a, run 1 of 2, seed 1: ended without a log in logs\n")
+
+
+def test_a_failed_comparison_is_a_failure(machine):
+    repeat(machine, "1", "--label", "a", status=5, COMPARE_STATUS="5")
+
+
+@pytest.mark.parametrize("bad, status, compared", [("b.1", 1, "a.1"), ("a.1", 1, ""), ("b.1", 0, "a.1 b.1")])
+def test_ctrl_c_ends_the_run_and_keeps_the_finished_ones(machine, bad, status, compared):
+    """Also one that Ctrl-C found finished. torchrun ends with a status of its own."""
+    ready = machine.folder / "calls.ready"
+    process = subprocess.Popen(
+        [str(machine.repo / "run.sh"), *"--repeat 2 --label a --label b".split()], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**machine.env, "TRAIN": CTRL_C, "BAD": bad, "STATUS": str(status), "DATA_PATH": "here"},
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # nohup and & have it ignored
+    while not ready.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    _, err = process.communicate(timeout=15)
+    assert process.returncode == 130 and "error: interrupted\n" in err and "failed" not in err
+    runs, logs = told(machine)
+    assert ".".join(runs[-1]) == bad and logs == compared
+
+
+@pytest.mark.parametrize("argv, error", {
+    "--repeat": "--repeat '': how many", "--repeat --label a": "--repeat '--label'", "--repeat two --label a": "--repeat 'two'",
+    "--repeat 0 --label a": "--repeat '0'", "--repeat -1 --label a": "--repeat '-1'", "--repeat= --label a": "--repeat ''",
+    "--repeat 2": "--label and a name", "--repeat 2 --x=1": "--label and a name", "--repeat 2 --label": "--label and a name",
+    "--repeat 2 --label a --label": "--label and a name", "--repeat 2 --label=": "--label ''", "--repeat 2 --label a/b": "--label 'a/b'",
+    "--repeat 2 --label --x=1": "--label '--x=1'", "--repeat 2 --label --x": "--label '--x'", "--repeat 2 --label a*": "--label 'a*'",
+    "--repeat 2 --label a --label b --label a": "--label a: there is one", "--repeat 2 --run_label=b --label a": "--run_label=b: with",
+    "--repeat 2 --label a --seed=1 --label b --seed=2": "--seed=2: there is one", "--repeat 2 --label a --seed=x": "--seed=x: a whole",
+    "--repeat 2 --label a --seed=010": "--seed=010: a whole", "--repeat 2 --label a --seed=": "--seed=: a whole",
+}.items())
+def test_mistakes_are_named_before_anything_is_installed(machine, argv, error):
+    machine.site("system", None)
+    assert machine.run(*argv.split(), status=1) == []
+    assert machine.err.startswith("run.sh: " + error) and machine.err.count("\n") == 1
+
+
+def test_commands_with_repeat_in_the_readme(machine):
+    """Each label trains something else, with knobs that exist."""
+    import train_gpt
+    commands = re.findall(r"^ *\./run\.sh --repeat .*$", (ROOT / "README.md").read_text(), re.M)
+    assert commands
+    for command in commands:
+        argv = shlex.split(command, comments=True)[2:]
+        runs, compared = repeat(machine, *argv)
+        assert len(runs) == len(compared.split()) == int(argv[0]) * argv.count("--label") > 2
+        assert len({(label, *arguments) for label, _, *arguments in runs}) == len({tuple(arguments) for _, _, *arguments in runs}) > 1
+        for label, seed, *arguments in runs:
+            assert train_gpt.parse_config([f"--run_label={label}", f"--seed={seed}", *arguments]).run.run_label == label
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Other ways to call it
 
 def test_test_subcommand_passes_its_arguments(machine):
@@ -309,7 +463,7 @@ def test_test_subcommand_passes_its_arguments(machine):
 def test_help_does_nothing_else(machine, flag):
     machine.site("system", None)
     assert machine.run(flag) == []
-    for word in ("./run.sh test", "NPROC=", "--train_files", "DATA_PATH"):
+    for word in ("./run.sh test", "--repeat N", "NPROC=", "--train_files", "DATA_PATH"):
         assert word in machine.out
 
 
