@@ -7,6 +7,7 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
     torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
+    python train_gpt.py --check                              what this machine can do, and whether a run would start; with any knobs
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
 Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on eight H200s;
@@ -20,6 +21,7 @@ Contents, top to bottom; a name is defined above its first use:
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation, sampling
+    checks     what can be known before anything is compiled
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
@@ -37,9 +39,11 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import uuid
 from bisect import bisect_right
 from collections import deque
@@ -56,7 +60,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import triton_kernels as kernels
+try:
+    import triton_kernels as kernels
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"error: no kernels with PyTorch {torch.__version__}: {error}; install what requirements.txt names, or use ./run.sh")
 
 IMPORT_SECONDS = time.perf_counter() - started
 
@@ -335,19 +344,26 @@ class Runtime:
     device: torch.device
 
 
+def find_device(config) -> torch.device:
+    """The CPU, or the GPU of this process among those of its machine."""
+    if config.run.device == "cpu":
+        return torch.device("cpu")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+    if not torch.cuda.is_available():
+        raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+    if processes > torch.cuda.device_count():
+        raise UserError(f"{processes} processes but {torch.cuda.device_count()} GPUs on this machine: start one process per GPU")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
 def init_runtime(config) -> Runtime:
     """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if config.run.device == "cuda":
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-        if not torch.cuda.is_available():
-            raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
-        if local >= torch.cuda.device_count():
-            raise UserError(f"{os.environ.get('LOCAL_WORLD_SIZE', world)} processes but {torch.cuda.device_count()} GPUs on this machine:"
-                            " start one process per GPU")
-        torch.cuda.set_device(local)
+    rank, world, device = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), find_device(config)
+    if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
-    device = torch.device(config.run.device, local) if config.run.device == "cuda" else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
     store = None if "RANK" in os.environ else dist.HashStore()
     dist.init_process_group(backend, rank=rank, world_size=world, store=store,
@@ -362,6 +378,17 @@ def capability(device) -> dict[str, str]:
     return {"hardware": f"sm_{major}{minor}" if major else platform.machine(),
             "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no",
             "hardware_tma": "yes" if major >= 9 else "no"}
+
+
+def choose_kernels(config, device):
+    """(config, whose fp8 is off where the GPU has none, implementation of every operation, {operation: its name})."""
+    fp8 = config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
+    try:
+        ops, names = kernels.choose_ops(device, config.run.kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return (dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=fp8)), ops,
+            names | {"head": "fp8" if fp8 else config.run.dtype})
 
 
 NO_REGION = nullcontext()
@@ -402,10 +429,10 @@ def read_shard_header(path: Path) -> int:
     return count
 
 
-def read_shard(path: Path, vocab_size: int) -> np.ndarray:
-    """All tokens of a shard, uint16, checked against the vocabulary."""
+def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
+    """The tokens of a shard, the first `most` of them, uint16, checked against the vocabulary."""
     count = read_shard_header(path)
-    tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
+    tokens = np.fromfile(path, "<u2", min(count, most), offset=SHARD_HEADER_BYTES)
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer? (--vocab_size)")
     return tokens
@@ -470,8 +497,8 @@ def make_batch(run_of_tokens: np.ndarray, cu: np.ndarray, config, device) -> Bat
 class Shard:
     """One training shard: tokens, and where its documents start."""
 
-    def __init__(self, path, model):
-        self.tokens = read_shard(path, model.vocab_size)
+    def __init__(self, path, model, most=sys.maxsize):
+        self.tokens = read_shard(path, model.vocab_size, most)
         self.starts = np.flatnonzero(self.tokens == model.separator)
         if not len(self.starts):
             raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer? (--vocab_size)")
@@ -568,17 +595,24 @@ class Loader:
             return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event()
 
 
+def check_validation_data(config, world=1):
+    """What the headers of the validation files say; UserError when they hold too few tokens."""
+    counts, need = [read_shard_header(path) for path in find_files(config.data.val_files)], config.data.val_tokens + 1
+    if sum(counts) < need:
+        raise UserError(f"{config.data.val_files} holds {sum(counts)} tokens, validation needs {need}: lower --val_tokens")
+    return f"{len(counts)} files, {sum(counts):,} tokens, {need:,} of them used"
+
+
 class ValidationData:
     """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`; documents cut only between pieces."""
 
     def __init__(self, config, rt):
         self.config, self.rt = config, rt
+        check_validation_data(config)
         need, have, parts = config.data.val_tokens + 1, 0, []
         for path in find_files(config.data.val_files):
             parts.append(read_shard(path, config.model.vocab_size)[:need - have])
             have += len(parts[-1])
-        if have < need:
-            raise UserError(f"{config.data.val_files} holds {have} tokens, validation needs {need}: lower --val_tokens")
         self.tokens = np.concatenate(parts)
 
     def __iter__(self):
@@ -1289,6 +1323,142 @@ def sample(model, view, prompt: str, count: int, seed: int, temperature=0.8, con
     return decode(ids[1:])
 
 
+# ---- Checks: what can be known before anything is compiled -----------------------------------------------------------
+# Each takes (config, number of ranks), returns what it found, raises UserError when the run will not go well, Doubt when it may not.
+
+LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
+
+
+class Doubt(UserError):
+    """A start says so and goes on."""
+
+
+def check_versions(config, world):
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
+        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
+    return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
+            f" Triton {kernels.triton.__version__}")
+
+
+def check_device(config, world):
+    device, name = find_device(config), f"CPU, cores {os.cpu_count()}"
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, GPUs {torch.cuda.device_count()}"
+    return ", ".join([name, f"ranks {world}", *(f"{key.split('_')[-1]} {value}" for key, value in capability(device).items())])
+
+
+def check_kernels(config, world):
+    return " ".join(f"{op}:{name}" for op, name in choose_kernels(config, find_device(config))[2].items())
+
+
+def check_training_data(config, world):
+    """From all headers and the beginning of the first shard."""
+    files, stages = find_files(config.data.train_files), config.schedule.stages
+    have, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
+    lengths = Shard(files[0], config.model, 2**22).lengths
+    row = batches.max() // config.run.micro_batches + 1
+    if row > max(have):
+        raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch {row}: use more data,"
+                        " a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
+    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]
+    least, about = (np.diff(stage_starts(config.schedule)) @ tokens for tokens in (batches, batches / kept))
+    found = (f"{len(files)} files, {sum(have):,} tokens; the run takes {least:,}, with what is cut off long documents about"
+             f" {about:,.0f}: {about / sum(have):.2f} passes")
+    if config.data.data_end == "stop" and about > sum(have):
+        kind = UserError if least > sum(have) else Doubt
+        raise kind(f"the training data may end before the run: {found}; add shards or use --data_end=wrap")
+    return found
+
+
+def state_bytes(config):
+    """(weights, optimizer state) of all ranks together."""
+    params = dict(GPT(config.model, None, None, torch.device("meta")).named_parameters())
+    each = {"adam": 4 + 4, "normuon": 4 + 2}  # m, v; m, mantissa
+    return sum(p.nbytes for p in params.values()), sum(each[row.optim] * params[row.label].numel() for row in PARAM_TABLE)
+
+
+def check_disk(config, world):
+    if os.environ.get("RANK", "0") != "0":
+        return "rank 0 writes"
+    folder = Path(__file__).parent / config.run.log_dir
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    free, need = shutil.disk_usage(place).free, 2**20 + config.run.save_checkpoint * sum(state_bytes(config))
+    found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for the log{' and the checkpoint' * config.run.save_checkpoint}"
+    if free < need or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
+    return found
+
+
+def estimate_memory(config, world):
+    """MiB (allocated, reserved) on each GPU at the peak, with the default kernels.
+
+    Within 0.3 % and 2 % of what 1, 2, 4, 8 H200s took (records/2026-11-20_one_to_eight: one 23470 and 39806, eight 20035 and 36386), and
+    16 micro-batches on one (15898). To those 14.2 is fitted, about what autograd keeps per layer; the 18 of validation is counted.
+    """
+    (weights, state), run, V = state_bytes(config), config.run, config.model.padded_vocab
+    N = max(stage.batch_tokens for stage in config.schedule.stages) // run.micro_batches
+    plane = config.model.model_dim * getattr(torch, run.dtype).itemsize  # one activation of one token
+    # The head has its gradient, in bytes or bf16, and either a block of bf16 logits or (bytes) the gradient transposed.
+    head = (1 if run.fp8 else 2) * N * V + max(run.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
+    row = 14.2 * len(LAYERS) * N * plane + head
+    # Weights, gradients, while warming up the initial weights; rotary tables, codes of the head, workspaces.
+    allocated = (2 + run.compile) * weights + state / world + 430 * 2**20 + max(row, 18 * config.data.val_batch_tokens * plane)
+    return allocated / 2**20, (allocated + run.cuda_graphs * row) / 2**20  # the graphs keep their memory to themselves
+
+
+def check_memory(config, world):
+    device = find_device(config)
+    if device.type == "cpu":
+        return "not estimated for a CPU"
+    (_, need), free = estimate_memory(choose_kernels(config, device)[0], world), torch.cuda.mem_get_info(device)[0] / 2**20
+    found = f"{free:.0f} MiB of the GPU are free, about {need:.0f} needed (estimate)"
+    if need > free:
+        raise (UserError if need > 1.1 * free else Doubt)(f"{found}: {LESS_MEMORY}")
+    return found
+
+
+def expected_time(config, world):
+    """From seconds per token with the default kernels: one H200 (790 TFLOP/s in bf16; records), two cores of an EPYC (README)."""
+    device, schedule = find_device(config), config.schedule
+    if config.model != PRESETS["cpu" if device.type == "cpu" else "record"].model or config.run.kernels != "auto":
+        return "not known for this model or these kernels"
+    minutes = np.diff(stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages] / 60
+    if device.type == "cpu":
+        return f"{172e-6 * minutes:.1f} minutes on two cores of an AMD EPYC"
+    try:
+        from records import work
+    except ImportError:
+        return "not known without records/work.py beside train_gpt.py"
+    rate = work.ceilings()["bf16"] / 1e12
+    minutes *= 1.36e-6 / world * 790 / rate
+    return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s that this GPU just did)"
+
+
+CHECKS = {"versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
+          "validation data": check_validation_data, "disk": check_disk, "memory": check_memory}
+
+
+def run_checks(config, world, show) -> bool:
+    """Whether a run would start. show: print all that was found as a table; else raise at the first failure."""
+    fine, columns = True, "{:<15} | {:<90} | {}"
+    if show:
+        print(columns.format("what", "found", "ok?"))
+    for name, check in (CHECKS | {"time": expected_time} if show else CHECKS).items():
+        try:
+            found, ok = check(config, world), "yes"
+        except (UserError, OSError) as error:
+            found, ok = str(error), "maybe" if isinstance(error, Doubt) else "no"
+        fine &= ok != "no"
+        if show:
+            first, *rest = textwrap.wrap(found, 90, break_on_hyphens=False)
+            print(columns.format(name, first, ok), *(columns.format("", part, "").rstrip() for part in rest), sep="\n")
+        elif ok == "no":
+            raise UserError(found)
+        elif ok == "maybe" and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {found}", file=sys.stderr, flush=True)
+    return fine
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
@@ -1579,13 +1749,8 @@ def peak_memory(device) -> tuple[int, int]:
 
 def train(config, rt, log, watch, sources):
     """Everything after the process group exists."""
-    can_fp8 = capability(rt.device)["hardware_fp8"] == "yes"
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=config.run.fp8 and can_fp8))
-    try:
-        ops, choices = kernels.choose_ops(rt.device, config.run.kernels)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    log_header(log, config, rt, choices | {"head": "fp8" if config.run.fp8 else config.run.dtype}, sources)
+    config, ops, choices = choose_kernels(config, rt.device)
+    log_header(log, config, rt, choices, sources)
     watch.lap("log")
     trainer = Trainer(config, rt, log, ops, watch)
     ready = time.perf_counter()
@@ -1625,10 +1790,15 @@ def main(argv) -> int:
     def interrupted(signum, frame):
         raise KeyboardInterrupt
 
-    rank, log = int(os.environ.get("RANK", 0)), None
+    rank, local, log = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)), None
     on_sigterm = signal.signal(signal.SIGTERM, interrupted if rank == 0 else signal.SIG_DFL)  # rank 0 has a log to close
     try:
-        config = parse_config(argv, int(os.environ.get("WORLD_SIZE", 1)))
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        config = parse_config([arg for arg in argv if arg != "--check"], world)
+        fine = run_checks(config, world, show="--check" in argv and local == 0)
+        if "--check" in argv:
+            return int(not fine)
+        watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         log = Log(config, rt)
@@ -1638,8 +1808,7 @@ def main(argv) -> int:
     except UserError as error:
         message, status = str(error), 1
     except torch.OutOfMemoryError as error:
-        message, status = ("out of GPU memory: raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens,"
-                           f" or try --cuda_graphs=false ({' '.join(str(error).split())})"), 1
+        message, status = f"out of GPU memory: {LESS_MEMORY} ({' '.join(str(error).split())})", 1
     except KeyboardInterrupt:
         message, status = "interrupted", 130
     except RuntimeError as error:
@@ -1654,7 +1823,7 @@ def main(argv) -> int:
     if rank > 0:
         if status == 130:
             return status  # rank 0 says so
-        if int(os.environ.get("LOCAL_RANK", rank)) > 0:
+        if local > 0:
             time.sleep(2)  # usually the first process of this machine says the same, and torchrun then ends this one
         message = f"rank {rank}: {message}"
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -1747,6 +1747,11 @@ class _HeadLoss(torch.autograd.Function):
         return grad_h, grad_w.to(head.weight.dtype), None, None, None, None
 
 
+def head_rows(classes):
+    """Rows per block: a power of two, so that it divides every batch; 16384 for 50304 classes, 1.6 GB of bf16 logits."""
+    return 1 << int(math.log2(2**30 / classes))
+
+
 class HeadLoss:
     """loss = head(h, targets, weights, kappa): the training loss, h (N, D), targets (N,) int64, weights (P,) fp32.
 
@@ -1757,8 +1762,7 @@ class HeadLoss:
 
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
-        # Rows per block: a power of two, so that it divides every batch; 16384 for 50304 classes, 1.6 GB of bf16 logits.
-        self.block = 1 << int(math.log2(2**30 / weight.size(1)))
+        self.block = head_rows(weight.size(1))
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
             self.codes, self.codes_t = quantise(weight.detach(), W_SCALE)

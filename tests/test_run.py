@@ -317,10 +317,11 @@ ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
     "--train_files={d}/magic.bin": "magic.bin.*20240521", "--val_files={d}/magic.bin": "magic.bin.*20240521",
     "--train_files={d}/version.bin": "version.bin.*version 2", "--train_files={d}/truncated.bin": "truncated.bin.*2301.*2300",
     "--train_files={d}/stub.bin": "stub.bin.*100 bytes", "--train_files={d}/no_separator.bin": "no_separator.bin.*256",
-    "--train_files={d}/foreign.bin": "foreign.bin.*257", "--train_files={d}/short.bin": "no training shard.* 64 ",
+    "--train_files={d}/foreign.bin": "foreign.bin.*257", "--train_files={d}/short.bin": "short.bin.* 50 tokens.* 129:",
+    "--stage1.max_doc_len=1": "no training shard.* 64 ",
     "--train_files={d}/separators.bin --stage1.batch_tokens=2048": "257 documents in 256 .*127.*--tokens_per_doc",
     "--val_files={d}/separators.bin": "documents in 1536 .*127.*--tokens_per_doc", "--val_tokens=9216": "4618.*9217.*--val_tokens",
-    "--data_end=stop": "training data exhausted.*2 shards.*--data_end=wrap",
+    "--data_end=stop": "training data.*2 files, 4,600 tokens.*--data_end=wrap",
     "--muon_lr=nan": "training loss of step 1 is nan.*--muon_lr", "--muon_lr=inf": "training loss of step 1 is nan.*--muon_lr",
     **dict.fromkeys(() if torch.cuda.is_available() else ("--device=cuda --kernels=torch", "--preset=record --kernels=torch"), "no usable GPU.*cpu")}
 

@@ -1,0 +1,341 @@
+"""What is checked before anything is compiled, and the table of --check. GPUs are made up here: nothing runs on them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import train_gpt as T
+import triton_kernels as kernels
+from oracles import write_shard
+from records import work
+
+ROOT, MiB = Path(T.__file__).parent, 2**20
+ROWS = ["versions", "device", "kernels", "training data", "validation data", "disk", "memory", "time"]
+DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at 512 in the others
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Good and bad data for --preset=cpu; the rows of its batches have up to 1536 tokens."""
+    for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [97] * 40000, "val_2": [97] * 25537,
+                         "val_short": [97] * 65536, "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800, "row": [256] * 1537,
+                         "below_1": [256] * 1536, "below_2": [256] * 1535}.items():
+        write_shard(tmp_path / f"{name}.bin", tokens)
+    for name, header in {"magic": dict(magic=20240521), "version": dict(version=2), "longer": dict(count=1801)}.items():
+        write_shard(tmp_path / f"{name}.bin", DOCUMENT * 3, **header)
+    return tmp_path
+
+
+@pytest.fixture
+def check(folder, capsys, monkeypatch):
+    """check(argument, ...) -> (status, {row: (found, ok)}) of --check; .start: (status, stderr) of a normal start, which stops where it
+    would join the process group. Compiling is an error."""
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=AssertionError("compiled")))
+    monkeypatch.setattr(T, "init_runtime", Mock(side_effect=T.UserError("all checks passed")))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # set by the trainer, so put back afterwards
+    preset = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_[12].bin", f"--log_dir={folder}/new/logs"]
+
+    def table(*args):
+        T.init_runtime.reset_mock()
+        status, rows, key = T.main(["--check", *preset, *args]), {}, None
+        out, err = capsys.readouterr()
+        assert err == "" and not T.init_runtime.called and not (folder / "new").exists()
+        head, *lines = [[cell.strip() for cell in line.split(" | ")] for line in out.replace(" |\n", " | \n").splitlines()]
+        assert head == ["what", "found", "ok?"]
+        for name, found, ok in lines:
+            key = name or key
+            before = rows.setdefault(key, ("", ok))
+            rows[key] = f"{before[0]} {found}".strip(), before[1]
+        assert list(rows) == ROWS and status == int(any(ok == "no" for _, ok in rows.values()))
+        return status, rows
+
+    def start(*args):
+        status = T.main([*preset, *args])
+        return status, capsys.readouterr().err
+    table.start, table.args = start, preset
+    return table
+
+
+def joined(text):
+    """Without blanks: a table breaks long lines, and names without blanks."""
+    return "".join(text.split())
+
+
+def test_a_machine_without_gpu(check, folder, monkeypatch):
+    """The record run cannot start, and all the rest is told as well; the small one can."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, rows = check("--preset=record")
+    assert status == 1 and "no usable GPU" in rows["device"][0] and "no document separator" in rows["training data"][0]
+    args = ["--device=cuda", "--dtype=bfloat16"]
+    status, rows = check(*args)
+    assert status == 1 and {row for row, (_, ok) in rows.items() if ok == "no"} == {"device", "kernels", "memory", "time"}
+    assert "no usable GPU: try --preset=cpu" in rows["device"][0]
+    assert check.start(*args) == (1, f"error: {rows['device'][0]}\n")
+    status, rows = check()
+    assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
+    assert re.match(r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no$", rows["device"][0])
+    assert "attention:torch" in rows["kernels"][0] and rows["kernels"][0].endswith("head:float32")
+    assert f"PyTorch {torch.__version__}," in rows["versions"][0] and rows["versions"][0].endswith(kernels.triton.__version__)
+    assert rows["validation data"][0] == "2 files, 65,537 tokens, 65,537 of them used" and rows["time"][0].startswith("2.3 minutes")
+    assert check.start() == (1, "error: all checks passed\n") and T.init_runtime.called
+
+
+def test_training_data_in_passes(check):
+    """30 steps of 4096, 30 of 8192, 36 of 12288 tokens, from documents of which 448, then 512 of 600 are kept."""
+    need = 30 * 4096 * 600 / 448 + (30 * 8192 + 36 * 12288) * 600 / 512
+    assert check()[1]["training data"] == ("2 files, 3,000 tokens; the run takes 811,008, with what is cut off long documents about"
+                                           f" {need:,.0f}: {need / 3000:.2f} passes", "yes")
+
+
+BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, and what it says
+    "--train_files={d}/none_*.bin": ("training data", "no files match .*none_.*data/prepare.py"),
+    "--train_files={d}/magic.bin": ("training data", "magic.bin.*20240521"),
+    "--train_files={d}/version.bin": ("training data", "version.bin.*version 2"),
+    "--train_files={d}/[tl][ro]*.bin": ("training data", "longer.bin.*1801 tokens.*1800"),  # beside two good ones
+    "--train_files={d}/foreign.bin": ("training data", "foreign.bin.*257.*--vocab_size"),
+    "--train_files={d}/other.bin": ("training data", "other.bin.*no document separator.*256"),
+    "--train_files={d}/below_*.bin": ("training data", "below_.*.bin.* 1536 tokens.* 1537:.*--micro_batches"),
+    "--data_end=stop": ("training data", "2 files, 3,000 tokens.*--data_end=wrap"),
+    "--val_files={d}/none_*.bin": ("validation data", "no files match .*none_"),
+    "--val_files={d}/longer.bin": ("validation data", "longer.bin.*1801"),
+    "--val_files={d}/val_short.bin": ("validation data", "65536 tokens.*65537: lower --val_tokens"),
+    "--log_dir={d}/val_1.bin": ("disk", "val_1.bin.*--log_dir"),
+    "--kernels=attention:none": ("kernels", "attention:none"),
+    "--kernels=attention:fa3": ("kernels", "attention:fa3")}
+
+
+@pytest.mark.parametrize("arg", BROKEN)
+def test_what_is_wrong_stops_a_start_with_the_line_of_the_table(check, folder, arg):
+    """One failure hides no other row."""
+    row, pattern = BROKEN[arg]
+    arg = arg.format(d=folder)
+    status, rows = check(arg)
+    assert status == 1 and [name for name, (_, ok) in rows.items() if ok != "yes"] == [row]
+    status, err = check.start(arg)
+    assert status == 1 and re.fullmatch(f"error: .*{pattern}.*\n", err), err
+    assert joined(err) == "error:" + joined(rows[row][0]) and not T.init_runtime.called
+
+
+def test_a_row_that_just_fits(check, folder):
+    assert check(f"--train_files={folder}/row.bin")[0] == 0
+    assert check(f"--train_files={folder}/below_1.bin", "--micro_batches=16")[0] == 0
+
+
+def test_data_that_may_not_last_is_a_warning(check, folder):
+    """Whole documents would be enough, cut ones are not: 2560 tokens in the last stage, 3000 with what is cut off."""
+    args = ["--data_end=stop", *(f"--stage{i}.batch_tokens=128" for i in (1, 2, 3)), "--stage4.batch_tokens=128", "--scheduled_steps=14",
+            "--extension_steps=6", "--muon_cooldown=1"]
+    status, rows = check(*args)
+    assert status == 0 and rows["training data"][1] == "maybe" and "takes 2,560," in rows["training data"][0]
+    status, err = check.start(*args)
+    warning, last = err.splitlines()
+    assert joined(warning) == "warning:" + joined(rows["training data"][0]) and last == "error: all checks passed"
+
+
+def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
+    read = Mock(side_effect=T.read_shard)
+    with monkeypatch.context() as patch:
+        patch.setattr(T, "read_shard", read)
+        assert check()[0] == 0
+    assert [call.args for call in read.call_args_list] == [(folder / "train_1.bin", 257, 2**22)]  # 8 MB
+    assert len(T.read_shard(folder / "train_1.bin", 257, 700)) == 700 and len(T.read_shard(folder / "train_1.bin", 257)) == 1800
+    assert T.Shard(folder / "train_1.bin", T.PRESETS["cpu"].model, 700).lengths.tolist() == [600, 100]
+
+
+# ---- Disk ------------------------------------------------------------------------------------------------------------
+
+
+def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
+    """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
+    config = T.parse_config(["--preset=cpu"])
+    model = T.GPT(config.model, None, torch.float32, torch.device("cpu"))
+    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, torch.device("cpu")), None)
+    state = [part.nbytes for label in optimizer.table for part in optimizer.state[label].values()]
+    weights = sum(p.nbytes for p in model.parameters())
+    assert T.state_bytes(config) == pytest.approx((weights, sum(state)), rel=0.01)  # without the second moments of rows; 0.4 %
+
+    def free(size):
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size) if Path(path) == folder else None)
+
+    for args, need in ([], MiB), (["--save_checkpoint=true"], MiB + sum(T.state_bytes(config))):
+        free(need)
+        assert check(*args)[0] == 0
+        free(need - 1)
+        status, rows = check(*args)
+        assert status == 1 and f"{(need - 1) // MiB} MiB free" in rows["disk"][0] and "--log_dir" in rows["disk"][0]
+        assert ("checkpoint" in rows["disk"][0]) == bool(args)
+        monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
+        assert T.CHECKS["disk"](T.parse_config(["--preset=cpu", *args]), 2) == "rank 0 writes"
+        monkeypatch.delenv("RANK")
+
+
+def test_a_log_that_cannot_be_opened(folder):
+    """Should the folder become unusable after the checks."""
+    with pytest.raises(T.UserError, match="cannot write a log in .*val_1.bin.*--log_dir"):
+        T.Log(T.parse_config(["--preset=cpu", f"--log_dir={folder}/val_1.bin"]), T.Runtime(0, 1, torch.device("cpu")))
+
+
+# ---- Versions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version, fine", [
+    ("2.10.1", False), ("2.9.0+cu128", False), ("1.13.1", False), ("2.11.0+cu130", True), ("2.12.0a0+git123", True), ("3.0", True)])
+def test_old_torch(check, monkeypatch, version, fine):
+    monkeypatch.setattr(torch, "__version__", version)
+    status, rows = check()
+    assert (status, rows["versions"][1]) == ((0, "yes") if fine else (1, "no")) and f"PyTorch {version}" in rows["versions"][0]
+    assert fine or "2.11" in rows["versions"][0] and "requirements.txt" in rows["versions"][0]
+    status, err = check.start()
+    assert err == ("error: all checks passed\n" if fine else f"error: {rows['versions'][0]}\n")
+
+
+def test_the_minimum_is_that_of_the_script_which_installs(monkeypatch):
+    major, minor = re.search(r'version < \((\d+), (\d+)\):\n.*"torch-old"', (ROOT / "run.sh").read_text()).groups()
+    monkeypatch.setattr(torch, "__version__", f"{major}.{minor}.0")
+    assert T.check_versions(T.Config(), 1)
+    monkeypatch.setattr(torch, "__version__", f"{major}.{int(minor) - 1}.0")
+    with pytest.raises(T.UserError, match=f"{major}.{minor} or newer"):
+        T.check_versions(T.Config(), 1)
+
+
+@pytest.mark.parametrize("name, lines", [("__main__", 1), ("train_gpt", None)])
+def test_without_triton(name, lines):
+    """One line for who starts it, the exception for who imports it."""
+    code = f"import runpy, sys; sys.modules['triton'] = None; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name={name!r})"
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT)
+    assert result.returncode == 1 and result.stdout == ""
+    if lines:
+        assert re.fullmatch(r"error: no kernels with PyTorch .*triton.*requirements.txt.*\n", result.stderr), result.stderr
+    else:
+        assert "ModuleNotFoundError: import of triton" in result.stderr
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+# On H200s, all MiB at the peak: ranks, micro-batches -> allocated, reserved (records/2026-11-20_one_to_eight)
+PEAKS = {(1, 8): (23470, 39806), (2, 8): (21471, 38066), (4, 8): (20472, 36786), (8, 8): (20035, 36386), (1, 16): (15898, None)}
+
+
+@pytest.mark.parametrize("ranks, micro_batches", PEAKS)
+def test_memory_estimate(ranks, micro_batches):
+    """Within 2 %: seen 0.2 % and 1.6 %."""
+    found = T.estimate_memory(T.parse_config([f"--micro_batches={micro_batches}"], ranks), ranks)
+    for estimate, measured in zip(found, PEAKS[ranks, micro_batches]):
+        assert measured is None or abs(estimate / measured - 1) < 0.02
+
+
+def test_memory_estimate_follows_the_knobs():
+    """Each piece by itself; warming up keeps another copy of the 543.8 million bf16 weights."""
+    def need(*args):
+        return T.estimate_memory(T.parse_config([*args]), 1)
+
+    allocated, reserved = need()
+    assert need("--cuda_graphs=false") == (allocated, allocated) and reserved > 1.5 * allocated
+    assert allocated - need("--compile=false")[0] == pytest.approx(2 * 543.8e6 / MiB, rel=0.001)
+    assert need("--fp8=false")[0] - allocated == pytest.approx(16384 * 2 * 50304 / MiB)  # one block of logits, codes of twice the size
+    assert need("--micro_batches=64")[0] == need("--micro_batches=128")[0] > need("--micro_batches=64", "--val_batch_tokens=65536")[0]
+    wide = need("--dtype=float32", "--kernels=attention:torch")[0] - allocated
+    assert wide == pytest.approx(14.2 * 11 * 49152 * 768 * 2 / MiB)
+
+
+@pytest.fixture
+def gpus(check, folder, monkeypatch):
+    """Two H200s, or what is set in it; .check and .start with --preset=record."""
+    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, rate=790e12)
+    for name, value in {"is_available": lambda: True, "device_count": lambda: has.count, "set_device": lambda local: None,
+                        "get_device_name": lambda device: "NVIDIA H200", "get_device_capability": lambda device: has.capability,
+                        "mem_get_info": lambda device: (has.free * MiB, 150000 * MiB)}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(work, "ceilings", lambda: {"bf16": has.rate})
+    write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
+    args = ["--preset=record", f"--train_files={folder}/gpt2.bin", "--val_tokens=65536", "--val_batch_tokens=65536"]
+    has.check = lambda *more: check(*args, *more)
+    has.start = lambda *more: check.start(*args, *more)
+    return has
+
+
+def test_two_gpus(gpus, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    status, rows = gpus.check()
+    assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
+    assert rows["device"][0] == "NVIDIA H200, GPUs 2, ranks 2, hardware sm_90, fp8 yes, tma yes"
+    assert rows["kernels"][0].endswith("head:fp8") and "attention:triton" in rows["kernels"][0]
+    assert re.match(r"140000 MiB of the GPU are free, about 3[78]\d{3} needed \(estimate\)$", rows["memory"][0])
+    assert gpus.check("--kernels=attention:torch")[1]["time"][0].startswith("not known")
+    gpus.capability = 8, 0
+    assert gpus.check()[1]["kernels"][0].endswith("head:bfloat16")
+    gpus.count = 1
+    status, rows = gpus.check()
+    assert status == 1 and rows["device"] == ("2 processes but 1 GPUs on this machine: start one process per GPU", "no")
+
+
+@pytest.mark.parametrize("ranks, rate, minutes", [(1, 790, 55.0 / 60), (2, 790, 28.0 / 60), (1, 395, 2 * 55.0 / 60)])
+def test_expected_minutes(gpus, ranks, rate, minutes):
+    """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rate is given twice the time."""
+    gpus.rate = rate * 1e12
+    config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"], ranks)
+    text = T.expected_time(config, ranks)
+    assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes and f" {rate} TFLOP/s" in text
+
+
+def test_minutes_need_the_measurement(gpus, monkeypatch):
+    """train_gpt.py may have been copied without the folder."""
+    monkeypatch.setitem(sys.modules, "records", None)
+    status, rows = gpus.check()
+    assert status == 0 and "records/work.py" in rows["time"][0]
+
+
+def test_a_start_measures_nothing(gpus, monkeypatch):
+    monkeypatch.setattr(work, "ceilings", Mock(side_effect=AssertionError("measured")))
+    assert gpus.start() == (1, "error: all checks passed\n")
+
+
+def test_too_little_memory(gpus):
+    """Far too little stops a start, a little too little is a warning: it is an estimate. What the advice names, helps."""
+    need = T.estimate_memory(T.Config(), 1)[1]
+    for free, ok in (need + 2, "yes"), (need - 2, "maybe"), (need / 1.09, "maybe"), (need / 1.11, "no"):
+        gpus.free = int(free)
+        status, rows = gpus.check()
+        found = rows["memory"][0]
+        assert rows["memory"][1] == ok and (ok == "yes" or "raise --micro_batches (16, 32" in found and f"about {need:.0f} needed" in found)
+        kind, last = {"yes": ("", "all checks passed"), "maybe": (f"warning: {found}\n", "all checks passed"), "no": ("", found)}[ok]
+        assert gpus.start() == (1, f"{kind}error: {last}\n")
+    assert gpus.check("--micro_batches=16")[0] == gpus.check("--cuda_graphs=false")[0] == 0
+
+
+def test_a_warning_is_told_once_per_machine(gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    gpus.free = int(T.estimate_memory(T.Config(), 1)[1]) - 2
+    assert gpus.start() == (1, "error: all checks passed\n")
+
+
+# ---- Under torchrun --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra, status", [([], 0), (["--val_tokens=131072"], 1)])
+def test_one_table_for_two_ranks(folder, extra, status):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt.py", "--check"]
+    args = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_[12].bin", f"--log_dir={folder}/logs"]
+    result = subprocess.run([*launch, *args, *extra], text=True, capture_output=True, timeout=100)
+    assert bool(result.returncode) == bool(status) and result.stdout.count("\nversions ") == 1 and ", ranks 2, " in result.stdout
+    assert not (folder / "logs").exists() and 'train_gpt.py", line' not in result.stderr
+
+
+def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys):
+    """Its own GPU, for example: no table, one line, as in a start."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    args = ["--check", *check.args]
+    assert T.main(args) == 0 and capsys.readouterr() == ("", "")
+    monkeypatch.setitem(T.CHECKS, "memory", Mock(side_effect=T.UserError("too little")))
+    assert T.main(args) == 1 and capsys.readouterr() == ("", "error: rank 1: too little\n")
+    assert not T.init_runtime.called
