@@ -1410,10 +1410,10 @@ def check_memory(config, world):
     device = find_device(config)
     if device.type == "cpu":
         return "not estimated for a CPU"
-    (_, need), free = estimate_memory(choose_kernels(config, device)[0], world), torch.cuda.mem_get_info(device)[0] / 2**20
-    found = f"{free:.0f} MiB of the GPU are free, about {need:.0f} needed (estimate)"
-    if need > free:
-        raise (UserError if need > 1.1 * free else Doubt)(f"{found}: {LESS_MEMORY}")
+    (least, most), free = estimate_memory(choose_kernels(config, device)[0], world), torch.cuda.mem_get_info(device)[0] / 2**20
+    found = f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate)"
+    if most > free:
+        raise (UserError if least > free else Doubt)(f"{found}: {LESS_MEMORY}")
     return found
 
 

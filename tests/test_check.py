@@ -267,7 +267,7 @@ def test_two_gpus(gpus, monkeypatch):
     assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
     assert rows["device"][0] == "NVIDIA H200, GPUs 2, ranks 2, hardware sm_90, fp8 yes, tma yes"
     assert rows["kernels"][0].endswith("head:fp8") and "attention:triton" in rows["kernels"][0]
-    assert re.match(r"140000 MiB of the GPU are free, about 3[78]\d{3} needed \(estimate\)$", rows["memory"][0])
+    assert re.match(r"140000 MiB of the GPU are free, about 21\d{3} to 37\d{3} needed \(estimate\)$", rows["memory"][0])
     assert gpus.check("--kernels=attention:torch")[1]["time"][0].startswith("not known")
     gpus.capability = 8, 0
     assert gpus.check()[1]["kernels"][0].endswith("head:bfloat16")
@@ -298,16 +298,18 @@ def test_a_start_measures_nothing(gpus, monkeypatch):
 
 
 def test_too_little_memory(gpus):
-    """Far too little stops a start, a little too little is a warning: it is an estimate. What the advice names, helps."""
-    need = T.estimate_memory(T.Config(), 1)[1]
-    for free, ok in (need + 2, "yes"), (need - 2, "maybe"), (need / 1.09, "maybe"), (need / 1.11, "no"):
+    """Less than what is allocated stops a start, less than what is reserved is a warning. What the advice names, helps."""
+    least, most = T.estimate_memory(T.Config(), 1)
+    for free, ok in (most + 2, "yes"), (most - 2, "maybe"), (least + 2, "maybe"), (least - 2, "no"):
         gpus.free = int(free)
         status, rows = gpus.check()
         found = rows["memory"][0]
-        assert rows["memory"][1] == ok and (ok == "yes" or "raise --micro_batches (16, 32" in found and f"about {need:.0f} needed" in found)
+        assert rows["memory"][1] == ok and (ok == "yes" or "raise --micro_batches (16, 32" in found and f"about {least:.0f} to {most:.0f} needed" in found)
         kind, last = {"yes": ("", "all checks passed"), "maybe": (f"warning: {found}\n", "all checks passed"), "no": ("", found)}[ok]
         assert gpus.start() == (1, f"{kind}error: {last}\n")
-    assert gpus.check("--micro_batches=16")[0] == gpus.check("--cuda_graphs=false")[0] == 0
+    assert gpus.check("--micro_batches=16")[0] == 0
+    gpus.free = int(least) + 2
+    assert gpus.check("--cuda_graphs=false")[1]["memory"][1] == "yes"
 
 
 def test_a_warning_is_told_once_per_machine(gpus, monkeypatch):
