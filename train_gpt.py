@@ -1383,7 +1383,8 @@ def check_disk(config, world):
     folder = Path(__file__).parent / config.run.log_dir
     place = next(path for path in (folder, *folder.parents) if path.exists())
     free, need = shutil.disk_usage(place).free, 2**20 + config.run.save_checkpoint * sum(state_bytes(config))
-    found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for the log{' and the checkpoint' * config.run.save_checkpoint}"
+    need_for = "the log and the checkpoint" if config.run.save_checkpoint else "the log"
+    found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for {need_for}"
     if free < need or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
     return found
