@@ -2,6 +2,7 @@
 triton is imported; the trainer's own CPU path (the references) is triton_kernels.INTERPRETED = False."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: processes would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
