@@ -1334,6 +1334,7 @@ class Doubt(UserError):
 
 
 def check_versions(config, world):
+    """Those of Python and of what it imports."""
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
         raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
@@ -1341,6 +1342,7 @@ def check_versions(config, world):
 
 
 def check_device(config, world):
+    """The CPU or this process's GPU, and what it offers."""
     device, name = find_device(config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)}, GPUs {torch.cuda.device_count()}"
@@ -1348,6 +1350,7 @@ def check_device(config, world):
 
 
 def check_kernels(config, world):
+    """The implementation that each operation will use."""
     return " ".join(f"{op}:{name}" for op, name in choose_kernels(config, find_device(config))[2].items())
 
 
@@ -1378,12 +1381,14 @@ def state_bytes(config):
 
 
 def check_disk(config, world):
+    """Room for what rank 0 writes."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes"
     folder = Path(__file__).parent / config.run.log_dir
     place = next(path for path in (folder, *folder.parents) if path.exists())
-    free, need = shutil.disk_usage(place).free, 2**20 + config.run.save_checkpoint * sum(state_bytes(config))
-    need_for = "the log and the checkpoint" if config.run.save_checkpoint else "the log"
+    free, need, need_for = shutil.disk_usage(place).free, 2**20, "the log"
+    if config.run.save_checkpoint:
+        need, need_for = need + sum(state_bytes(config)), "the log and the checkpoint"
     found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for {need_for}"
     if free < need or not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
@@ -1408,6 +1413,7 @@ def estimate_memory(config, world):
 
 
 def check_memory(config, world):
+    """The estimate against what the GPU has free: less than what will be allocated is too little, less than what is reserved a doubt."""
     device = find_device(config)
     if device.type == "cpu":
         return "not estimated for a CPU"

@@ -282,9 +282,10 @@ def optimizer_cases():
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
         tables = {name: rand(*optimizer.state[name]["m"].shape) for name in T.WORK_ORDER if name not in banks}
-        matmul = sum(len(X) * (2 * 21 / 36 * (X.size(1) + D) + 2 * X.size(1)) * D * D for X in banks.values())
+        products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"] + 2 * X.numel() * D
+                       for X in banks.values())  # of one iteration
         for kind, update, grads, work in (
-                ("Muon", optimizer._update_normuon, banks, dict(bf16=5 * matmul, calls=ranks == 1)),
+                ("Muon", optimizer._update_normuon, banks, dict(bf16=len(T.POLAR_EXPRESS) * products, calls=ranks == 1)),
                 ("Adam", optimizer._update_adam, tables, dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2))):
             yield Case(f"{kind}, all parameters", f"{ranks} ranks", lambda update=update, grads=grads: [
                 update(name, plan, grad) for name, grad in grads.items()], **work)
