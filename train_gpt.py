@@ -1710,8 +1710,8 @@ class Trainer:
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, host_loss))
             self.check_losses(keep=2)
-            if step + 1 == profiled.stop:
-                self.synchronize()  # so that this step's time is its own
+            if profiled and step + 1 not in profiled:
+                self.synchronize()  # so that the time of this step is its own, to compare the profiled ones with
             ms = 1000 * (elapsed + time.perf_counter() - start)
             self.clock_ms.append(ms)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",

@@ -322,7 +322,7 @@ class Profile:
         began = time.perf_counter()
         self.data = self.trainer.loader.state_dict()
         gpu = self.trainer.rt.device.type == "cuda"
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu])
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
         self.profiler.start()
         seconds = self.spent(began)
         self.running = time.perf_counter()

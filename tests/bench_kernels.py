@@ -272,6 +272,17 @@ def embedding_cases():
                 **needs("embedding_grad", N, D, groups.ids.unique().numel()), calls=calls)
 
 
+def replayed(run):
+    """`run` as one CUDA graph: in training the host is a whole micro-step ahead, here it would be late with so many small launches."""
+    if DEVICE == "cpu":
+        return run
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def optimizer_cases():
     """What an update does at the shard shapes of a rank, without the communication; all kernels above and the launches between."""
     ops, _ = tk.choose_ops(torch.device(DEVICE))
@@ -287,8 +298,11 @@ def optimizer_cases():
         for kind, update, grads, work in (
                 ("Muon", optimizer._update_normuon, banks, dict(bf16=len(T.POLAR_EXPRESS) * products, calls=ranks == 1)),
                 ("Adam", optimizer._update_adam, tables, dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2))):
-            yield Case(f"{kind}, all parameters", f"{ranks} ranks", lambda update=update, grads=grads: [
-                update(name, plan, grad) for name, grad in grads.items()], **work)
+            def one_by_one(update=update, grads=grads):
+                for name, grad in grads.items():
+                    update(name, plan, grad)
+
+            yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one), {"launched one by one": one_by_one}, **work)
 
 
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,

@@ -118,8 +118,8 @@ def test_cpu(corpus):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("head", HEADS)
 def test_gpu(corpus, head):
-    """All kernels, bf16 activations. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another rounding at random, comes
-    within 5e-4, with the FP8 head within 7e-4; up to step 1 within 4e-5 and 2e-4."""
+    """All kernels, bf16 activations. An H200 (torch 2.11, triton 3.6) came within 3.3e-4, with the FP8 head within 4.3e-4; up to step
+    1 within 2e-5 and 1.5e-4. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another rounding at random: 5e-4, 7e-4; 4e-5, 2e-4."""
     if head == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     assert leaves(curve([*corpus, *GPU, *HEADS[head]]), head, "gpu_tolerance") is None
@@ -185,6 +185,16 @@ BREAKS = {
 def test_it_bites(corpus, monkeypatch, name):
     BREAKS[name](monkeypatch)
     left = leaves(curve(corpus), "plain", "cpu_tolerance")
+    print(left)
+    assert left is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["K6 not rounded", "state at the split"])
+def test_it_bites_on_a_gpu(corpus, monkeypatch, name):
+    """Two that do not depend on the kernels and move the loss by more than bf16 does."""
+    BREAKS[name](monkeypatch)
+    left = leaves(curve([*corpus, *GPU]), "plain", "gpu_tolerance")
     print(left)
     assert left is not None
 
