@@ -21,7 +21,6 @@ Contents, top to bottom; a name is defined above its first use:
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation, sampling
-    checks     what can be known before anything is compiled
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
@@ -39,11 +38,9 @@ import math
 import os
 import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import uuid
 from bisect import bisect_right
 from collections import deque
@@ -1323,149 +1320,6 @@ def sample(model, view, prompt: str, count: int, seed: int, temperature=0.8, con
     return decode(ids[1:])
 
 
-# ---- Checks: what can be known before anything is compiled -----------------------------------------------------------
-# Each takes (config, number of ranks), returns what it found, raises UserError when the run will not go well, Doubt when it may not.
-
-LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
-
-
-class Doubt(UserError):
-    """A start says so and goes on."""
-
-
-def check_versions(config, world):
-    """Those of Python and of what it imports."""
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
-        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
-    return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
-            f" Triton {kernels.triton.__version__}")
-
-
-def check_device(config, world):
-    """The CPU or this process's GPU, and what it offers."""
-    device, name = find_device(config), f"CPU, cores {os.cpu_count()}"
-    if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name(device)}, GPUs {torch.cuda.device_count()}"
-    return ", ".join([name, f"ranks {world}", *(f"{key.split('_')[-1]} {value}" for key, value in capability(device).items())])
-
-
-def check_kernels(config, world):
-    """The implementation that each operation will use."""
-    return " ".join(f"{op}:{name}" for op, name in choose_kernels(config, find_device(config))[2].items())
-
-
-def check_training_data(config, world):
-    """From all headers and the beginning of the first shard."""
-    files, stages = find_files(config.data.train_files), config.schedule.stages
-    have, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
-    lengths = Shard(files[0], config.model, 2**22).lengths
-    row = batches.max() // config.run.micro_batches + 1
-    if row > max(have):
-        raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch {row}: use more data,"
-                        " a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
-    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]
-    least, about = (np.diff(stage_starts(config.schedule)) @ tokens for tokens in (batches, batches / kept))
-    found = (f"{len(files)} files, {sum(have):,} tokens; the run takes {least:,}, with what is cut off long documents about"
-             f" {about:,.0f}: {about / sum(have):.2f} passes")
-    if config.data.data_end == "stop" and about > sum(have):
-        kind = UserError if least > sum(have) else Doubt
-        raise kind(f"the training data may end before the run: {found}; add shards or use --data_end=wrap")
-    return found
-
-
-def state_bytes(config):
-    """(weights, optimizer state) of all ranks together."""
-    params = dict(GPT(config.model, None, None, torch.device("meta")).named_parameters())
-    each = {"adam": 4 + 4, "normuon": 4 + 2}  # m, v; m, mantissa
-    return sum(p.nbytes for p in params.values()), sum(each[row.optim] * params[row.label].numel() for row in PARAM_TABLE)
-
-
-def check_disk(config, world):
-    """Room for what rank 0 writes."""
-    if os.environ.get("RANK", "0") != "0":
-        return "rank 0 writes"
-    folder = Path(__file__).parent / config.run.log_dir
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    free, need, need_for = shutil.disk_usage(place).free, 2**20, "the log"
-    if config.run.save_checkpoint:
-        need, need_for = need + sum(state_bytes(config)), "the log and the checkpoint"
-    found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for {need_for}"
-    if free < need or not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
-    return found
-
-
-def estimate_memory(config, world):
-    """MiB (allocated, reserved) on each GPU at the peak, with the default kernels.
-
-    Within 0.3 % and 2 % of what 1, 2, 4, 8 H200s took (records/2026-11-20_one_to_eight: one 23470 and 39806, eight 20035 and 36386), and
-    16 micro-batches on one (15898). To those 14.2 is fitted, about what autograd keeps per layer; the 18 of validation is counted.
-    """
-    (weights, state), run, V = state_bytes(config), config.run, config.model.padded_vocab
-    N = max(stage.batch_tokens for stage in config.schedule.stages) // run.micro_batches
-    plane = config.model.model_dim * getattr(torch, run.dtype).itemsize  # one activation of one token
-    # The head has its gradient, in bytes or bf16, and either a block of bf16 logits or (bytes) the gradient transposed.
-    head = (1 if run.fp8 else 2) * N * V + max(run.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
-    row = 14.2 * len(LAYERS) * N * plane + head
-    # Weights, gradients, while warming up the initial weights; rotary tables, codes of the head, workspaces.
-    allocated = (2 + run.compile) * weights + state / world + 430 * 2**20 + max(row, 18 * config.data.val_batch_tokens * plane)
-    return allocated / 2**20, (allocated + run.cuda_graphs * row) / 2**20  # the graphs keep their memory to themselves
-
-
-def check_memory(config, world):
-    """The estimate against what the GPU has free: less than what will be allocated is too little, less than what is reserved a doubt."""
-    device = find_device(config)
-    if device.type == "cpu":
-        return "not estimated for a CPU"
-    (least, most), free = estimate_memory(choose_kernels(config, device)[0], world), torch.cuda.mem_get_info(device)[0] / 2**20
-    found = f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate)"
-    if most > free:
-        raise (UserError if least > free else Doubt)(f"{found}: {LESS_MEMORY}")
-    return found
-
-
-def expected_time(config, world):
-    """From seconds per token with the default kernels: one H200 (790 TFLOP/s in bf16; records), two cores of an EPYC (README)."""
-    device, schedule = find_device(config), config.schedule
-    if config.model != PRESETS["cpu" if device.type == "cpu" else "record"].model or config.run.kernels != "auto":
-        return "not known for this model or these kernels"
-    minutes = np.diff(stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages] / 60
-    if device.type == "cpu":
-        return f"{172e-6 * minutes:.1f} minutes on two cores of an AMD EPYC"
-    try:
-        from records import work
-    except ImportError:
-        return "not known without records/work.py beside train_gpt.py"
-    rate = work.ceilings()["bf16"] / 1e12
-    minutes *= 1.36e-6 / world * 790 / rate
-    return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s that this GPU just did)"
-
-
-CHECKS = {"versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
-          "validation data": check_validation_data, "disk": check_disk, "memory": check_memory}
-
-
-def run_checks(config, world, show) -> bool:
-    """Whether a run would start. show: print all that was found as a table; else raise at the first failure."""
-    fine, columns = True, "{:<15} | {:<90} | {}"
-    if show:
-        print(columns.format("what", "found", "ok?"))
-    for name, check in (CHECKS | {"time": expected_time} if show else CHECKS).items():
-        try:
-            found, ok = check(config, world), "yes"
-        except (UserError, OSError) as error:
-            found, ok = str(error), "maybe" if isinstance(error, Doubt) else "no"
-        fine &= ok != "no"
-        if show:
-            first, *rest = textwrap.wrap(found, 90, break_on_hyphens=False)
-            print(columns.format(name, first, ok), *(columns.format("", part, "").rstrip() for part in rest), sep="\n")
-        elif ok == "no":
-            raise UserError(found)
-        elif ok == "maybe" and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"warning: {found}", file=sys.stderr, flush=True)
-    return fine
-
-
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
@@ -1786,6 +1640,20 @@ def train(config, rt, log, watch, sources):
         trainer.save(sources[0])
 
 
+LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
+
+
+def preflight(config, world, show) -> bool:
+    """Whether the run would start here, before anything is compiled (records/check.py); a copy of the script alone goes without."""
+    try:
+        from records import check
+    except ImportError:
+        if show:
+            raise UserError("--check needs records/check.py beside train_gpt.py, and it is not there") from None
+        return True
+    return check.run_checks(config, world, show)
+
+
 def main(argv) -> int:
     """Train as `argv` says; returns the exit status."""
     watch = Stopwatch()
@@ -1802,7 +1670,7 @@ def main(argv) -> int:
     try:
         world = int(os.environ.get("WORLD_SIZE", 1))
         config = parse_config([arg for arg in argv if arg != "--check"], world)
-        fine = run_checks(config, world, show="--check" in argv and local == 0)
+        fine = preflight(config, world, show="--check" in argv and local == 0)
         if "--check" in argv:
             return int(not fine)
         watch.lap("checks")
@@ -1838,6 +1706,7 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
+    sys.modules["train_gpt"] = sys.modules[__name__]  # for those in records/ that import it
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of a sample
     status = main(sys.argv[1:])
     sys.stdout.flush()

@@ -13,7 +13,7 @@ import torch
 import train_gpt as T
 import triton_kernels as kernels
 from oracles import write_shard
-from records import work
+from records import check as C, work
 
 ROOT, MiB = Path(T.__file__).parent, 2**20
 ROWS = ["versions", "device", "kernels", "training data", "validation data", "disk", "memory", "time"]
@@ -158,12 +158,12 @@ def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, torch.device("cpu")), None)
     state = [part.nbytes for label in optimizer.table for part in optimizer.state[label].values()]
     weights = sum(p.nbytes for p in model.parameters())
-    assert T.state_bytes(config) == pytest.approx((weights, sum(state)), rel=0.01)  # without the second moments of rows; 0.4 %
+    assert C.state_bytes(config) == pytest.approx((weights, sum(state)), rel=0.01)  # without the second moments of rows; 0.4 %
 
     def free(size):
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size) if Path(path) == folder else None)
 
-    for args, need in ([], MiB), (["--save_checkpoint=true"], MiB + sum(T.state_bytes(config))):
+    for args, need in ([], MiB), (["--save_checkpoint=true"], MiB + sum(C.state_bytes(config))):
         free(need)
         assert check(*args)[0] == 0
         free(need - 1)
@@ -171,7 +171,7 @@ def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
         assert status == 1 and f"{(need - 1) // MiB} MiB free" in rows["disk"][0] and "--log_dir" in rows["disk"][0]
         assert ("checkpoint" in rows["disk"][0]) == bool(args)
         monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
-        assert T.CHECKS["disk"](T.parse_config(["--preset=cpu", *args]), 2) == "rank 0 writes"
+        assert C.CHECKS["disk"](T.parse_config(["--preset=cpu", *args]), 2) == "rank 0 writes"
         monkeypatch.delenv("RANK")
 
 
@@ -198,10 +198,10 @@ def test_old_torch(check, monkeypatch, version, fine):
 def test_the_minimum_is_that_of_the_script_which_installs(monkeypatch):
     major, minor = re.search(r'version < \((\d+), (\d+)\):\n.*"torch-old"', (ROOT / "run.sh").read_text()).groups()
     monkeypatch.setattr(torch, "__version__", f"{major}.{minor}.0")
-    assert T.check_versions(T.Config(), 1)
+    assert C.check_versions(T.Config(), 1)
     monkeypatch.setattr(torch, "__version__", f"{major}.{int(minor) - 1}.0")
     with pytest.raises(T.UserError, match=f"{major}.{minor} or newer"):
-        T.check_versions(T.Config(), 1)
+        C.check_versions(T.Config(), 1)
 
 
 @pytest.mark.parametrize("name, lines", [("__main__", 1), ("train_gpt", None)])
@@ -225,7 +225,7 @@ PEAKS = {(1, 8): (23470, 39806), (2, 8): (21471, 38066), (4, 8): (20472, 36786),
 @pytest.mark.parametrize("ranks, micro_batches", PEAKS)
 def test_memory_estimate(ranks, micro_batches):
     """Within 2 %: seen 0.2 % and 1.6 %."""
-    found = T.estimate_memory(T.parse_config([f"--micro_batches={micro_batches}"], ranks), ranks)
+    found = C.estimate_memory(T.parse_config([f"--micro_batches={micro_batches}"], ranks), ranks)
     for estimate, measured in zip(found, PEAKS[ranks, micro_batches]):
         assert measured is None or abs(estimate / measured - 1) < 0.02
 
@@ -233,7 +233,7 @@ def test_memory_estimate(ranks, micro_batches):
 def test_memory_estimate_follows_the_knobs():
     """Each piece by itself; warming up keeps another copy of the 543.8 million bf16 weights."""
     def need(*args):
-        return T.estimate_memory(T.parse_config([*args]), 1)
+        return C.estimate_memory(T.parse_config([*args]), 1)
 
     allocated, reserved = need()
     assert need("--cuda_graphs=false") == (allocated, allocated) and reserved > 1.5 * allocated
@@ -281,15 +281,16 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
     """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rate is given twice the time."""
     gpus.rate = rate * 1e12
     config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"], ranks)
-    text = T.expected_time(config, ranks)
+    text = C.expected_time(config, ranks)
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes and f" {rate} TFLOP/s" in text
 
 
-def test_minutes_need_the_measurement(gpus, monkeypatch):
-    """train_gpt.py may have been copied without the folder."""
+def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
+    """train_gpt.py may have been copied without the folder, or cut out of a log: it starts without the checks."""
     monkeypatch.setitem(sys.modules, "records", None)
-    status, rows = gpus.check()
-    assert status == 0 and "records/work.py" in rows["time"][0]
+    assert check.start("--val_tokens=8192000") == (1, "error: all checks passed\n")
+    assert T.main(["--check", *check.args]) == 1
+    assert capsys.readouterr() == ("", "error: --check needs records/check.py beside train_gpt.py, and it is not there\n")
 
 
 def test_a_start_measures_nothing(gpus, monkeypatch):
@@ -299,7 +300,7 @@ def test_a_start_measures_nothing(gpus, monkeypatch):
 
 def test_too_little_memory(gpus):
     """Less than what is allocated stops a start, less than what is reserved is a warning. What the advice names, helps."""
-    least, most = T.estimate_memory(T.Config(), 1)
+    least, most = C.estimate_memory(T.Config(), 1)
     for free, ok in (most + 2, "yes"), (most - 2, "maybe"), (least + 2, "maybe"), (least - 2, "no"):
         gpus.free = int(free)
         status, rows = gpus.check()
@@ -315,7 +316,7 @@ def test_too_little_memory(gpus):
 def test_a_warning_is_told_once_per_machine(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    gpus.free = int(T.estimate_memory(T.Config(), 1)[1]) - 2
+    gpus.free = int(C.estimate_memory(T.Config(), 1)[1]) - 2
     assert gpus.start() == (1, "error: all checks passed\n")
 
 
@@ -338,6 +339,6 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     args = ["--check", *check.args]
     assert T.main(args) == 0 and capsys.readouterr() == ("", "")
-    monkeypatch.setitem(T.CHECKS, "memory", Mock(side_effect=T.UserError("too little")))
+    monkeypatch.setitem(C.CHECKS, "memory", Mock(side_effect=T.UserError("too little")))
     assert T.main(args) == 1 and capsys.readouterr() == ("", "error: rank 1: too little\n")
     assert not T.init_runtime.called
