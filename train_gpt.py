@@ -342,18 +342,22 @@ class Runtime:
 
 
 def find_device(config) -> torch.device:
-    """The CPU, or the GPU of this process among those of its machine."""
+    """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
     if config.run.device == "cpu":
         return torch.device("cpu")
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-    if not torch.cuda.is_available():
-        raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
     local = int(os.environ.get("LOCAL_RANK", 0))
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-    if processes > torch.cuda.device_count():
-        raise UserError(f"{processes} processes but {torch.cuda.device_count()} GPUs on this machine: start one process per GPU")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    if not torch.cuda.is_initialized():  # not found before
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+        count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+        if not count:
+            raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
+        if processes > count:
+            raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
+        torch.cuda.init()
+    torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def init_runtime(config) -> Runtime:

@@ -34,7 +34,7 @@ def check_device(config, world):
     """The CPU or this process's GPU, and what it offers."""
     device, name = T.find_device(config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name(device)}, GPUs {torch.cuda.device_count()}"
+        name = torch.cuda.get_device_name(device)
     return ", ".join([name, f"ranks {world}", *(f"{key.split('_')[-1]} {value}" for key, value in T.capability(device).items())])
 
 

@@ -1,5 +1,6 @@
 """What is checked before anything is compiled, and the table of --check. GPUs are made up here: nothing runs on them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def joined(text):
 
 def test_a_machine_without_gpu(check, folder, monkeypatch):
     """The record run cannot start, and all the rest is told as well; the small one can."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     status, rows = check("--preset=record")
     assert status == 1 and "no usable GPU" in rows["device"][0] and "no document separator" in rows["training data"][0]
     args = ["--device=cuda", "--dtype=bfloat16"]
@@ -247,17 +248,40 @@ def test_memory_estimate_follows_the_knobs():
 @pytest.fixture
 def gpus(check, folder, monkeypatch):
     """Two H200s, or what is set in it; .check and .start with --preset=record."""
-    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, rate=790e12)
-    for name, value in {"is_available": lambda: True, "device_count": lambda: has.count, "set_device": lambda local: None,
-                        "get_device_name": lambda device: "NVIDIA H200", "get_device_capability": lambda device: has.capability,
+    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, rate=790e12, sees=[])
+    count = lambda: len(has.sees[-1].split(",")) if has.sees else has.count
+    for name, value in {"device_count": count, "init": lambda: has.sees.append(os.environ["CUDA_VISIBLE_DEVICES"]),
+                        "is_initialized": lambda: bool(has.sees), "set_device": lambda local: setattr(has, "device", local),
+                        "current_device": lambda: has.device, "get_device_name": lambda device: "NVIDIA H200", "get_device_capability": lambda device: has.capability,
                         "mem_get_info": lambda device: (has.free * MiB, 150000 * MiB)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(work, "ceilings", lambda: {"bf16": has.rate})
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
     args = ["--preset=record", f"--train_files={folder}/gpt2.bin", "--val_tokens=65536", "--val_batch_tokens=65536"]
-    has.check = lambda *more: check(*args, *more)
-    has.start = lambda *more: check.start(*args, *more)
+
+    def fresh(run):
+        def process(*more):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+            has.sees = []
+            return run(*args, *more)
+        return process
+    has.check, has.start = fresh(check), fresh(check.start)
     return has
+
+
+@pytest.mark.parametrize("visible, local, sees", [("", 1, "1"), ("3,GPU-5", 0, "3"), ("3,GPU-5", 1, "GPU-5")])
+def test_a_process_sees_its_own_gpu(gpus, monkeypatch, visible, local, sees):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_RANK", str(local))
+    assert T.find_device(T.Config()) == T.find_device(T.Config()) == torch.device("cuda", 0) and gpus.sees == [sees]
+
+
+def test_it_may_see_all(gpus, monkeypatch):
+    """Where CUDA had been asked before, it is too late to hide the others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    gpus.sees = ["0,1"]
+    assert T.find_device(T.Config()) == torch.device("cuda", 1)
 
 
 def test_two_gpus(gpus, monkeypatch):
@@ -265,7 +289,7 @@ def test_two_gpus(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     status, rows = gpus.check()
     assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
-    assert rows["device"][0] == "NVIDIA H200, GPUs 2, ranks 2, hardware sm_90, fp8 yes, tma yes"
+    assert rows["device"][0] == "NVIDIA H200, ranks 2, hardware sm_90, fp8 yes, tma yes"
     assert rows["kernels"][0].endswith("head:fp8") and "attention:triton" in rows["kernels"][0]
     assert re.match(r"140000 MiB of the GPU are free, about 21\d{3} to 37\d{3} needed \(estimate\)$", rows["memory"][0])
     assert gpus.check("--kernels=attention:torch")[1]["time"][0].startswith("not known")
