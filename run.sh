@@ -203,11 +203,14 @@ if [ -z "$preset" ]; then
   set -- "--preset=$preset" "$@"
 fi
 
-# prepare.py makes these two files last, so while they are there it need not be started.
+# While these are there prepare.py need not be started: of the library's shards it makes this one last.
 case "$data$preset" in
   given*) ;;
   cpu) [ -e data/stdlib/stdlib_val_000000.bin ] || "$python" data/prepare.py stdlib ;;
-  *) [ -e data/fineweb10B/fineweb_train_000009.bin ] || "$python" data/prepare.py fineweb ;;
+  *)
+    for shard in val_000000 train_00000{1..9}; do
+      [ -e data/fineweb10B/fineweb_$shard.bin ] || { "$python" data/prepare.py fineweb; break; }
+    done ;;
 esac
 
 # When the trainer has said in one line why it stops, torchrun adds forty of its own. They are left out, as are its warnings.

@@ -34,6 +34,7 @@ started = time.perf_counter()  # the imports take seconds
 import dataclasses
 import difflib
 import gc
+import glob
 import math
 import os
 import platform
@@ -408,6 +409,18 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # ---- Data: token shards -> packed documents -> batches on the device -------------------------------------------------
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+REMAKE = "fetch or make it again with data/prepare.py"
+
+
+def read_values(path: Path, dtype: str, count: int, offset=0) -> np.ndarray:
+    """`count` values of a file. UserError when they cannot be read: without permission, gone, a failing disk."""
+    try:
+        values = np.fromfile(path, dtype, count, offset=offset)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if len(values) < count:
+        raise UserError(f"{path}: cannot be read to its end; {REMAKE}")
+    return values
 
 
 def read_shard_header(path: Path) -> int:
@@ -416,35 +429,42 @@ def read_shard_header(path: Path) -> int:
     A shard is 256 int32 (magic, version, token count, then unused) followed by one uint16 per token.
     Raises UserError when the file is not a shard, has another version, or is shorter or longer than it says.
     """
-    size = path.stat().st_size
+    if not os.path.isfile(path):
+        raise UserError(f"{path}: a folder, or a link to nothing, but no shard; give a pattern such as data/mine/mine_train_*.bin")
+    size = os.path.getsize(path)
     if size < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: {size} bytes is too short for a shard header; delete the file and fetch it again")
-    magic, version, count = (int(v) for v in np.fromfile(path, "<i4", 3))
+        raise UserError(f"{path}: {size} bytes is too short for a shard header; {REMAKE}")
+    magic, version, count = map(int, read_values(path, "<i4", 3))
     if magic != SHARD_MAGIC:
         raise UserError(f"{path}: magic number {magic} instead of {SHARD_MAGIC}; not a token shard (data/prepare.py makes them)")
     if version != SHARD_VERSION:
-        raise UserError(f"{path}: version {version} instead of {SHARD_VERSION}; make the shard again with data/prepare.py")
+        raise UserError(f"{path}: version {version} instead of {SHARD_VERSION}; {REMAKE}")
     if size != SHARD_HEADER_BYTES + 2 * count:
         raise UserError(f"{path}: header promises {count} tokens but the file holds {(size - SHARD_HEADER_BYTES) // 2};"
-                        " truncated or damaged, delete it and fetch it again")
+                        f" truncated or damaged: {REMAKE}")
     return count
 
 
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
     """The tokens of a shard, the first `most` of them, uint16, checked against the vocabulary."""
-    count = read_shard_header(path)
-    tokens = np.fromfile(path, "<u2", min(count, most), offset=SHARD_HEADER_BYTES)
+    tokens = read_values(path, "<u2", min(read_shard_header(path), most), SHARD_HEADER_BYTES)
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer? (--vocab_size)")
+        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
+                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
     return tokens
+
+
+def data_root() -> Path:
+    """Where relative patterns begin."""
+    return Path(os.environ.get("DATA_PATH") or Path(__file__).parent)
 
 
 def find_files(pattern: str) -> list[Path]:
     """Files that match, in name order; relative to $DATA_PATH or this folder. UserError when there are none."""
-    root = Path(os.environ.get("DATA_PATH", Path(__file__).parent))
-    files = sorted(root.glob(pattern) if not Path(pattern).is_absolute() else Path("/").glob(pattern.lstrip("/")))
+    pattern = os.path.expanduser(pattern)  # an absolute one drops the root below
+    files = sorted(map(Path, glob.glob(os.path.join(glob.escape(str(data_root())), pattern))))
     if not files:
-        raise UserError(f"no files match {root / pattern}; fetch or build data with data/prepare.py, or run ./run.sh")
+        raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py, or run ./run.sh")
     return files
 
 
@@ -502,7 +522,8 @@ class Shard:
         self.tokens = read_shard(path, model.vocab_size, most)
         self.starts = np.flatnonzero(self.tokens == model.separator)
         if not len(self.starts):
-            raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer? (--vocab_size)")
+            raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer?"
+                            " (--vocab_size, --preset)")
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):

@@ -1,16 +1,18 @@
-"""Make token shards for train_gpt.py: 256 int32 of header, then one uint16 per token, documents begin with a separator.
+"""Make token shards for train_gpt.py; data/README.md has the format and what the trainer does with them.
 
     python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub
-    python data/prepare.py text PATH --out NAME  your own text files or folders
+    python data/prepare.py text PATH --out NAME  your own text files or folders; ends with the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: no network, nothing to choose, 9 MB
 
 Texts are cut at line ends into documents of about 1000 tokens, since the loader takes the head of a document and drops the rest.
-Results lie in data/fineweb10B, data/NAME and data/stdlib. A shard gets its name once it is finished and verified, so a
-name that is there can be trusted; whatever was interrupted is continued or made again by the same command.
+Results lie in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard gets its name once it is finished
+and verified; whatever was interrupted or is damaged is continued or made again by the same command.
 """
 import argparse
+import hashlib
 import os
 import re
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -19,10 +21,12 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+import torch
 
-DATA = Path(__file__).resolve().parent
-sys.path.insert(0, str(DATA.parent))
-from train_gpt import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard_header  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import train_gpt  # noqa: E402
+from train_gpt import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
@@ -43,6 +47,11 @@ STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-package
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Shards
+
+def folder_of(name: str) -> Path:
+    """Where the shards of that name lie: where the trainer looks for them."""
+    return train_gpt.data_root() / "data" / name
+
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     header = np.zeros(SHARD_HEADER_BYTES // 4, "<i4")
@@ -75,7 +84,7 @@ def report(folder: Path, prefix: str, separator: int) -> None:
         shards[part] = sorted(folder.glob(f"{prefix}_{part}_*.bin"))
         count[part] = np.zeros(2**16, np.int64)
         for path in shards[part]:
-            tokens = np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES, (read_shard_header(path),))
+            tokens = read_shard(path, separator + 1)
             for i in range(0, len(tokens), 2**22):  # bincount makes an int64 copy, so not the whole shard at once
                 count[part] += np.bincount(tokens[i:i + 2**22], minlength=2**16)
     train, val = count["train"], count["val"]
@@ -86,47 +95,142 @@ def report(folder: Path, prefix: str, separator: int) -> None:
         print(f"unigram entropy: {-(p * np.log(p)).sum():.4f} nats/token")
 
 
+def most_documents(lengths: np.ndarray, tokens: int) -> int:
+    """The most documents of these lengths, one after another, that `tokens` tokens can touch; the first may have begun before."""
+    ends = np.cumsum(lengths)
+    return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
+
+
+def training_arguments(name: str, separator: int) -> list[str]:
+    """The trainer's arguments for the shards of data/NAME: the preset of their tokenizer, and what has to differ from it for the
+    amount of text there is and the lengths of its documents."""
+    preset = "cpu" if separator == BYTE_SEPARATOR else "record"
+    config = train_gpt.PRESETS[preset]
+    data, stages, micro_batches = config.data, config.schedule.stages, config.run.micro_batches
+    given = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
+
+    # Of a shard's end that fills no row nothing is seen, so the longest row is an eighth of the longest shard at most, or 2048.
+    cut = min(stage.max_doc_len for stage in stages)
+    lengths = [np.minimum(train_gpt.Shard(path, config.model).lengths, cut) for path in train_gpt.find_files(given["train_files"])]
+    longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
+    while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
+        micro_batches *= 2
+    if longest <= largest // micro_batches:
+        raise UserError(f"the longest training shard keeps {longest} tokens of its documents, a row of the batch takes"
+                        f" {largest // micro_batches + 1}: more text is needed")
+
+    # All validation tokens, but for a few, in as few pieces as the preset allows.
+    validation = [read_shard(path, separator + 1) for path in train_gpt.find_files(given["val_files"])]
+    have, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
+    if have < 16:
+        raise UserError(f"{have + 1} validation tokens, at least 17 are needed: more text, or a larger --val-fraction")
+    if have < val_tokens:
+        pieces = -(-have // piece)
+        piece = have // pieces // 16 * 16
+        val_tokens = pieces * piece
+
+    rows = [(n, stage.batch_tokens // micro_batches) for n in lengths for stage in stages]
+    rows += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
+    tokens_per_doc = data.tokens_per_doc
+    for n, row in rows:
+        if len(n) and (most := most_documents(n, row + 1)) >= train_gpt.cu_seqlens_size(row, tokens_per_doc):
+            tokens_per_doc = max(1, row // (most + 1))
+
+    fitting = {"micro_batches": micro_batches, "val_tokens": val_tokens, "val_batch_tokens": piece,
+               "tokens_per_doc": tokens_per_doc, "sample_tokens": 200, "sample_prompt": ""}
+    usual = train_gpt.flatten(config)
+    given |= {key: value for key, value in fitting.items() if value != usual[key]}
+    return [f"--{key}={value}" for key, value in given.items()]
+
+
+def report_command(name: str, separator: int) -> None:
+    """Prints how to train on the shards of data/NAME, after the trainer's own checks of the data, as the last line."""
+    try:
+        arguments = training_arguments(name, separator)
+        config = train_gpt.parse_config(arguments)
+        found = train_gpt.check_training_data(config, 1)
+        train_gpt.check_validation_data(config)
+    except UserError as error:
+        print(f"warning: no run can start on this: {error}")
+        return
+    script = os.path.relpath(ROOT / "run.sh")
+    print(f"training data: {found}")
+    print("train on it, with a sample at the end" + (":" if separator == BYTE_SEPARATOR else ", on one GPU or more:"))
+    print(shlex.join([script if os.sep in script else f"./{script}", *arguments]))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # FineWeb
 
-def hub_fetch(name: str, folder: Path) -> tuple[Path, int]:
-    """Downloads one file of the dataset into `folder`, continuing where an earlier call stopped, with a progress bar.
-    Returns its path and the size the hub reports for it. The only place that uses the network for FineWeb."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    size = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset")).size  # fails at once when offline
-    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), size
+# The only two functions that use the network for FineWeb. What arrives is never executed, only read as numbers.
+
+def hub_metadata(name: str) -> tuple[int, str]:
+    """The size and the checksum that the hub has for one file of the dataset. Fails at once when offline."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
+    return metadata.size, metadata.etag
+
+
+def hub_fetch(name: str, folder: Path) -> Path:
+    """Downloads one file of the dataset into `folder`, with a progress bar; goes on where a broken connection stopped it."""
+    from huggingface_hub import hf_hub_download
+    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder))
+
+
+def verify(path: Path, size, checksum) -> None:
+    """UserError when a shard of FineWeb is damaged, or differs from what the hub has (None: unknown)."""
+    if size is not None and (have := path.stat().st_size) != size:
+        raise UserError(f"{path}: {have} bytes, the hub has {size}")
+    if re.fullmatch("[0-9a-f]{64}", checksum or ""):  # the hub's checksum of a large file is its SHA-256
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+        if digest.hexdigest() != checksum:
+            raise UserError(f"{path}: SHA-256 {digest.hexdigest()}, the hub has {checksum}")
+    read_shard(path, GPT2_SEPARATOR + 1)
 
 
 def fineweb(shards: int) -> None:
+    """Shards that are there are verified, too; without network only by what they hold."""
     if not 1 <= shards <= HUB_SHARDS:
         raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
-    folder = DATA / "fineweb10B"
+    folder, offline = folder_of("fineweb10B"), None
     partial = folder / ".partial"
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
+
+    def reason(error):  # the hub's client has a dozen kinds; all mean that the file cannot be had
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
     for i, name in enumerate(names, 1):
-        if (folder / name).exists():
+        path, promised = folder / name, (None, None)
+        try:
+            promised = promised if offline else hub_metadata(name)
+        except Exception as error:
+            offline = error
+        if path.exists():
             try:
-                read_shard_header(folder / name)
-                print(f"{name}: already there")
+                verify(path, *promised)
+                compared = f"not compared with the hub ({reason(offline)})" if offline else "as on the hub"
+                print(f"{name}: already there, {compared}")
                 continue
             except UserError as error:
                 print(f"damaged, fetching it again: {error}")
-                (folder / name).unlink()
-        print(f"{name}: fetching, {i} of {len(names)}", flush=True)
+                path.unlink()
         try:
-            path, size = hub_fetch(name, partial)
-        except Exception as error:  # the hub's client has a dozen kinds; all mean that the file could not be had
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{name}: cannot be fetched from the hub ({type(error).__name__}: {reason}); "
+            if offline:
+                raise offline
+            print(f"{name}: fetching, {i} of {len(names)}", flush=True)
+            arrived = hub_fetch(name, partial)
+        except Exception as error:
+            raise UserError(f"{name}: cannot be fetched from the hub ({reason(error)}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            if path.stat().st_size != size:
-                raise UserError(f"{path.stat().st_size} bytes arrived, the hub has {size}")
-            read_shard_header(path)
+            verify(arrived, *promised)
         except UserError as error:
-            path.unlink()  # or the hub's client would take it for finished
+            arrived.unlink()  # or the hub's client would take it for finished
             raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
-        os.replace(path, folder / name)
+        os.replace(arrived, path)
     shutil.rmtree(partial, ignore_errors=True)
     report(folder, "fineweb", GPT2_SEPARATOR)
 
@@ -145,6 +249,9 @@ def walk(root: Path, skip=frozenset()):
 
 def load_tokenizer(kind: str):
     """The function from str to token ids, and the separator."""
+    if kind == "auto" and not torch.cuda.is_available():
+        print("no GPU here: using bytes, for --preset=cpu (--tokenizer gpt2 makes data for a machine with GPUs)")
+        kind = "bytes"
     if kind != "bytes":
         try:
             import tiktoken
@@ -182,9 +289,9 @@ def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
     return val
 
 
-def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int) -> None:
+def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int) -> int:
     """Tokenises `files` (by name relative to where they were found) in their order into the shards of data/NAME.
-    Reads files one at a time and holds one training shard, or all of validation."""
+    Reads files one at a time and holds one training shard, or all of validation. Returns the separator."""
     sizes, binary, empty = {}, 0, 0
     for key, path in files.items():
         try:
@@ -198,23 +305,34 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
             empty += 1
     if binary or empty:
         print(f"warning: skipped {binary + empty} files ({binary} not UTF-8, {empty} empty)")
-    if len(sizes) < 2:
-        raise UserError(f"{len(sizes)} usable text files: at least two are needed, one to train and one to validate on; "
-                        "training and validation never share a file, so cut a single text into several files")
-    val = split(sizes, val_fraction)
     encode, separator = load_tokenizer(tokenizer)
-    def tokens(keys):
-        for key in keys:
-            for document in cut(read_text(files[key]), DOCUMENT_CHARACTERS[separator]):
-                yield np.concatenate([[separator], encode(document)]).astype(np.uint16)
+    characters = DOCUMENT_CHARACTERS[separator]
+    val, total = split(sizes, val_fraction), sum(sizes.values())
+    whole = 0 < sum(sizes[key] for key in val) <= 4 * val_fraction * total
+    if not whole:  # files too few and large for that share: single documents of them validate
+        documents = {f"{key} {i}": len(document) for key in sizes
+                     for i, document in enumerate(cut(read_text(files[key]), characters))}
+        if len(documents) < 2:
+            raise UserError(f"{total} characters of text in {len(sizes)} usable files: two files at least, or one of more than"
+                            f" {characters} characters in several lines, to have something to train and something to validate on")
+        val = split(documents, val_fraction)
+
+    def tokens(part):
+        for key in sizes:
+            if whole and (key in val) != (part == "val"):
+                continue
+            for i, document in enumerate(cut(read_text(files[key]), characters)):
+                if whole or (f"{key} {i}" in val) == (part == "val"):
+                    yield np.concatenate([[separator], encode(document)]).astype(np.uint16)
 
     # Everything is made in a folder of its own and renamed at the end, validation last: its presence tells that the
     # shards belong together and are complete.
-    folder = DATA / name
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=DATA) as made:
-        for i, shard in enumerate(pack(tokens(k for k in sizes if k not in val), shard_tokens), 1):
+    folder = folder_of(name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as made:
+        for i, shard in enumerate(pack(tokens("train"), shard_tokens), 1):
             write_shard(Path(made, f"{name}_train_{i:06d}.bin"), shard)
-        for i, shard in enumerate(pack(tokens(k for k in sizes if k in val), MAX_SHARD_TOKENS)):
+        for i, shard in enumerate(pack(tokens("val"), MAX_SHARD_TOKENS)):
             write_shard(Path(made, f"{name}_val_{i:06d}.bin"), shard)
         folder.mkdir(exist_ok=True)
         for part in ("val", "train"):  # of an earlier build, which may have had more
@@ -223,11 +341,14 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         for shard in sorted(Path(made).iterdir()):
             os.replace(shard, folder / shard.name)
     report(folder, name, separator)
+    return separator
 
 
 def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
+    if out in ("fineweb10B", "stdlib"):
+        raise UserError(f"--out {out}: the other data has that name, take another")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
@@ -241,7 +362,7 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
                 known.add(path.resolve())
                 # Keys hold no machine's paths: where the same text lies must not change its split.
                 files[key if key not in files else f"{key} {len(files)}"] = path
-    build(out, files, tokenizer, val_fraction, shard_tokens)
+    report_command(out, build(out, files, tokenizer, val_fraction, shard_tokens))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,7 +370,7 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
 
 def stdlib() -> None:
     """Identical shards for identical library sources."""
-    folder = DATA / "stdlib"
+    folder = folder_of("stdlib")
     if all((folder / f"stdlib_{shard}.bin").exists() for shard in ("train_000001", "val_000000")):
         try:
             report(folder, "stdlib", BYTE_SEPARATOR)
@@ -285,7 +406,7 @@ def main(argv: list[str]) -> int:
     command.add_argument("--val-fraction", type=float, default=0.05, help="share of the text for validation (default %(default)s)")
     command.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per training shard (default %(default)s)")
     command.add_argument("--tokenizer", choices=("gpt2", "bytes", "auto"), default="auto",
-                         help="auto: gpt2, or bytes where GPT-2's files cannot be had (default %(default)s)")
+                         help="auto: gpt2, or bytes where there is no GPU or GPT-2's files cannot be had (default %(default)s)")
     commands.add_parser("stdlib", help="Python's own library as bytes").set_defaults(run=stdlib)
     args = vars(parser.parse_args(argv))
     try:

@@ -1,6 +1,7 @@
 """From shard files to batches, against the plain loops of oracles.py. Integers throughout, so all comparisons are exact."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -318,6 +319,125 @@ def test_file_shorter_than_a_header(tmp_path, size):
         T.read_shard(tmp_path / "bad.bin", MODEL.vocab_size)
 
 
+FUZZED_MODEL = T.Model(vocab_size=257, model_dim=96)
+FUZZED_SIZE = 2000
+
+
+def damaged_file(rng, path):
+    """Writes a shard of text with one damage, anything that can happen to a file, and says which."""
+    tokens = rng.integers(0, 256, FUZZED_SIZE)
+    tokens[np.append(0, rng.integers(0, FUZZED_SIZE, 60))] = 256
+    sound = write_shard(path, tokens).read_bytes()
+    extreme = [-2**31, -2**31 + 1, -513, -512, -1, 0, 1, 255, 2**16, FUZZED_SIZE - 1, FUZZED_SIZE + 1, 2**30, 2**31 - 1]
+    kind = ["magic", "version", "count", "cut", "longer", "token", "zeros", "noise", "bit"][rng.integers(9)]
+    if kind in ("magic", "version", "count"):
+        right = {"magic": 20240520, "version": 1, "count": FUZZED_SIZE}[kind]
+        values = [*extreme, int(rng.integers(-2**31, 2**31)), right ^ 1 << int(rng.integers(31))]
+        write_shard(path, tokens, **{kind: int(rng.choice([value for value in values if value != right]))})
+    elif kind == "cut":
+        path.write_bytes(sound[:rng.integers(0, 1030 if rng.random() < 0.7 else len(sound))])
+    elif kind == "longer":
+        path.write_bytes(sound + rng.bytes(rng.integers(1, 3000)))
+    elif kind == "token":
+        tokens[rng.integers(0, FUZZED_SIZE, rng.choice([1, 1, 100]))] = rng.choice([257, 258, 32767, 32768, 50256, 65535])
+        write_shard(path, tokens)
+    elif kind == "zeros":
+        path.write_bytes(bytes(len(sound)))
+    elif kind == "noise":
+        path.write_bytes(rng.bytes(rng.integers(0, 6000)))
+    else:  # in one of the three numbers that count
+        at = int(rng.integers(0, 12))
+        path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << int(rng.integers(8))]) + sound[at + 1:])
+    return kind
+
+
+def test_no_damage_gets_past_the_checks(tmp_path):
+    """Always a UserError of one line that names the file; before it, if at all, only batches of good tokens."""
+    rng, kinds, later = np.random.default_rng(0), set(), 0
+    damaged, good = tmp_path / "fuzz_1.bin", tmp_path / "fuzz_0.bin"
+    tokens = rng.integers(0, 256, FUZZED_SIZE)
+    tokens[::40] = 256
+    write_shard(good, tokens)
+    data = T.Data(train_files=f"{tmp_path}/fuzz_*.bin", val_files=f"{tmp_path}/fuzz_*.bin", val_tokens=3008, val_batch_tokens=16)
+    alone = T.Data(train_files=str(damaged))
+    runtime = T.Runtime(0, 1, CPU)
+
+    def read_all(batches):
+        served = 0
+        for batch in batches:
+            assert 0 <= int(batch.tokens.min()) and max(int(batch.tokens.max()), int(batch.targets.max())) <= 256
+            served += 1
+        return served
+
+    def train(data):
+        config = T.Config(model=FUZZED_MODEL, data=data)
+        loader = T.Loader(config, runtime, range(40), lambda step: (16, 16), warn=lambda line: None)
+        for _ in range(40 * 8):
+            nonlocal later
+            batch = loader.next_batch()
+            later += data.train_files.endswith("*.bin")
+            yield batch
+
+    for case in range(300):
+        kinds.add(kind := damaged_file(rng, damaged))
+        readers = [lambda: T.read_shard(damaged, 257), lambda: T.Shard(damaged, FUZZED_MODEL), lambda: read_all(train(alone)),
+                   lambda: T.ValidationData(T.Config(model=FUZZED_MODEL, data=data), runtime)]
+        if kind != "token":
+            readers.append(lambda: T.read_shard_header(damaged))
+        if case % 5 == 0:
+            readers.append(lambda: read_all(train(data)))
+        for reader in readers:
+            with pytest.raises(T.UserError) as raised:
+                reader()
+            message = str(raised.value)
+            assert message.startswith(f"{damaged}: ") and "\n" not in message, (kind, message)
+    assert len(kinds) == 9 and later > 100, "the good shard was served before"
+
+    damaged.unlink()
+    write_shard(damaged, tokens)  # proof that soundness is all that was missing
+    assert read_all(train(data)) == 320 and read_all(T.ValidationData(T.Config(model=FUZZED_MODEL, data=data), runtime)) == 188
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    """A folder, a link to nothing or to itself, a pipe (which would be waited for), a file that vanishes."""
+    (tmp_path / "folder.bin").mkdir()
+    (tmp_path / "link.bin").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop.bin").symlink_to(tmp_path / "loop.bin")
+    os.mkfifo(tmp_path / "pipe.bin")
+    for name in ("folder.bin", "link.bin", "loop.bin", "pipe.bin", "*.bin", "**"):
+        path = T.find_files(f"{tmp_path}/{name}")[0]
+        config = T.Config(data=T.Data(train_files=f"{tmp_path}/{name}", val_files=f"{tmp_path}/{name}"))
+        for check in (T.check_training_data, T.check_validation_data):
+            with pytest.raises(T.UserError, match=f"{path}: .*no shard"):
+                check(config, 1)
+    with pytest.raises(T.UserError, match="gone.bin: .*no shard"):
+        T.read_shard(tmp_path / "gone.bin", 50)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
+    path, read = write_shard(tmp_path / "a.bin", TOKENS), np.fromfile
+    for failing in ("<i4", "<u2"):  # the header, the tokens
+        def fromfile(path, dtype, *args, **kwargs):
+            if dtype == failing:
+                raise error
+            return read(path, dtype, *args, **kwargs)
+        monkeypatch.setattr(T.np, "fromfile", fromfile)
+        with pytest.raises(T.UserError, match=rf"a.bin: cannot be read \({error.strerror}\)"):
+            T.read_shard(path, 50)
+    monkeypatch.setattr(T.np, "fromfile", lambda *args, **kwargs: read(*args, **kwargs)[:-1])  # a failing disk may also give less
+    with pytest.raises(T.UserError, match="a.bin: cannot be read to its end"):
+        T.read_shard(path, 50)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission(tmp_path):
+    path = write_shard(tmp_path / "a.bin", TOKENS)
+    path.chmod(0)
+    with pytest.raises(T.UserError, match=r"a.bin: cannot be read \(Permission denied\)"):
+        T.read_shard_header(path)
+
+
 def test_half_a_token_too_many(tmp_path):
     path = write_shard(tmp_path / "bad.bin", TOKENS)
     path.write_bytes(path.read_bytes() + b"\0")
@@ -352,6 +472,18 @@ def test_where_files_are_looked_for(tmp_path, monkeypatch):
     assert T.find_files(f"{tmp_path.name}/*.bin") == wanted
     with pytest.raises(T.UserError, match=f"no files match {tmp_path.parent}/nothing.*prepare.py"):
         T.find_files("nothing*.bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert T.find_files("~/*.bin") == wanted
+    odd = tmp_path / "[a] *"  # a folder with such a name is no pattern
+    odd.mkdir()
+    (odd / "d.bin").touch()
+    monkeypatch.setenv("DATA_PATH", str(odd))
+    assert T.find_files("*.bin") == [odd / "d.bin"]
+    monkeypatch.setenv("DATA_PATH", "")
+    assert T.find_files("train_g*.py") == [T.Path(T.__file__)]
+    for pattern in ("", "a**b", "[", "/nothing/**"):
+        with pytest.raises(T.UserError):
+            T.read_shard_header(T.find_files(pattern)[0])
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------

@@ -1,29 +1,40 @@
 """data/prepare.py: what it writes, what it refuses, and that nothing unfinished ever carries a shard's name."""
 
+import hashlib
+import http.server
 import math
+import os
+import pickle
 import random
+import re
+import shlex
+import shutil
 import struct
 import subprocess
 import sys
+import threading
 import types
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
+import train_gpt  # noqa: E402
 from train_gpt import read_shard_header  # noqa: E402
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """An empty folder that takes the place of data/."""
+    """An empty folder that takes the place of data/. On every machine there is no GPU."""
     folder = tmp_path / "data"
     folder.mkdir()
-    monkeypatch.setattr(prepare, "DATA", folder)
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    monkeypatch.setattr(prepare.torch.cuda, "is_available", lambda: False)
     return folder
 
 
@@ -59,29 +70,37 @@ def one_line(capsys) -> str:
 # FineWeb, from a hub that does what it is told
 
 class Hub:
-    """Stands in for hub_fetch. `act[name]` replaces the normal answer for one file."""
+    """Stands in for hub_metadata and hub_fetch. `act[name]` replaces what the second does for one file."""
 
     def __init__(self):
-        self.asked, self.act = [], {}
+        self.asked, self.act, self.has = [], {}, {}
 
-    @staticmethod
-    def content(name: str) -> bytes:
-        return shard_bytes([50256, 7, int(name[-7:-4]), 50256, 9])
+    def content(self, name: str) -> bytes:
+        return self.has.get(name) or shard_bytes([50256, 7, int(name[-7:-4]), 50256, 9])
 
-    def __call__(self, name, folder):
+    def metadata(self, name):
+        return len(self.content(name)), hashlib.sha256(self.content(name)).hexdigest()
+
+    def fetch(self, name, folder):
         self.asked.append(name)
         folder.mkdir(parents=True, exist_ok=True)
         if name in self.act:
-            return self.act[name](name, folder)
-        (folder / name).write_bytes(self.content(name))
-        return folder / name, len(self.content(name))
+            self.act[name](folder / name)
+        else:
+            (folder / name).write_bytes(self.content(name))
+        return folder / name
 
 
 @pytest.fixture
 def hub(monkeypatch):
     hub = Hub()
-    monkeypatch.setattr(prepare, "hub_fetch", hub)
+    monkeypatch.setattr(prepare, "hub_metadata", hub.metadata)
+    monkeypatch.setattr(prepare, "hub_fetch", hub.fetch)
     return hub
+
+
+def offline(*args):
+    raise ConnectionError("name or service\nnot known")
 
 
 def fineweb_names(shards):
@@ -101,12 +120,12 @@ def test_fineweb_fetches_validation_first_then_nothing_twice(data, hub, capsys):
     assert "fineweb10B: 20 documents, 45 training and 5 validation tokens in 9 + 1 shards" in capsys.readouterr().out
     assert prepare.main(["fineweb"]) == 0
     assert len(hub.asked) == 10
-    assert capsys.readouterr().out.count("already there") == 10
+    assert capsys.readouterr().out.count("already there, as on the hub\n") == 10
 
 
 def test_fineweb_continues_after_an_interruption(data, hub, capsys):
-    def interrupted(name, folder):
-        (folder / name).write_bytes(hub.content(name)[:-4])
+    def interrupted(path):
+        path.write_bytes(hub.content(path.name)[:-4])
         raise KeyboardInterrupt
     hub.act["fineweb_train_000002.bin"] = interrupted
     assert prepare.main(["fineweb", "--shards", "3"]) == 130
@@ -119,26 +138,50 @@ def test_fineweb_continues_after_an_interruption(data, hub, capsys):
     assert visible(folder) == sorted(fineweb_names(3))
 
 
-@pytest.mark.parametrize("content, size, expected", [
+BOMB = b"cos\nmkdir\n(Vexecuted\ntR."  # as a pickle it makes a folder
+
+
+@pytest.mark.parametrize("promised, content, expected", [
     # Its header agrees with its length, so only the hub's size tells that tokens are missing.
-    (shard_bytes([50256, 1]), len(shard_bytes([50256, 1, 2])), "1028 bytes arrived, the hub has 1030"),
-    # The size is right, so only the header tells.
-    (b"<html>" + bytes(2000), 2006, "magic number"),
-    (shard_bytes([50256, 1])[:-1], 1027, "header promises 2 tokens"),
+    (shard_bytes([50256, 1, 2]), shard_bytes([50256, 1]), "1028 bytes, the hub has 1030"),
+    # It is a shard of the right size, so only the checksum tells.
+    (shard_bytes([50256, 1, 2]), shard_bytes([50256, 1, 3]), "SHA-256 [0-9a-f]{64}, the hub has [0-9a-f]{64}"),
+    # Just what the hub has, and yet no data.
+    (b"<html>" + bytes(2000), None, "magic number"), (BOMB + bytes(2000), None, "magic number"),
+    (BOMB, None, f"{len(BOMB)} bytes is too short"),
+    (shard_bytes([50256, 1])[:-1], None, "header promises 2 tokens"), (shard_bytes([50256, 50257]), None, "token 50257"),
 ])
-def test_fineweb_refuses_a_damaged_download(data, hub, capsys, content, size, expected):
-    def damaged(name, folder):
-        (folder / name).write_bytes(content)
-        return folder / name, size
+def test_fineweb_refuses_a_damaged_download(data, hub, capsys, monkeypatch, promised, content, expected):
+    monkeypatch.chdir(data.parent)
     name = "fineweb_train_000001.bin"
-    hub.act[name] = damaged
+    hub.has[name] = promised
+    hub.act[name] = lambda path: path.write_bytes(content or promised)
     assert prepare.main(["fineweb", "--shards", "1"]) == 1
     error = one_line(capsys)
-    assert name in error and expected in error and "run this again" in error
+    assert name in error and re.search(expected, error) and "run this again" in error
     assert not list(data.rglob(name)), "neither under its name nor where the hub's client would take it for finished"
+    assert not Path("executed").exists()
+    if content:
+        hub.act.clear()
+        assert prepare.main(["fineweb", "--shards", "1"]) == 0 and (data / "fineweb10B" / name).read_bytes() == promised
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-2], lambda b: b"\0" + b[1:], lambda b: b[:100]])
+def test_the_pickle_above_works(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(BOMB)
+    assert Path("executed").exists()
+
+
+def test_a_checksum_that_is_no_sha256_is_not_compared(data, hub, monkeypatch):
+    """For small files the hub has another kind; the size counts all the same."""
+    monkeypatch.setattr(prepare, "hub_metadata", lambda name: (len(hub.content(name)), "0" * 40))
+    assert prepare.main(["fineweb", "--shards", "1"]) == 0
+
+
+DAMAGE = [lambda b: b[:-2], lambda b: b"\0" + b[1:], lambda b: b[:100], lambda b: b[:-2] + b"\xff\xff"]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, lambda b: b[:-2] + b"\x08\0"])  # the last is another token, as good as any
 def test_fineweb_names_and_replaces_a_corrupted_file(data, hub, capsys, damage):
     assert prepare.main(["fineweb", "--shards", "2"]) == 0
     path = data / "fineweb10B" / "fineweb_train_000001.bin"
@@ -152,15 +195,37 @@ def test_fineweb_names_and_replaces_a_corrupted_file(data, hub, capsys, damage):
     assert "damaged, fetching it again" in out and str(path) in out
 
 
-def test_fineweb_without_network_is_one_clear_line(data, hub, capsys):
-    def offline(name, folder):
-        raise ConnectionError("name or service\nnot known")
-    hub.act["fineweb_val_000000.bin"] = offline
+def test_fineweb_without_network_is_one_clear_line(data, hub, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "hub_metadata", offline)
     assert prepare.main(["fineweb"]) == 1
     error = one_line(capsys)
-    assert "fineweb_val_000000.bin: cannot be fetched" in error and "see to the network" in error
-    assert hub.asked == ["fineweb_val_000000.bin"]
-    assert not list(data.rglob("*.bin"))
+    assert "fineweb_val_000000.bin: cannot be fetched" in error and "see to the network" in error and "not known" in error
+    assert not hub.asked and not list(data.rglob("*.bin"))
+
+
+def test_a_failing_download_is_one_clear_line(data, hub, capsys):
+    hub.act["fineweb_val_000000.bin"] = offline
+    assert prepare.main(["fineweb"]) == 1
+    assert "fineweb_val_000000.bin: cannot be fetched from the hub (ConnectionError: name or service not known)" in one_line(capsys)
+    assert hub.asked == ["fineweb_val_000000.bin"] and not list(data.rglob("*.bin"))
+
+
+def test_fineweb_that_is_there_needs_no_network(data, hub, capsys, monkeypatch):
+    assert prepare.main(["fineweb", "--shards", "2"]) == 0
+    asked = []
+    monkeypatch.setattr(prepare, "hub_metadata", lambda name: asked.append(name) or offline())
+    capsys.readouterr()
+    assert prepare.main(["fineweb", "--shards", "2"]) == 0
+    expected = "already there, not compared with the hub (ConnectionError: name or service not known)\n"
+    assert capsys.readouterr().out.count(expected) == 3
+    assert len(asked) == 1, "a network that swallows everything costs one wait only"
+    path = data / "fineweb10B" / "fineweb_train_000002.bin"
+    for damage in DAMAGE:
+        path.write_bytes(damage(hub.content(path.name)))
+        assert prepare.main(["fineweb", "--shards", "2"]) == 1
+        out, err = capsys.readouterr()
+        assert f"damaged, fetching it again: {path}" in out and not path.exists()
+        assert err.startswith(f"error: {path.name}: cannot be fetched") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("shards", ["0", "104", "-1"])
@@ -169,19 +234,51 @@ def test_fineweb_knows_how_many_shards_there_are(data, hub, capsys, shards):
     assert "1 to 103" in one_line(capsys) and not hub.asked
 
 
-def test_hub_fetch_asks_for_the_public_dataset(tmp_path, monkeypatch):
-    calls = []
-    fake = types.ModuleType("huggingface_hub")
-    fake.hf_hub_url = lambda repo, name, repo_type: (repo, name, repo_type)
-    fake.get_hf_file_metadata = lambda url: types.SimpleNamespace(size=12, url=calls.append(url))
+def test_the_real_client_resumes_and_what_it_brings_is_verified(data, tmp_path):
+    """A server on this machine speaks the hub's protocol to the real client, breaks one connection and damages one file, once each."""
+    pytest.importorskip("huggingface_hub")
+    content = {name: shard_bytes([50256, *range(2000 * i, 2000 * (i + 10))]) for i, name in enumerate(fineweb_names(2))}
+    requests, trouble = [], {"fineweb_train_000001.bin": "break", "fineweb_train_000002.bin": "damage"}
 
-    def download(repo, name, repo_type, local_dir):
-        calls.append((repo, name, repo_type))
-        return str(Path(local_dir) / name)
-    fake.hf_hub_download = download
-    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
-    assert prepare.hub_fetch("a.bin", tmp_path) == (tmp_path / "a.bin", 12)
-    assert calls == [("kjj0/fineweb10B-gpt2", "a.bin", "dataset")] * 2
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.rpartition("/")[2]
+            assert self.path == f"/datasets/kjj0/fineweb10B-gpt2/resolve/main/{name}"
+            body, first = content[name], int(self.headers.get("Range", "bytes=0-")[6:-1])
+            self.send_response(206 if first else 200)
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("X-Linked-ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+            self.send_header("X-Linked-Size", str(len(body)))
+            self.send_header("Content-Length", str(len(body) - first))
+            self.end_headers()
+            if self.command == "GET":
+                requests.append((name, first))
+                do = trouble.pop(name, "")
+                if do == "damage":
+                    body = body[:-1] + bytes([body[-1] ^ 1])
+                self.wfile.write(body[first:5000] if do == "break" else body[first:])
+        do_HEAD = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        env = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | {"NO_PROXY": "127.0.0.1", "HF_HOME": str(tmp_path)}
+        env["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, str(ROOT / "data" / "prepare.py"), "fineweb", "--shards", "2"]
+        runs = [subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True) for _ in range(2)]
+        server.shutdown()
+    first, second = runs
+    assert first.returncode == 1, first.stderr
+    damaged = r"^error: fineweb_train_000002.bin: the download is damaged \(.* SHA-256 .*\); run this again$"
+    assert re.search(damaged, first.stderr, re.M)
+    assert second.returncode == 0 and second.stdout.count("already there, as on the hub") == 2, (second.stdout, second.stderr)
+    val, one, two = content
+    sent = [first for name, first in requests if name == one]
+    assert [name for name, _ in requests] == [val, *[one] * len(sent), two, two]
+    assert sent[0] == 0 and len(sent) == 2 and sent[1] in (0, 5000)  # an older client starts the file again
+    assert {p.name: p.read_bytes() for p in (data / "fineweb10B").iterdir()} == content
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,6 +352,7 @@ def fake_tiktoken(monkeypatch, get_encoding):
     module = types.ModuleType("tiktoken")
     module.get_encoding = get_encoding
     monkeypatch.setitem(sys.modules, "tiktoken", module)
+    monkeypatch.setattr(prepare.torch.cuda, "is_available", lambda: True)
 
 
 def test_gpt2_ids_above_the_signed_range_survive(data, corpus, monkeypatch, capsys):
@@ -329,9 +427,12 @@ def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
 
 @pytest.mark.parametrize("argv, expected", [
     (["{}/missing", "--out", "n"], "missing: no such file or folder"),
-    (["{}/empty", "--out", "n"], "0 usable text files"),
-    (["{}/binary", "--out", "n"], "0 usable text files"),
-    (["{}/one.txt", "--out", "n"], "1 usable text files: at least two"),
+    (["{}/empty", "--out", "n"], "0 characters of text in 0 usable files"),
+    (["{}/binary", "--out", "n"], "0 characters of text in 0 usable files"),
+    (["{}/one.txt", "--out", "n"], "3 characters of text in 1 usable files: two files at least"),
+    (["{}/line.txt", "--out", "n"], "5000 characters of text in 1 usable files: .* in several lines"),
+    (["{}", "--out", "stdlib"], "--out stdlib: .* take another"),
+    (["{}", "--out", "fineweb10B"], "--out fineweb10B"),
     (["{}", "--out", "../n"], "--out ../n"),
     (["{}", "--out", ""], "--out "),
     (["{}", "--out", "n", "--val-fraction", "0"], "--val-fraction 0.0"),
@@ -346,9 +447,9 @@ def test_mistakes_get_one_line_and_leave_nothing(data, tmp_path, capsys, argv, e
     (source / "binary").mkdir()
     (source / "binary" / "x").write_bytes(b"\xff")
     (source / "one.txt").write_text("one")
-    (source / "two.txt").write_text("two")
+    (source / "line.txt").write_text("x" * 5000)
     assert prepare_text(*(a.format(source) for a in argv), "--tokenizer", "bytes") == 1
-    assert expected in one_line(capsys)
+    assert re.search(expected, one_line(capsys))
     assert visible(data) == [] and not (tmp_path / "n").exists()
 
 
@@ -471,11 +572,12 @@ def test_stdlib_is_complete_deterministic_and_not_built_twice(data, monkeypatch,
 
     # Damaged or incomplete, it is built again, to the same bytes.
     shard = folder / "stdlib_train_000002.bin"
-    for damage in (lambda: shard.write_bytes(first[shard.name][:-2]), (folder / "stdlib_val_000000.bin").unlink):
+    for damage in (lambda: shard.write_bytes(first[shard.name][:-2]), (folder / "stdlib_val_000000.bin").unlink,
+                   lambda: shard.write_bytes(first[shard.name][:-2] + b"\x01\x01")):
         damage()
         assert prepare.main(["stdlib"]) == 0
         assert {p.name: p.read_bytes() for p in folder.iterdir()} == first
-    assert "damaged, building it again" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("damaged, building it again") == 2
 
 
 def test_documents_join_to_the_file():
@@ -510,7 +612,178 @@ def test_long_texts_become_several_documents(data, tmp_path):
     """The loader would drop all but the head of a long document."""
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("a line of thirty characters...\n" * 100)
-    assert prepare.main(["text", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--out", "long", "--tokenizer", "bytes"]) == 0
-    tokens = np.fromfile(prepare.DATA / "long" / "long_train_000001.bin", "<u2", offset=1024)
+    assert prepare_text(tmp_path / "a.txt", tmp_path / "b.txt", "--out", "long", "--tokenizer", "bytes", "--val-fraction", 0.5) == 0
+    tokens = tokens_of(data / "long", "train")
     lengths = np.diff(np.flatnonzero(tokens == 256), append=len(tokens))
     assert len(lengths) == 4 and lengths.max() <= 1001 + 31 and lengths.sum() == 3100 + 4
+
+
+@pytest.mark.parametrize("sizes", [[60_000], [60_000, 3_000], [30_000, 30_000, 30_000]])
+def test_few_large_files_are_divided_by_documents(data, tmp_path, sizes):
+    """By files, a single one could not be divided at all, and of a large and a small one the large one might validate."""
+    texts = ["".join(f"file {i}, line {j}\n" for j in range(size))[:size] for i, size in enumerate(sizes)]
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(content)
+    paths = [tmp_path / f"{i}.txt" for i in range(len(sizes))]
+    assert prepare_text(*paths, "--out", "few", "--tokenizer", "bytes") == 0
+    train, val = texts_of(data / "few", "train"), texts_of(data / "few", "val")
+    documents = [d for content in texts for d in prepare.cut(content, 1000)]
+    assert not set(train) & set(val)
+    assert train == [d for d in documents if d in set(train)] and val == [d for d in documents if d in set(val)]
+    assert sum(map(len, train + val)) == sum(sizes) and 0.05 <= sum(map(len, val)) / sum(sizes) < 0.05 + 1020 / sum(sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From text to a sample
+
+def printed_command(out: str) -> list[str]:
+    """The trainer's arguments in the last line of prepare.py."""
+    script, *arguments = shlex.split(out.splitlines()[-1])
+    assert (Path.cwd() / script).resolve() == ROOT / "run.sh"
+    return arguments
+
+
+@pytest.mark.parametrize("count, size", [
+    (2, 1_500), (1, 20_000), (30, 2_000), (3_000, 30), (400, 250), (2_000, 1_000)])  # files and characters of each
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_the_printed_command_fits_the_text(data, tmp_path, monkeypatch, capsys, tokenizer, count, size):
+    """Batches of all stages, to the end of the shards and on, and all of validation."""
+    fake_tiktoken(monkeypatch, lambda name: types.SimpleNamespace(encode_ordinary=lambda text: [ord(c) for c in text]))
+    rng = random.Random(count)
+    (tmp_path / "source").mkdir()
+    for i in range(count):
+        content = "".join(rng.choices("etaoin \n", (20, 1, 1, 1, 1, 1, 3, 1), k=rng.randint(size // 2, size * 3 // 2)))
+        (tmp_path / "source" / f"{i}.txt").write_text("x" + content)
+    assert prepare_text(tmp_path / "source", "--out", "m", "--tokenizer", tokenizer) == 0
+    out = capsys.readouterr().out
+    have = len(tokens_of(data / "m", "train"))
+    if count == 2:  # no row of 1536 can be filled with 448 tokens of each document
+        assert "\nwarning: no run can start on this: " in out and "more text is needed" in out and "run.sh" not in out
+        return
+    arguments = printed_command(out)
+    assert f"--preset={'cpu' if tokenizer == 'bytes' else 'record'}" in arguments
+    config = train_gpt.parse_config(arguments)
+    assert config.run.sample_tokens == 200 and config.run.sample_prompt == ""
+    usual = train_gpt.PRESETS["cpu" if tokenizer == "bytes" else "record"]
+    assert train_gpt.check_training_data(config, 1) in out
+    runtime = train_gpt.Runtime(0, 1, torch.device("cpu"))
+    for stage in config.schedule.stages:
+        row = stage.batch_tokens // config.run.micro_batches
+        assert row <= max(2048, have // 8) or config.run.micro_batches == usual.run.micro_batches
+        steps = range(min(20, 2 + 2 * have // stage.batch_tokens))
+        loader = train_gpt.Loader(config, runtime, steps, lambda step: (row, stage.max_doc_len), warn=lambda line: None)
+        for _ in range(len(steps) * config.run.micro_batches):
+            assert len(loader.next_batch().tokens) == row
+    pieces = list(train_gpt.ValidationData(config, runtime))
+    seen, val = sum(len(piece.tokens) for piece in pieces), len(tokens_of(data / "m", "val"))
+    assert seen == usual.data.val_tokens or 0 < val - seen <= 16 * len(pieces)
+    assert len(pieces) == -(-seen // usual.data.val_batch_tokens), "long pieces: a token's context ends where its piece begins"
+
+
+def test_too_little_to_validate_on(data, tmp_path, capsys):
+    short, long = sorted((tmp_path / "a.txt", tmp_path / "b.txt"), key=lambda path: prepare.rank(path.name))  # the first validates
+    short.write_text("short")
+    long.write_text("a line of thirty characters...\n" * 3_000)
+    assert prepare_text(short, long, "--out", "m", "--tokenizer", "bytes", "--val-fraction", 5e-5) == 0
+    assert "no run can start on this: 6 validation tokens, at least 17 are needed" in capsys.readouterr().out
+
+
+def test_enough_text_changes_nothing_but_the_sample(data, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("a line of thirty characters...\n" * 45_000)
+    assert prepare_text(tmp_path / "book.txt", "--out", "m", "--tokenizer", "bytes") == 0
+    files = [f"--{part}_files=data/m/m_{part}_*.bin" for part in ("train", "val")]
+    assert printed_command(capsys.readouterr().out) == ["--preset=cpu", *files, "--sample_prompt="]
+
+
+def test_auto_is_what_this_machine_can_train(data, corpus, monkeypatch, capsys):
+    assert prepare_text(corpus, "--out", "n") == 0
+    assert "no GPU here: using bytes, for --preset=cpu" in capsys.readouterr().out
+    assert sorted(texts_of(data / "n", "train") + texts_of(data / "n", "val")) == sorted(sources(corpus))
+    fake_tiktoken(monkeypatch, lambda name: types.SimpleNamespace(encode_ordinary=lambda text: [len(text)]))
+    assert prepare_text(corpus, "--out", "n") == 0
+    assert (tokens_of(data / "n", "train") == 50256).any()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """copy(command, *more arguments) runs a command in a copy of the trainer; `python` and `python3` are this one."""
+    for module in ("tiktoken", "huggingface_hub", "triton"):
+        pytest.importorskip(module)  # run.sh would install it
+    repo = tmp_path / "repo"
+    (repo / "data").mkdir(parents=True)
+    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", "data/prepare.py"):
+        shutil.copy(ROOT / name, repo / name)
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "python3"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if k not in ("DATA_PATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "NPROC")}
+    env |= {"PATH": f"{tmp_path / 'bin'}:{env['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(command, *more):
+        done = subprocess.run(["bash", "-c", f"{command} {shlex.join(more)}"], cwd=repo, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+    run.repo = repo
+    return run
+
+
+def readme_commands(file: str, section: str) -> list[str]:
+    """The commands of the first bash block after `section`, without comments."""
+    block = (ROOT / file).read_text().partition(section)[2].partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    return [line.partition("  #")[0].strip() for line in block.splitlines() if line.strip()]
+
+
+def test_commands_of_the_other_readme(data, hub, monkeypatch):
+    monkeypatch.chdir(data.parent)
+    Path("my_folder/deep").mkdir(parents=True)
+    for i in range(2):
+        Path(f"my_folder/deep/{i}.txt").write_text("a line of thirty characters...\n" * 100)
+    commands = readme_commands("data/README.md", "# Token shards")
+    for command in commands:
+        assert command.startswith("python data/prepare.py ") and prepare.main(shlex.split(command)[2:]) == 0
+    assert visible(data) == ["fineweb10B", "mine", "stdlib"] and len(visible(data / "fineweb10B")) == 10
+    assert 17e6 < sum(p.stat().st_size for p in (data / "stdlib").iterdir()) < 19e6
+
+
+def test_the_shard_of_the_readme(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec((ROOT / "data/README.md").read_text().partition("```python\n")[2].partition("```")[0], {})
+    shard = train_gpt.Shard(Path("own_train_000001.bin"), train_gpt.PRESETS["cpu"].model)
+    documents = [shard.tokens[start + 1:start + length] for start, length in zip(shard.starts, shard.lengths)]
+    assert [bytes(document.astype(np.uint8)) for document in documents] == [b"The first document.\n" * 90, b"The second.\n" * 90]
+
+
+def test_numbers_of_the_readme():
+    """Of the format and of the trainer, where they live."""
+    readme = " ".join((ROOT / "data/README.md").read_text().split())
+    record, cpu = (train_gpt.PRESETS[name] for name in ("record", "cpu"))
+    lengths = [sorted({stage.max_doc_len for stage in config.schedule.stages}) for config in (record, cpu)]
+    characters = [prepare.DOCUMENT_CHARACTERS[config.model.separator] for config in (record, cpu)]
+    for text in ("(%d, later %d; `--preset=cpu`: %d, later %d)" % (*lengths[0], *lengths[1]), f"0 to 3 | {train_gpt.SHARD_MAGIC},",
+                 f"4 to 7 | {train_gpt.SHARD_VERSION},", f"| {train_gpt.SHARD_HEADER_BYTES} to 1023 + 2n |",
+                 f"0 to 50255 | {record.model.separator}, ", f"0 to 255 | {cpu.model.separator} |",
+                 "%d characters (GPT-2) or %d (bytes)" % tuple(characters), f"there are {prepare.HUB_SHARDS} (",
+                 f"data/fineweb10B: {prepare.FINEWEB_SHARDS} training", prepare.HUB_DATASET):
+        assert text in readme, text
+
+
+def test_own_text_to_a_sample_in_the_two_commands_of_the_readme(copy):
+    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "and", "slept.\n"], k=60_000)
+    for i in range(20):
+        path = copy.repo / "my_folder" / f"{i}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(" ".join(words[3000 * i:3000 * (i + 1)]))
+    prepare_command, train_command = readme_commands("README.md", "**Your own text**")
+    out = copy(prepare_command)
+    same = [[arg.partition("=")[0] for arg in shlex.split(line)] for line in (out.splitlines()[-1], train_command)]
+    assert same[0] == same[1] and out.splitlines()[-1].startswith("./run.sh --preset=cpu ")
+    short = [f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4)]
+    short += ["--scheduled_steps=6", "--extension_steps=1", "--sample_tokens=30", "--log_dir=made"]
+    for command, prompt in ((out.splitlines()[-1], ""), (train_command, "Once upon")):
+        out = copy(command, *short, *([f"--sample_prompt={prompt}"] if prompt else []))
+        losses = [float(x) for x in re.findall(r"^step:\d+/7 val_loss:([0-9.]+)", out, re.M)]
+        assert len(losses) == 2 and losses[1] < losses[0] - 0.5
+        sample = out.partition("\nsample:\n")[2].partition("\nfinal_val_loss:")[0]
+        assert sample.startswith(prompt) and len(sample) > 10
+    assert len(list((copy.repo / "made").glob("*.txt"))) == 2

@@ -371,6 +371,18 @@ T.train_step = stop"""
     assert status != 0 and 'train_gpt.py", line' not in err and "error: rank 1: rank 1 had enough" in err, err
 
 
+def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path):
+    """The thread that reads ahead finds it, on every rank; the steps before it are in the log."""
+    for i, source in enumerate(("train_1", "train_2", "foreign")):
+        (tmp_path / f"shard_{i}.bin").write_bytes((corpus.folder / f"{source}.bin").read_bytes())
+    args = [f"--train_files={tmp_path}/shard_*.bin", f"--log_dir={tmp_path}"]
+    out, err, status = finish(start(corpus, *args, ranks=2, hook=SAY_PID))
+    assert status != 0 and out.count("pid ") == 2 and 'train_gpt.py", line' not in err, err
+    assert re.findall("^error: .*$", err, re.M) == [line for line in err.splitlines() if "token 257" in line] != [], err
+    assert err.count("token 257") == 1 and f"{tmp_path}/shard_2.bin: token 257 but a vocabulary of 257" in err
+    assert "\nstep:2/11 train_time:" in next(tmp_path.glob("*.txt")).read_text()
+
+
 def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monkeypatch):
     def full(state, path):
         path.write_bytes(b"half")

@@ -176,19 +176,25 @@ def test_own_data_means_none_is_fetched(machine, gpus, preset):
 def test_data_that_is_there_is_not_prepared_again(machine):
     machine.run()
     assert machine.run() == [train(1, "--preset=cpu")]
-    last = machine.repo / "data" / "fineweb10B" / f"fineweb_train_{prepare.FINEWEB_SHARDS:06d}.bin"
-    last.parent.mkdir()
-    env = {"SMI_GPUS": "1", "TORCH_GPUS": "1"}
-    last.with_name(f"fineweb_train_{prepare.FINEWEB_SHARDS - 1:06d}.bin").touch()
-    assert machine.run(**env)[0] == "system/python3|data/prepare.py|fineweb", "an interrupted download is continued"
-    last.touch()
+    folder, env = machine.repo / "data" / "fineweb10B", {"SMI_GPUS": "1", "TORCH_GPUS": "1"}
+    folder.mkdir()
+    shards = [folder / "fineweb_val_000000.bin"]
+    shards += [folder / f"fineweb_train_{i:06d}.bin" for i in range(1, prepare.FINEWEB_SHARDS + 1)]
+    for shard in shards:
+        shard.touch()
     assert machine.run(**env) == [train(1, "--preset=record")]
+    for shard in shards:  # an interrupted download is continued, a deleted shard fetched again
+        shard.unlink()
+        assert machine.run(**env) == ["system/python3|data/prepare.py|fineweb", train(1, "--preset=record")]
+        shard.touch()
 
 
 def test_nothing_is_trained_when_the_data_cannot_be_had(machine):
     python = machine.folder / "system" / "bin" / "python3"
     python.write_text(PYTHON.replace('"data/prepare.py stdlib") ', '"data/prepare.py stdlib") exit 7; '))
     assert machine.run(status=7) == ["system/python3|data/prepare.py|stdlib"]
+    python.write_text(PYTHON.replace('"data/prepare.py stdlib") ', '"data/prepare.py fineweb") exit 7; '))
+    assert machine.run(status=7, SMI_GPUS="1", TORCH_GPUS="1") == ["system/python3|data/prepare.py|fineweb"]
 
 
 def test_a_second_start_only_starts(machine):
