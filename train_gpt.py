@@ -58,12 +58,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    import triton_kernels as kernels
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(f"error: no kernels with PyTorch {torch.__version__}: {error}; install what requirements.txt names, or use ./run.sh")
+import triton_kernels as kernels
 
 IMPORT_SECONDS = time.perf_counter() - started
 
@@ -165,7 +160,7 @@ class Run:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # of the initial weights
-    micro_batches: int = 8  # forward passes per step over all ranks, one per rank at least; more of them need less memory
+    micro_batches: int = 8  # forward passes per step over all ranks, one per rank at least; more need less memory; 0: 8 or what fits
     val_every: int = 250  # steps
     dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -197,6 +192,7 @@ class Config:
 
 PRESETS = {
     "record": Config(),
+    "single": Config(data=Data(val_batch_tokens=65536), run=Run(micro_batches=0)),  # the same run on a GPU of 12 GB or more
     # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16; bytes as tokens.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
@@ -281,7 +277,7 @@ def check_config(config, world=1) -> Config:
             raise UserError(message)
 
     for key, value in flatten(config).items():
-        least = 0 if key in ("extension_steps", "seed", "sample_tokens") else 1
+        least = 0 if key in ("extension_steps", "seed", "sample_tokens", "micro_batches") else 1
         require(isinstance(value, (bool, str, float, tuple)) or value >= least, f"--{key}={value}: must be {least} or more")
     model, schedule, run, data = config.model, config.schedule, config.run, config.data
     require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
@@ -310,6 +306,8 @@ def check_config(config, world=1) -> Config:
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
+    if not run.micro_batches:  # chosen later, and checked then
+        return config
     run = dataclasses.replace(run, micro_batches=max(run.micro_batches, world))
     require(run.micro_batches % world == 0,
             f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it, or more than that")
@@ -384,6 +382,8 @@ def capability(device) -> dict[str, str]:
 
 def choose_kernels(config, device):
     """(config, whose fp8 is off where the GPU has none, implementation of every operation, {operation: its name})."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        raise UserError(f"{torch.cuda.get_device_name(device)}: bfloat16 needs an Ampere GPU (sm_80) or a newer one; try --preset=cpu")
     fp8 = config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
     try:
         ops, names = kernels.choose_ops(device, config.run.kernels)
@@ -1625,10 +1625,13 @@ class Trainer:
 
 
 def peak_memory(device) -> tuple[int, int]:
-    """(allocated, reserved) MiB at the peak; on a CPU both are the peak resident size of the process."""
+    """(allocated, reserved) MiB at the peak; on a CPU both are the peak resident size of the process, 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
-    import resource  # not on Windows
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0, 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
     return peak, peak
 
@@ -1668,15 +1671,16 @@ def train(config, rt, log, watch, sources):
 LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
 
 
-def preflight(config, world, show) -> bool:
-    """Whether the run would start here, before anything is compiled (records/check.py); a copy of the script alone goes without."""
+def preflight(config, world, show):
+    """(config with its micro-batches chosen, whether the run would start here), before anything is compiled: records/check.py."""
     try:
         from records import check
-    except ImportError:
-        if show:
-            raise UserError("--check needs records/check.py beside train_gpt.py, and it is not there") from None
-        return True
-    return check.run_checks(config, world, show)
+    except ImportError:  # a copy of the script alone goes without
+        if show or not config.run.micro_batches:
+            raise UserError("--check and --micro_batches=0 need records/check.py beside train_gpt.py, and it is not there") from None
+        return config, True
+    config = check.fitting(config, world)
+    return config, check.run_checks(config, world, show)
 
 
 def main(argv) -> int:
@@ -1695,7 +1699,7 @@ def main(argv) -> int:
     try:
         world = int(os.environ.get("WORLD_SIZE", 1))
         config = parse_config([arg for arg in argv if arg != "--check"], world)
-        fine = preflight(config, world, show="--check" in argv and local == 0)
+        config, fine = preflight(config, world, show="--check" in argv and local == 0)
         if "--check" in argv:
             return int(not fine)
         watch.lap("checks")

@@ -31,16 +31,33 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+NO_TRITON = ""  # or why
+try:
+    import triton
+    import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError as error:  # as on macOS and Windows
+    NO_TRITON = str(error)
+
+    class Absent:
+        """Stands for Triton: the kernels can be defined, and the references run."""
+        __version__ = "absent"
+
+        def __getattr__(self, name):
+            return self
+
+        def __call__(self, decorated=None, *args, **kwargs):
+            return self if decorated is None else decorated
+
+    triton = tl = gluon = gl = Absent()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once, when triton.jit below reads it too
 
@@ -55,6 +72,11 @@ def _takes_ref(*tensors, exact=True):
 
 def _sm_count(device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _shared_memory(device) -> int:
+    """Bytes that a program may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
 
 
 # ======================================================================================================================
@@ -96,7 +118,7 @@ GRAM_LAUNCH = {
         # 8 GPUs. 16 KiB a stage; as many stages as let two or three programs share an SM, all of them resident at once.
         (2, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=6)),  # XTX 3·3072·768: 20.0, with 128-tiles 24.3
         (3, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=4)),  # ba_plus_cAA 5·768²: 12.5, with 128-tiles 13.7
-        # 4 GPUs. 32 KiB a stage, one program per SM: XTX 6·3072·768: 24.8, with 4 stages 27.9, with 3 33.5.
+        # 4 GPUs, of those with that much memory. 32 KiB a stage, one program per SM: XTX 6·3072·768: 24.8, with 4 stages 27.9, with 3 33.5.
         (1, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=6)),
         # 1 or 2 GPUs: two programs per SM, 128 registers a thread. XXT 40·768²: 55, with 4 stages and one program 63.
         (math.inf, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3, maxnreg=128))),
@@ -203,7 +225,8 @@ def _launch_gram(name, X, axis, out, scale, alpha=1.0, beta=0.0, gamma=0.0, adde
     for per_sm, launch in GRAM_LAUNCH[X.dtype]:
         blocks = triton.cdiv(M, launch["BLOCK"])
         tiles = blocks * (blocks + 1) // 2
-        if n * tiles <= per_sm * _sm_count(X.device):
+        fits = 4 * launch["num_stages"] * launch["BLOCK"] * launch["BLOCK_K"] <= _shared_memory(X.device)
+        if fits and n * tiles <= per_sm * _sm_count(X.device):
             break
     block = [launch["BLOCK"], launch["BLOCK_K"]]
     descriptor = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]])
@@ -1927,6 +1950,8 @@ def choose_ops(device, wanted="auto"):
     """
     names = {op: next(iter(table)) if device.type == "cuda" and wanted != "torch" else "torch"
              for op, table in IMPLEMENTATIONS.items()}
+    if NO_TRITON and device.type == "cuda":
+        raise ValueError(f"a GPU needs Triton ({NO_TRITON}): install what requirements.txt names, use ./run.sh, or try --preset=cpu")
     if wanted not in ("auto", "torch"):
         for item in wanted.split(","):
             op, _, name = item.partition(":")

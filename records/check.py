@@ -3,6 +3,7 @@
 Each check takes (config, number of ranks), returns what it found, raises UserError when the run will not go well, Doubt when it may not.
 """
 
+import dataclasses
 import os
 import platform
 import re
@@ -101,13 +102,28 @@ def estimate_memory(config, world):
     return allocated / 2**20, (allocated + run.cuda_graphs * row) / 2**20  # the graphs keep their memory to themselves
 
 
+def fitting(config, world):
+    """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory; the last one if none has."""
+    if config.run.micro_batches:
+        return config
+    for number in 8, 16, 32, 64, 128:
+        tried = T.check_config(dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=number)), world)
+        try:
+            check_memory(tried, world)
+            break
+        except T.UserError:  # also without a GPU, which another check says
+            pass
+    return tried
+
+
 def check_memory(config, world):
     """The estimate against what the GPU has free: less than what will be allocated is too little, less than what is reserved a doubt."""
     device = T.find_device(config)
     if device.type == "cpu":
         return "not estimated for a CPU"
     (least, most), free = estimate_memory(T.choose_kernels(config, device)[0], world), torch.cuda.mem_get_info(device)[0] / 2**20
-    found = f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate)"
+    found = (f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with micro-batches"
+             f" {config.run.micro_batches}")
     if most > free:
         raise (T.UserError if least > free else Doubt)(f"{found}: {T.LESS_MEMORY}")
     return found

@@ -205,16 +205,22 @@ def test_the_minimum_is_that_of_the_script_which_installs(monkeypatch):
         C.check_versions(T.Config(), 1)
 
 
-@pytest.mark.parametrize("name, lines", [("__main__", 1), ("train_gpt", None)])
-def test_without_triton(name, lines):
-    """One line for who starts it, the exception for who imports it."""
-    code = f"import runpy, sys; sys.modules['triton'] = None; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name={name!r})"
-    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, cwd=ROOT)
-    assert result.returncode == 1 and result.stdout == ""
-    if lines:
-        assert re.fullmatch(r"error: no kernels with PyTorch .*triton.*requirements.txt.*\n", result.stderr), result.stderr
-    else:
-        assert "ModuleNotFoundError: import of triton" in result.stderr
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_without_triton(folder, platform):
+    """macOS and Windows: imports, runs on the CPU; a GPU would be refused in one line. `resource` is missing on Windows, too."""
+    code = ("import sys; sys.modules.update(triton=None, resource=None); import torch; sys.path.insert(0, sys.argv.pop(1));"
+            f" sys.platform = {platform!r}; import train_gpt as T, triton_kernels as tk\n"
+            "try: tk.choose_ops(torch.device('cuda'))\n"
+            "except ValueError as error: print(error)\n"
+            "sys.exit(T.main(sys.argv[1:]))")
+    write_shard(folder / "long.bin", DOCUMENT * 40)
+    args = ["--preset=cpu", f"--train_files={folder}/long.bin", f"--val_files={folder}/val_[12].bin", f"--log_dir={folder}/logs",
+            "--scheduled_steps=3", "--extension_steps=1", "--cooldown_frac=1", "--val_tokens=8192", "--sample_tokens=0"]
+    result = subprocess.run([sys.executable, "-c", code, str(ROOT), *args], text=True, capture_output=True, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert re.match(r"a GPU needs Triton \(.*\): install what requirements.txt names, .*\n", result.stdout)
+    assert re.search(r"final_val_loss: \d\.\d+\n", result.stdout) and "peak memory allocated: 0 MiB" in result.stdout
+    assert "Running Triton version absent" in next((folder / "logs").glob("*.txt")).read_text()
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -291,7 +297,7 @@ def test_two_gpus(gpus, monkeypatch):
     assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
     assert rows["device"][0] == "NVIDIA H200, ranks 2, hardware sm_90, fp8 yes, tma yes"
     assert rows["kernels"][0].endswith("head:fp8") and "attention:triton" in rows["kernels"][0]
-    assert re.match(r"140000 MiB of the GPU are free, about 21\d{3} to 37\d{3} needed \(estimate\)$", rows["memory"][0])
+    assert re.match(r"140000 MiB of the GPU are free, about 21\d{3} to 37\d{3} needed \(estimate\) with micro-batches 8$", rows["memory"][0])
     assert gpus.check("--kernels=attention:torch")[1]["time"][0].startswith("not known")
     gpus.capability = 8, 0
     assert gpus.check()[1]["kernels"][0].endswith("head:bfloat16")
@@ -314,7 +320,29 @@ def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "records", None)
     assert check.start("--val_tokens=8192000") == (1, "error: all checks passed\n")
     assert T.main(["--check", *check.args]) == 1
-    assert capsys.readouterr() == ("", "error: --check needs records/check.py beside train_gpt.py, and it is not there\n")
+    assert capsys.readouterr() == ("", "error: --check and --micro_batches=0 need records/check.py beside train_gpt.py, and it is not there\n")
+
+
+def test_older_than_ampere(gpus):
+    gpus.capability = 7, 5
+    status, rows = gpus.check()
+    assert status == 1 and rows["kernels"] == ("NVIDIA H200: bfloat16 needs an Ampere GPU (sm_80) or a newer one; try --preset=cpu", "no")
+    assert gpus.start() == (1, f"error: {rows['kernels'][0]}\n")
+
+
+@pytest.mark.parametrize("free, micro_batches", [(140000, 8), (40000, 8), (39000, 16), (23500, 32), (15500, 64), (11500, 128)])
+def test_single_takes_what_fits(gpus, monkeypatch, free, micro_batches):
+    gpus.free = free
+    status, rows = gpus.check("--preset=single", "--val_tokens=65536")
+    assert status == 0 and rows["memory"][0].endswith(f"micro-batches {micro_batches}")
+    chosen = C.fitting(T.parse_config(["--preset=single"]), 1)
+    assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
+
+
+def test_single_needs_some_memory(gpus):
+    gpus.free = 8000
+    status, rows = gpus.check("--preset=single", "--val_tokens=65536")
+    assert status == 1 and rows["memory"][1] == "no" and "9266" in rows["memory"][0]
 
 
 def test_a_start_measures_nothing(gpus, monkeypatch):

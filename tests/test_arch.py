@@ -1,0 +1,87 @@
+"""Other GPUs than the one at hand: every kernel, at the sizes of a run, is compiled for them and fits their shared memory.
+
+    python tests/test_arch.py 86    each kernel compiled for compute capability 8.6: shared memory, launch
+
+Needs no GPU, since Triton brings its assembler along; nothing is launched. What it cannot show is speed. The tests start it as a
+program, because they run under Triton's interpreter.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_KIB = {86: 99, 120: 99}  # that a block may have: RTX 3090 (A100, sm_80: 163; RTX 4090, sm_89: 99), RTX 5090
+HOPPER_ONLY = {"_mlp_hopper_kernel"}  # 9.0; the others take _mlp_kernel
+FP8_ONLY = {"_quantise_kernel"}  # 8.9 and up
+
+
+def compile_all(arch):
+    """Runs the cases of bench_kernels.py for a GPU that is not there; yields (kernel, shared memory in KiB, launch)."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver, jit
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    sys.path.insert(0, str(ROOT))
+    import bench_kernels as bench
+    import triton_kernels as tk
+    driver.set_active(Driver())
+    compiled, run = [], jit.JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **launch):
+        kernel = run(self, *args, grid=grid, warmup=True, **launch)
+        compiled.append((self.__name__, kernel.metadata.shared / 1024,
+                         {name: value for name, value in launch.items() if isinstance(value, int)}))
+
+    jit.JITFunction.run = compile_only
+    tk._takes_ref = lambda *tensors, exact=True: False
+    tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
+    bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
+    bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
+    for family in bench.FAMILIES.keys() - {"optimizer"}:  # the kernels of muon again
+        for case in bench.FAMILIES[family]():
+            if case.kernel != "quantise" and not case.kernel.startswith("HeadLoss"):  # these compute on a CPU
+                case.run()
+    if arch >= 89:
+        x = bench.rand(1024, 768)
+        tk._quantise_kernel[(1,)](x, x.to(torch.float8_e4m3fn), x.numel(), 1.0, MAX=tk.E4M3_MAX, **tk.QUANTISE_LAUNCH)
+    return compiled
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Side by side, each for one capability."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    return {arch: subprocess.Popen([sys.executable, __file__, str(arch)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env=environment) for arch in SHARED_KIB}
+
+
+@pytest.mark.parametrize("arch", SHARED_KIB)
+def test_every_kernel_compiles_and_fits(programs, arch):
+    out, err = programs[arch].communicate()
+    assert programs[arch].returncode == 0, err[-2000:]
+    rows = [line.split(maxsplit=2) for line in out.splitlines()]
+    functions = [node for node in ast.parse((ROOT / "triton_kernels.py").read_text()).body if isinstance(node, ast.FunctionDef)]
+    kernels = {node.name for node in functions if node.name.endswith("_kernel") and node.decorator_list}
+    assert {name for name, *_ in rows} == kernels - HOPPER_ONLY - (set() if arch >= 89 else FP8_ONLY)
+    assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
+
+
+if __name__ == "__main__":
+    for name, shared, launch in compile_all(int(sys.argv[1])):
+        print(name, f"{shared:.1f}", launch)
