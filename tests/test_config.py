@@ -28,8 +28,8 @@ STEPS = range(1491)  # the last is the final validation
     ("--sample_prompt=", "run", "sample_prompt", ""),
     ("--compile=False", "run", "compile", False),
     ("--compile=0", "run", "compile", False),
-    ("--save_checkpoint=true", "run", "save_checkpoint", True),
-    ("--save_checkpoint=1", "run", "save_checkpoint", True),
+    ("--save=true", "run", "save", True),
+    ("--save=1", "run", "save", True),
     ("--muon_momentum=0.9,1", "schedule", "muon_momentum", (0.9, 1.0)),
     ("--num_heads=12", "model", "num_heads", 12),
 ])
