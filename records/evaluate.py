@@ -210,9 +210,9 @@ HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c99
 
 
 def fetch_hellaswag() -> Path:
-    """The authors' validation set, in data/hellaswag; downloaded once."""
+    """The authors' validation set, in data/hellaswag (of DATA_PATH); downloaded once."""
     import urllib.request  # a start, which imports this file, does without
-    path = Path(T.__file__).parent / "data" / "hellaswag" / "hellaswag_val.jsonl"
+    path = T.data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
     if not path.exists():
         try:
             with urllib.request.urlopen(HELLASWAG_URL, timeout=60) as answer:
