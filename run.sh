@@ -19,8 +19,9 @@ usage() {
 
 Python  an active virtualenv, or the python3 on PATH, is used if it has torch 2.11 or newer; an active virtualenv
         without torch gets requirements.txt installed; otherwise .venv is made here, once.
-GPUs    8, 4, 2 or 1 processes, the most that the GPUs allow, with --preset=record; no GPU: --preset=cpu, 1 process.
-Data    record: FineWeb, 2 GB, downloaded once to data/fineweb10B; cpu: Python's library sources, made in seconds.
+GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, the same run within
+        its memory; no GPU: --preset=cpu, 1 process.
+Data    record, single: FineWeb, 2 GB, downloaded once to data/fineweb10B; cpu: Python's library sources, made in seconds.
         Nothing is fetched or made when you pass --train_files=..., or set DATA_PATH (the folder in which the
         trainer finds data/fineweb10B or data/stdlib).
         Paths in arguments are relative to the folder of this script.
@@ -199,6 +200,7 @@ if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # torchrun would gi
 fi
 if [ -z "$preset" ]; then
   preset=record
+  [ "$procs" -gt 1 ] || preset=single
   [ "$gpus" -gt 0 ] || preset=cpu
   set -- "--preset=$preset" "$@"
 fi

@@ -8,6 +8,7 @@ that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and 
     torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
     python train_gpt.py --check                              what this machine can do, and whether a run would start; with any knobs
+    python train_gpt.py --sample=CHECKPOINT --prompt="..."   text by what a run with --save=true has learned
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
 Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on eight H200s;
@@ -20,8 +21,8 @@ Contents, top to bottom; a name is defined above its first use:
     model      layer table, YaRN rotary, table lookup, the flat forward
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
-    log, eval  log file, chunked validation, sampling
-    train      micro-step as a CUDA graph, train_step (shared by warm-up and run), main
+    log, eval  log file, chunked validation
+    train      micro-step as a CUDA graph, train_step (shared by warm-up and run), checkpoints, main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
 A = micro_batches/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
@@ -35,6 +36,7 @@ import dataclasses
 import difflib
 import gc
 import glob
+import importlib
 import math
 import os
 import platform
@@ -169,7 +171,10 @@ class Run:
     kernels: str = "auto"  # auto, torch (plain PyTorch throughout), or op:choice,op:choice
     log_dir: str = "logs"  # relative to this folder
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (README: Reading a trace)
-    save_checkpoint: bool = False  # at the end, beside the log
+    save: bool = False  # a checkpoint at the end, in a folder beside the log
+    save_every: int = 0  # steps; checkpoints on the way, too (0: none)
+    keep: int = 2  # the newest checkpoints of a run stay, so many (0: all)
+    resume: str = ""  # checkpoint to go on from
     sample_tokens: int = 0  # generate a text of this length at the end
     sample_prompt: str = ""  # its beginning
 
@@ -277,7 +282,7 @@ def check_config(config, world=1) -> Config:
             raise UserError(message)
 
     for key, value in flatten(config).items():
-        least = 0 if key in ("extension_steps", "seed", "sample_tokens", "micro_batches") else 1
+        least = 0 if key in ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep") else 1
         require(isinstance(value, (bool, str, float, tuple)) or value >= least, f"--{key}={value}: must be {least} or more")
     model, schedule, run, data = config.model, config.schedule, config.run, config.data
     require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
@@ -292,8 +297,9 @@ def check_config(config, world=1) -> Config:
     require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", run.profile), f"--profile={run.profile}: expected START:COUNT, for example 20:4")
     total = schedule.scheduled_steps + schedule.extension_steps
     require(run.profiled.stop <= total, f"--profile={run.profile}: the run has steps 0 to {total - 1}")
-    require(not any(step % run.val_every == 0 for step in run.profiled[1:]),
-            f"--profile={run.profile}: a validation comes in between; take other steps or another --val_every={run.val_every}")
+    require(not any(step % every == 0 for step in run.profiled[1:] for every in (run.val_every, run.save_every or total)),
+            f"--profile={run.profile}: a pause comes in between; take other steps, or change --val_every={run.val_every}"
+            f" or --save_every={run.save_every}")
     require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
     require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
     require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
@@ -1166,25 +1172,30 @@ class NorMuonAndAdam:
             for param, new in zip(self.flat_params, flat_views(p, self.flat_params)):
                 param.copy_(new)
 
-    def reset(self):
-        """Back to the state before the first step."""
-        for part in (part for parts in self.state.values() for part in parts.values()):
-            part.zero_()
-        for param in self.params.values():
-            param.grad.zero_()
-        if self.sparse is not None:
-            self.sparse.clear()
-
     def state_dict(self):
-        """{label: {"m", "v", "mantissa"}} of full tensors, for any number of ranks; every rank must call it. Exact after an odd
-        step; after an even one the gradients that wait for the next Adam update are missing."""
-        return {label: {key: self._full(label, part).clone() for key, part in self.state[label].items()} for label in self.table}
+        """{label: {"m", "v", "mantissa", "grad"}} of full tensors on the CPU, for any number of ranks: all call it, rank 0 gets it.
+        "grad", averaged over ranks, is there when it waits for the next Adam update, that is before an odd step."""
+        full = {}
+        for label, param in self.params.items():
+            grad = param.grad.clone()
+            if self.rt.world > 1:
+                dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+            tensors = {key: self._full(label, part) for key, part in self.state[label].items()}
+            tensors |= {"grad": grad} if grad.any() else {}
+            full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
+        return full
 
     @torch.no_grad()
     def load_state_dict(self, full):
-        for label in self.table:
-            for key, part in self.state[label].items():
-                part.copy_(self._own(label, full[label][key]))
+        """What `full` lacks is zero, as before the first step. All ranks get the same waiting gradient, and so its average."""
+        for label, param in self.params.items():
+            for key, place in (self.state[label] | {"grad": param.grad}).items():
+                if (tensor := full.get(label, {}).get(key)) is None:
+                    place.zero_()
+                else:
+                    place.copy_(tensor if key == "grad" else self._own(label, tensor))
+        if self.sparse is not None:
+            self.sparse.touched = self.params["bigram_embed"].grad.any(1).cpu().numpy()
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -1239,7 +1250,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
         split=step == split_step)
 
 
-# ---- Log, evaluation, sampling ---------------------------------------------------------------------------------------
+# ---- Log and evaluation ----------------------------------------------------------------------------------------------
 
 
 class Log:
@@ -1315,42 +1326,21 @@ def validate(forward, head, data, view, rt) -> float:
     return total.item() / data.config.data.val_tokens
 
 
-def text_codec(vocab_size):
-    """(encode, decode) between text and token ids: bytes, or the GPT-2 BPE if tiktoken can have its files."""
-    if vocab_size == 257:
-        return lambda text: list(text.encode()), lambda ids: bytes(i for i in ids if i < 256).decode(errors="replace")
-    try:
-        import tiktoken
-        bpe = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on whatever its download raised
-        raise UserError(f"no GPT-2 tokenizer, so no sample ({type(error).__name__}): tiktoken fetches it once, online") from None
-    return bpe.encode_ordinary, lambda ids: bpe.decode([i for i in ids if i < 50257])
-
-
-@torch.no_grad()
-def sample(model, view, prompt: str, count: int, seed: int, temperature=0.8, context=256) -> str:
-    """Prompt and `count` generated tokens; one forward pass over the last `context` tokens for each."""
-    config, device = model.config, model.embed.device
-    encode, decode = text_codec(config.vocab_size)
-    ids = [config.separator, *encode(prompt)]
-    generator = torch.Generator().manual_seed(seed)
-    view = view._replace(max_doc_len=context)
-    for _ in range(count):
-        window = np.array(ids[-context:])
-        rows = torch.from_numpy(bigram_rows(window, config.bigram_rows)).to(device)
-        cu = torch.tensor([0, len(window)], dtype=torch.int32, device=device)
-        h = model(torch.from_numpy(window.astype(np.int32)).to(device), cu, rows, view)
-        logits = kernels.softcap(h[-1:] @ model.lm_head.to(h.dtype))[0, :config.vocab_size - 1]  # no separator: one document
-        ids.append(int(torch.multinomial(torch.softmax(logits / temperature, 0).cpu(), 1, generator=generator)))
-    return decode(ids[1:])
-
-
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def require_finite(value, what):
     if not math.isfinite(value):
         raise UserError(f"the {what} is {value}: lower --muon_lr and --adam_lr, or check the data")
+
+
+def companion(name, user=None):
+    """The module records/<name>.py. Where it is not, as beside a copy of this file alone: None, or UserError if it has a `user`."""
+    try:
+        return importlib.import_module(f"records.{name}")
+    except ImportError:
+        if user:
+            raise UserError(f"{user} needs records/{name}.py beside train_gpt.py, and it is not there") from None
 
 
 class MicroStep:
@@ -1443,8 +1433,9 @@ class Stopwatch:
 class Trainer:
     """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
 
-    def __init__(self, config, rt, log, ops, watch):
-        self.config, self.rt, self.log, self.watch = config, rt, log, watch
+    def __init__(self, config, rt, log, ops, watch, source="", resumed=None):
+        self.config, self.rt, self.log, self.watch, self.source = config, rt, log, watch, source
+        self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
         self.dtype = getattr(torch, config.run.dtype)
         compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
         self.total = stage_starts(config.schedule)[-1]
@@ -1479,11 +1470,7 @@ class Trainer:
         self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
         self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
         if config.run.profile:
-            try:
-                from records import trace
-            except ImportError:
-                raise UserError("--profile needs records/trace.py beside train_gpt.py, and it is not there") from None
-            self.profile = trace.Profile(self, LAYERS, len(POLAR_EXPRESS))
+            self.profile = companion("trace", "--profile").Profile(self, LAYERS, len(POLAR_EXPRESS))
         width = max(len(plan.mtp_weights) for plan in self.plans)
         table = [plan.mtp_weights + (0.0,) * (width - len(plan.mtp_weights)) for plan in self.plans]
         self.mtp_table = torch.tensor(table, device=rt.device)  # (steps + 1, 3)
@@ -1529,7 +1516,7 @@ class Trainer:
     def warm_up(self):
         """Compile every graph by running it, then put everything back to the start."""
         torch._dynamo.config.recompile_limit = 64  # several shapes of one function are meant to be
-        steps = warmup_steps(self.plans[:-1])
+        steps = warmup_steps(self.plans[self.first:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         one_each = dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, micro_batches=self.rt.world))
@@ -1552,51 +1539,55 @@ class Trainer:
         with torch.no_grad():
             for param, value in zip(self.model.parameters(), initial):
                 param.copy_(value)
-        self.optimizer.reset()
+        self.optimizer.load_state_dict({})
         self.head.refresh()
 
     def run(self):
         """The timed run -> (final validation loss, seconds inside the clock)."""
-        validation_seconds = 0.0
-        gc.disable()  # collected at validations, outside the clock
+        run, pause_seconds = self.config.run, 0.0
+        gc.disable()  # collected in pauses, outside the clock
         self.loader.ready.exception()  # waits for the first batch
         self.settle()
-        elapsed, start = 0.0, time.perf_counter()  # the clock starts: first batch ready, everything compiled
-        profiled = self.config.run.profiled
-        for step, plan in enumerate(self.plans):
-            if step == profiled.stop:
+        elapsed, start = self.before, time.perf_counter()  # the clock starts: first batch ready, everything compiled
+        for step, plan in enumerate(self.plans[self.first:], self.first):
+            if step == run.profiled.stop:
                 start += self.profile.stop()  # outside the clock
             last = step == self.total
-            if last or step % self.config.run.val_every == 0:
+            validates = last or step % run.val_every == 0
+            saves = run.save_every and self.first < step < self.total and step % run.save_every == 0
+            if validates or saves:
                 self.synchronize()
                 elapsed += time.perf_counter() - start  # the clock stops
                 pause = time.perf_counter()
                 self.check_losses(keep=0)
-                loss = validate(self.forward, self.head, self.validation, self.views[-1 if last else plan.stage], self.rt)
-                ms = 1000 * elapsed
-                self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms"
-                              f" step_avg:{ms / max(step, 1):.2f}ms")
-                self.log.flush()
-                require_finite(loss, f"validation loss before step {step}")
+                if validates:
+                    loss = validate(self.forward, self.head, self.validation, self.views[-1 if last else plan.stage], self.rt)
+                    ms = 1000 * elapsed
+                    self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms"
+                                  f" step_avg:{ms / max(step, 1):.2f}ms")
+                    self.log.flush()
+                    require_finite(loss, f"validation loss before step {step}")
+                if saves:
+                    self.save(step, elapsed)
                 self.settle()
                 start = time.perf_counter()
-                validation_seconds += start - pause
+                pause_seconds += start - pause
                 if last:
                     break
-            if step == profiled.start:
+            if step == run.profiled.start:
                 start += self.profile.start()
             host_loss = self.step(self.loader, plan, self.micro_steps).detach().to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, host_loss))
             self.check_losses(keep=2)
-            if profiled and step + 1 not in profiled:
+            if run.profile and step + 1 not in run.profiled:
                 self.synchronize()  # so that the time of this step is its own, to compare the profiled ones with
             ms = 1000 * (elapsed + time.perf_counter() - start)
             self.clock_ms.append(ms)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
                               ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
-        self.seconds["validation"] = validation_seconds
-        if profiled:
+        self.seconds["validation"] = pause_seconds
+        if run.profile:
             self.log.line(self.profile.cost())
         return loss, elapsed
 
@@ -1608,20 +1599,25 @@ class Trainer:
                 copied.synchronize()
             require_finite(loss.item(), f"training loss of step {step}")
 
-    def save(self, source):
-        """Model, optimizer, loader position and source beside the log, complete or not at all."""
-        state = {"step": self.total, "source": source, "config": flatten(self.config),
-                 "model": {label: param.clone() for label, param in self.model.state_dict().items()},  # without padding
-                 "optimizer": self.optimizer.state_dict(), "loader": self.loader.state_dict()}
+    def save(self, step, seconds):
+        """All that `load` needs before this step, into a file beside the log; every rank must call it."""
+        state = {"step": step, "seconds": seconds, "source": self.source, "config": flatten(self.config),
+                 "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
+                 "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.rt.rank == 0:
-            path = self.log.path.with_suffix("") / f"state_step{self.total:06d}.pt"
-            try:
-                path.parent.mkdir(exist_ok=True)
-                torch.save(state, path.with_suffix(".tmp"))
-                path.with_suffix(".tmp").replace(path)
-            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-                raise UserError(f"cannot save {path}: {' '.join(str(error).split())}; make room, or choose another --log_dir") from None
+            state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
+            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
+            companion("evaluate", "--save").write_checkpoint(state, path, self.config.run.keep)
             self.log.line(f"checkpoint: {path}")
+
+    def load(self, state):
+        """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        self.head.refresh()
+        torch.set_rng_state(state["rng"])
+        self.log.line(f"resumed: step {self.first}, {self.before:.3f} s inside the clock, from {self.config.run.resume}")
 
 
 def peak_memory(device) -> tuple[int, int]:
@@ -1640,13 +1636,18 @@ def train(config, rt, log, watch, sources):
     """Everything after the process group exists."""
     config, ops, choices = choose_kernels(config, rt.device)
     log_header(log, config, rt, choices, sources)
+    if config.run.save or config.run.save_every:
+        companion("evaluate", "--save")  # or it would be missed at the end
+    resumed = companion("evaluate", "--resume").load_to_resume(config) if config.run.resume else None
     watch.lap("log")
-    trainer = Trainer(config, rt, log, ops, watch)
+    trainer = Trainer(config, rt, log, ops, watch, sources[0], resumed)
     ready = time.perf_counter()
     if config.run.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
         log.flush()
         trainer.warm_up()
+    if resumed:
+        trainer.load(resumed)
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.seconds.items()))
     trainer.seconds |= {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, seconds = trainer.run()
@@ -1654,7 +1655,7 @@ def train(config, rt, log, watch, sources):
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if config.run.sample_tokens and rt.rank == 0:
         try:
-            text = sample(trainer.model, trainer.views[-1], config.run.sample_prompt, config.run.sample_tokens, config.run.seed)
+            text = "".join(companion("evaluate", "--sample_tokens").sample(trainer.model, config))
             log.line(f"sample:\n{text}")
         except UserError as error:
             log.line(f"warning: {error}")
@@ -1664,20 +1665,17 @@ def train(config, rt, log, watch, sources):
                 "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
-    if config.run.save_checkpoint:
-        trainer.save(sources[0])
+    if config.run.save or config.run.save_every:
+        trainer.save(trainer.total, seconds)
 
 
 LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
 
 
 def preflight(config, world, show):
-    """(config with its micro-batches chosen, whether the run would start here), before anything is compiled: records/check.py."""
-    try:
-        from records import check
-    except ImportError:  # a copy of the script alone goes without
-        if show or not config.run.micro_batches:
-            raise UserError("--check and --micro_batches=0 need records/check.py beside train_gpt.py, and it is not there") from None
+    """(config with its micro-batches chosen, whether the run would start), before anything is compiled; without records/check.py as it is."""
+    check = companion("check", "--check" if show else None if config.run.micro_batches else "--micro_batches=0")
+    if check is None:
         return config, True
     config = check.fitting(config, world)
     return config, check.run_checks(config, world, show)
@@ -1697,6 +1695,8 @@ def main(argv) -> int:
     rank, local, log = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)), None
     on_sigterm = signal.signal(signal.SIGTERM, interrupted if rank == 0 else signal.SIG_DFL)  # rank 0 has a log to close
     try:
+        if any(arg.startswith("--sample=") for arg in argv):
+            return companion("evaluate", "--sample").speak(argv)
         world = int(os.environ.get("WORLD_SIZE", 1))
         config = parse_config([arg for arg in argv if arg != "--check"], world)
         config, fine = preflight(config, world, show="--check" in argv and local == 0)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import train_gpt as T
-from records import work
+from records import evaluate, work
 
 
 class Doubt(T.UserError):
@@ -70,15 +70,24 @@ def state_bytes(config):
     return sum(p.nbytes for p in params.values()), sum(each[row.optim] * params[row.label].numel() for row in T.PARAM_TABLE)
 
 
+def check_checkpoint(config, world):
+    """The one to go on from."""
+    state = evaluate.load_to_resume(config)
+    return f"{config.run.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
+
+
 def check_disk(config, world):
     """Room for what rank 0 writes."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes"
-    folder = Path(T.__file__).parent / config.run.log_dir
+    run, folder = config.run, Path(T.__file__).parent / config.run.log_dir
     place = next(path for path in (folder, *folder.parents) if path.exists())
     free, need, need_for = shutil.disk_usage(place).free, 2**20, "the log"
-    if config.run.save_checkpoint:
-        need, need_for = need + sum(state_bytes(config)), "the log and the checkpoint"
+    if run.save or run.save_every:
+        weights, state = state_bytes(config)
+        saves = -(-T.stage_starts(config.schedule)[-1] // run.save_every) if run.save_every else 1
+        count = min(saves, run.keep + 1) if run.keep else saves  # the oldest goes when the newest is complete
+        need, need_for = need + count * (2 * weights + state), "the log and checkpoints"  # weights, at most as many gradients, state
     found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for {need_for}"
     if free < need or not os.access(place, os.W_OK | os.X_OK):
         raise T.UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
@@ -151,7 +160,8 @@ def run_checks(config, world, show) -> bool:
     fine, columns = True, "{:<15} | {:<90} | {}"
     if show:
         print(columns.format("what", "found", "ok?"))
-    for name, check in (CHECKS | {"time": expected_time} if show else CHECKS).items():
+    checks = CHECKS | ({"checkpoint": check_checkpoint} if config.run.resume else {}) | ({"time": expected_time} if show else {})
+    for name, check in checks.items():
         try:
             found, ok = check(config, world), "yes"
         except (T.UserError, OSError) as error:

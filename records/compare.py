@@ -49,7 +49,7 @@ GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:\S+)? train_time:(\d+)ms"
                   r" step_avg:(?:[\d.]+|nan|inf)ms")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory"
-                   r"|startup, seconds:|tokens per micro-batch:|profiler:|warning:|checkpoint:) ")
+                   r"|startup, seconds:|tokens per micro-batch:|profiler:|warning:|checkpoint:|resumed:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 

@@ -362,8 +362,10 @@ class Profile:
 
     def cost(self):
         """One line, when the run is over."""
-        kinds = [(plan.stage, plan.adam) for plan in self.trainer.plans]
-        return cost(self.seconds, np.diff(self.trainer.clock_ms, prepend=0.0), kinds, self.trainer.config.run.profiled)
+        trainer, profiled = self.trainer, self.trainer.config.run.profiled
+        kinds = [(plan.stage, plan.adam) for plan in trainer.plans[trainer.first:]]
+        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
+        return cost(self.seconds, times, kinds, range(profiled.start - trainer.first, profiled.stop - trainer.first))
 
 
 def cost(seconds, times, kinds, profiled, reach=20):

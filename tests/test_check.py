@@ -164,7 +164,9 @@ def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
     def free(size):
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size) if Path(path) == folder else None)
 
-    for args, need in ([], MiB), (["--save_checkpoint=true"], MiB + sum(C.state_bytes(config))):
+    each = weights + C.state_bytes(config)[0] + C.state_bytes(config)[1]  # the gradients of an even step wait
+    for args, need in (([], MiB), (["--save=true"], MiB + each), (["--save_every=50"], MiB + 2 * each), (["--save_every=20"], MiB + 3 * each),
+                       (["--save_every=20", "--keep=0"], MiB + 5 * each)):
         free(need)
         assert check(*args)[0] == 0
         free(need - 1)
@@ -317,10 +319,10 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
 
 def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
     """train_gpt.py may have been copied without the folder, or cut out of a log: it starts without the checks."""
-    monkeypatch.setitem(sys.modules, "records", None)
+    monkeypatch.setitem(sys.modules, "records.check", None)
     assert check.start("--val_tokens=8192000") == (1, "error: all checks passed\n")
     assert T.main(["--check", *check.args]) == 1
-    assert capsys.readouterr() == ("", "error: --check and --micro_batches=0 need records/check.py beside train_gpt.py, and it is not there\n")
+    assert capsys.readouterr() == ("", "error: --check needs records/check.py beside train_gpt.py, and it is not there\n")
 
 
 def test_older_than_ampere(gpus):

@@ -113,9 +113,9 @@ def train(procs, *arguments, python="system/python3") -> str:
 # Hardware, preset, data
 
 @pytest.mark.parametrize("gpus, procs", [(1, 1), (2, 2), (3, 2), (5, 4), (8, 8), (9, 8)])
-def test_gpus_decide_processes_and_the_record_preset(machine, gpus, procs):
+def test_gpus_decide_processes_and_preset(machine, gpus, procs):
     calls = machine.run(SMI_GPUS=str(gpus), TORCH_GPUS=str(gpus))
-    assert calls == ["system/python3|data/prepare.py|fineweb", train(procs, "--preset=record")]
+    assert calls == ["system/python3|data/prepare.py|fineweb", train(procs, "--preset=single" if procs == 1 else "--preset=record")]
     assert machine.threads() == "", "with GPUs the threads are torchrun's and the trainer's business"
 
 
@@ -147,7 +147,7 @@ def test_threads_are_shared_among_processes_unless_given(machine):
 
 
 def test_nproc_overrides_the_gpus_and_is_checked(machine):
-    assert machine.run(NPROC="1", SMI_GPUS="8", TORCH_GPUS="8")[-1] == train(1, "--preset=record")
+    assert machine.run(NPROC="1", SMI_GPUS="8", TORCH_GPUS="8")[-1] == train(1, "--preset=single")
     for bad in ("3", "0", "two", "16"):
         assert machine.run(NPROC=bad, status=1) == []
         assert machine.err == f"run.sh: NPROC={bad}: the trainer runs with 1, 2, 4 or 8 processes\n"
@@ -182,10 +182,10 @@ def test_data_that_is_there_is_not_prepared_again(machine):
     shards += [folder / f"fineweb_train_{i:06d}.bin" for i in range(1, prepare.FINEWEB_SHARDS + 1)]
     for shard in shards:
         shard.touch()
-    assert machine.run(**env) == [train(1, "--preset=record")]
+    assert machine.run(**env) == [train(1, "--preset=single")]
     for shard in shards:  # an interrupted download is continued, a deleted shard fetched again
         shard.unlink()
-        assert machine.run(**env) == ["system/python3|data/prepare.py|fineweb", train(1, "--preset=record")]
+        assert machine.run(**env) == ["system/python3|data/prepare.py|fineweb", train(1, "--preset=single")]
         shard.touch()
 
 

@@ -331,7 +331,7 @@ def test_cost_of_the_profiler():
 
 @pytest.mark.parametrize("knob, message", [
     ("20", "expected START:COUNT"), ("a:b", "expected START:COUNT"), ("-1:2", "expected START:COUNT"), ("3:0", "expected START:COUNT"),
-    ("1:2:3", "expected START:COUNT"), ("94:3", "steps 0 to 95"), ("96:1", "steps 0 to 95"), ("18:4", "validation.*--val_every=20")])
+    ("1:2:3", "expected START:COUNT"), ("94:3", "steps 0 to 95"), ("96:1", "steps 0 to 95"), ("18:4", "pause.*--val_every=20")])
 def test_bad_knobs(knob, message):
     with pytest.raises(T.UserError, match=f"^--profile={knob}: .*{message}"):
         T.parse_config(["--preset=cpu", f"--profile={knob}"])

@@ -1,0 +1,289 @@
+"""Checkpoints: a resumed run is the uninterrupted one, also after a kill in the middle of a save and on other numbers of ranks; what is
+refused, and what a failed save leaves. Runs are those of test_run.py, in this process where one rank is enough."""
+
+import contextlib
+import io
+import pickle
+import re
+import resource
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import train_gpt as T
+from records import compare, evaluate as E
+from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, start  # noqa: F401, corpus and fails are fixtures
+
+
+def read_logs(logs):
+    """The finished run whose log is there: its checkpoints by step, its validation losses, the text of its log."""
+    (path,) = logs.glob("*.txt")
+    text = path.read_text().split("=" * 100 + "\n")[-1]
+    saved = {int(p.stem.removeprefix("state_step")): p for p in sorted(logs.glob("*/*.pt"))}
+    return SimpleNamespace(saved=saved, text=text, path=path,
+                           val=dict(re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", text, re.M)))
+
+
+def train(corpus, logs, *args):
+    """A run in this process; all it leaves is removed."""
+    try:
+        status = T.main([*corpus.args, f"--log_dir={logs}", *args])
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        T.gc.enable()
+        if T.dist.is_initialized():
+            T.dist.destroy_process_group()
+    assert status == 0
+    return read_logs(logs)
+
+
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory):
+    """A run that was not interrupted, with a checkpoint before every step but the first, and after the last."""
+    torch.manual_seed(7)  # not that of the other tests: a resumed run takes over the state of the generator
+    with contextlib.redirect_stdout(io.StringIO()):
+        return train(corpus, tmp_path_factory.mktemp("base"), "--save_every=1", "--keep=0")
+
+
+def differing(path, other):
+    """Names of what differs in two checkpoints, but for the seconds and the config."""
+    states = [torch.load(p, weights_only=True) for p in (path, other)]
+    flat = [{"step": s["step"], "loader": s["loader"], "source": s["source"], "rng": s["rng"],
+             **{f"p {label}": x for label, x in s["model"].items()},
+             **{f"{key} {label}": x for label, tensors in s["optimizer"].items() for key, x in tensors.items()}} for s in states]
+    return [name for name in flat[0] | flat[1] if not (name in flat[0] and name in flat[1] and (
+        torch.equal(flat[0][name], flat[1][name]) if isinstance(flat[0][name], torch.Tensor) else flat[0][name] == flat[1][name]))]
+
+
+def test_saving_on_the_way_leaves_no_trace(corpus, base, tmp_path):
+    """Rotation, too: of the checkpoints before steps 2, 4, ..., 10 and after the last, the two newest stay."""
+    torch.manual_seed(7)
+    run = train(corpus, tmp_path, "--save_every=2")
+    assert list(base.saved) == list(range(1, STEPS + 1)) and list(run.saved) == [10, 11]
+    assert differing(run.saved[STEPS], base.saved[STEPS]) == [] and run.val == base.val
+
+
+@pytest.mark.parametrize("step", [5, 8, STEPS])
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path, monkeypatch, step):
+    """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart; after the last step nothing is
+    left but the validation. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
+    load = T.Trainer.load
+    monkeypatch.setattr(T.Trainer, "load", lambda self, state: self.warm_up() or load(self, state))
+    run = train(corpus, tmp_path, f"--resume={base.saved[step]}", "--save=true")
+    assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
+    assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
+    steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_time", run.text, re.M)]
+    assert steps == list(range(step + 1, STEPS + 1))
+    # The clock goes on, and the log says where.
+    seconds = torch.load(base.saved[step], weights_only=True)["seconds"]
+    assert f"\nresumed: step {step}, {seconds:.3f} s inside the clock, from {base.saved[step]}\n" in run.text
+    assert 0 < seconds and float(re.search(r"^train_seconds: (.*)$", run.text, re.M)[1]) >= round(seconds, 3)
+    assert compare.read_run(run.path).notes == [] and compare.read_run(run.path).finished
+
+
+def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
+    """Without any one part the resumed run is another."""
+    whole = torch.load(base.saved[5], weights_only=True)
+    assert {label for label, tensors in whole["optimizer"].items() if "grad" in tensors} >= {"embed", "lm_head", "bigram_embed", "scalars"}
+    assert not any("grad" in tensors for tensors in torch.load(base.saved[6], weights_only=True)["optimizer"].values())
+    for key in "grad", "mantissa", "cursor":
+        state = torch.load(base.saved[5], weights_only=True)
+        state["loader"]["cursor"] *= key != "cursor"
+        for tensors in state["optimizer"].values():
+            tensors.pop(key, None)
+        torch.save(state, tmp_path / "less.pt")
+        run = train(corpus, tmp_path / key, f"--resume={tmp_path / 'less.pt'}", "--save=true")
+        assert any(name[0] == "p" for name in differing(run.saved[STEPS], base.saved[STEPS])), key
+
+
+def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
+    """In the middle of Adam's two steps, with the exchange of touched rows. With Adam at rest weights and losses do not depend on the
+    ranks at all (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each), seen: 9.6e-3."""
+    args = [*PAIR, "--save_every=5", "--keep=0"]
+
+    def two_ranks(name, *more):
+        out, err, status = finish(start(corpus, *args, *more, f"--log_dir={tmp_path / name}", ranks=2))
+        assert status == 0, out + err
+        return read_logs(tmp_path / name)
+
+    with ThreadPoolExecutor(1) as pool:
+        two = pool.submit(two_ranks, "two")
+        one = train(corpus, tmp_path / "one", *args)
+        one_two = pool.submit(two_ranks, "one_two", f"--resume={one.saved[5]}")
+        two_one = train(corpus, tmp_path / "two_one", *args, f"--resume={two.result().saved[5]}")
+        one_two = one_two.result()
+    want = torch.load(one.saved[STEPS], weights_only=True)
+    for run in two_one, one_two:
+        got = torch.load(run.saved[STEPS], weights_only=True)
+        assert run.val.items() <= one.val.items() and str(STEPS) in run.val and got["loader"] == want["loader"]
+        names = {f"{key} {label}" for label, tensors in want["optimizer"].items() for key in tensors}
+        assert {"grad bigram_embed", "m bigram_embed", "m embed"} <= names
+        assert names == {f"{key} {label}" for label, tensors in got["optimizer"].items() for key in tensors}
+        for label, weights in want["model"].items():
+            assert torch.equal(weights, got["model"][label]), label
+        for name in names - {"mantissa attn_bank", "mantissa mlp_bank"}:
+            key, label = name.split()
+            x, y = (state["optimizer"][label][key].double() for state in (want, got))
+            assert (x - y).norm() <= 8 * 2**-9 * x.norm(), (name, (x - y).norm() / x.norm())
+
+
+STALLS = """from records import evaluate as E
+import torch
+save = torch.save
+class Slow:
+    def __init__(self, file):
+        self.file, self.count, self.flush = file, 0, file.flush
+    def write(self, octets):
+        self.count += self.file.write(octets)
+        if self.count > 10**6:
+            self.flush(), say("half of it")
+            time.sleep(1000)
+torch.save = lambda state, file: save(state, Slow(file) if state["step"] == 6 else file)"""
+
+
+def test_killed_in_the_middle_of_a_save(corpus, base, tmp_path, fails):
+    """What was saved before is still there, and what is half-written is no checkpoint."""
+    process, seen = start(corpus, f"--log_dir={tmp_path}", "--save_every=3", "--keep=1", hook=STALLS), ""
+    while "half of it\n" not in seen:
+        seen += (line := process.stdout.readline())
+        assert line, process.stderr.read()
+    process.kill()
+    assert finish(process)[2] == -signal.SIGKILL
+    files = {path.name: path for path in tmp_path.glob("*/*")}
+    assert sorted(files) == ["state_step000003.pt", "state_step000006.pt.tmp"]
+    assert files["state_step000006.pt.tmp"].stat().st_size > 10**6
+    run = train(corpus, tmp_path / "again", f"--resume={files['state_step000003.pt']}", "--save=true")
+    assert differing(run.saved[STEPS], base.saved[STEPS]) == ["rng"]  # a process of its own
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={files['state_step000006.pt.tmp']}"], "000006.pt.tmp is no checkpoint")
+
+
+def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails):
+    """No file may grow beyond the checkpoint that was there: the next one does, and leaves the older one alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write = E.write_checkpoint
+
+    def limited(state, path, keep):
+        if state["step"] == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, hard))
+        write(state, path, keep)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(E, "write_checkpoint", limited)
+            fails([*corpus.args, f"--log_dir={tmp_path}", "--save_every=2"], r"cannot write .*state_step000004.pt: .*File too large.*make room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.glob("*/*")] == ["state_step000002.pt"]
+
+
+def test_nothing_half_written_stays(tmp_path):
+    """Not when the folder is none, nor after Ctrl-C."""
+    (tmp_path / "file").touch()
+    with pytest.raises(T.UserError, match="cannot write .*/file/x.pt: .*; make room, or choose another folder"):
+        E.whole_file(tmp_path / "file" / "x.pt").__enter__()
+    with pytest.raises(KeyboardInterrupt), E.whole_file(tmp_path / "x.pt") as file:
+        writes = [*[len] * 9, Mock(side_effect=KeyboardInterrupt), *[len] * 99]  # torch goes on, and fails in its own way
+        torch.save(torch.zeros(10**5), SimpleNamespace(write=lambda octets: writes.pop(0)(octets), flush=file.flush))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# ---- Refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, fails, monkeypatch):
+    """In one line; what does not change what is learned may differ. With the checks and, in a copy of the script, without."""
+    args = [*corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}", "--muon_lr=0.25", "--seed=3", "--stage2.mtp_end=1,0.5",
+            "--val_every=5", "--sample_tokens=3", "--kernels=torch", f"--val_tokens={VAL_BATCH}"]
+    message = (r"--resume=\S+/state_step000005\.pt: that run has another config; stage2\.mtp_end: here 1\.0,0\.5, in the checkpoint 1\.0,0\.0;"
+               r" muon_lr: here 0\.25, in the checkpoint 0\.008; seed: here 3, in the checkpoint 1337$")
+    fails(args, message)
+    monkeypatch.setattr(T, "preflight", lambda config, *args, **kwargs: (config, True))
+    fails(args, message)
+
+
+def test_every_knob_is_learned_or_free():
+    """A new knob has to be given its side."""
+    learned = {"vocab_size", "model_dim", "num_heads", "bigram_tables", "scheduled_steps", "extension_steps", "final_window", "split_stage",
+               "cooldown_frac", "lr_floor", "muon_momentum", "muon_warmup", "muon_cooldown", "adam_lr", "adam_eps", "adam_wd", "muon_lr",
+               "muon_beta2", "muon_wd", "train_files", "seed", "micro_batches", "dtype"}
+    free = {"val_files", "val_tokens", "val_batch_tokens", "tokens_per_doc", "data_end", "run_label", "device", "val_every", "compile", "fp8",
+            "cuda_graphs", "kernels", "log_dir", "profile", "save", "save_every", "keep", "resume", "sample_tokens", "sample_prompt"}
+    config = T.PRESETS["record"]
+    knobs = T.flatten(config)
+    assert {key for key in knobs if "." not in key} == learned | free and not learned & free
+    with pytest.MonkeyPatch.context() as patch:
+        state = {"step": 3, "config": {}}
+        patch.setattr(E, "load_checkpoint", lambda path: state)
+        patch.setattr(E, "check_weights", lambda state, config: None)
+        for key in knobs:
+            state["config"] = knobs | {key: "other"}
+            refused = ""
+            try:
+                E.load_to_resume(config)
+            except T.UserError as error:
+                refused = str(error)
+            assert bool(refused) == (key not in free) and (not refused or refused.endswith(f"{key}: here {T.render(knobs[key])}, in the checkpoint other"))
+
+
+class Harmful:
+    """What unpickling it would call."""
+
+    def __reduce__(self):
+        return open, (str(Path(__file__).parent / "was_here"), "w")
+
+
+def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
+    """One line each, and nothing in them is executed."""
+    octets = base.saved[5].read_bytes()
+    state = torch.load(base.saved[5], weights_only=True)
+    del state["model"]["scalars"]
+    state["model"]["embed"] = state["model"]["embed"][1:]
+    torch.save(state, tmp_path / "weights.pt")
+    torch.save({"model": {}}, tmp_path / "foreign.pt")
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    torch.save(Harmful(), tmp_path / "harmful.pt")
+    (tmp_path / "harmful.pkl").write_bytes(pickle.dumps(Harmful()))
+    (tmp_path / "truncated.pt").write_bytes(octets[:len(octets) // 2])
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "text.pt").write_text("step:1")
+    for name, message in {
+            "none.pt": "none.pt is no checkpoint of this trainer: No such file", "": "is no checkpoint of this trainer: .+",
+            **dict.fromkeys(("foreign.pt", "tensor.pt", "harmful.pt", "harmful.pkl", "truncated.pt", "empty.pt", "text.pt"),
+                            "is no checkpoint of this trainer: .+"),
+            "weights.pt": "other weights: embed, scalars$"}.items():
+        fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={tmp_path / name}"], message)
+    assert not (Path(__file__).parent / "was_here").exists() and not list(tmp_path.glob("*.txt"))
+
+
+def test_check_shows_the_checkpoint(corpus, base, tmp_path, capsys):
+    args = ["--check", *corpus.args, f"--log_dir={tmp_path}"]
+    assert T.main([*args, f"--resume={base.saved[5]}"]) == 0
+    assert re.search(r"^checkpoint +\| .*\n(?:.*\n)*?.*step 5, ", capsys.readouterr().out, re.M)
+    assert T.main([*args, f"--resume={base.saved[5]}", "--seed=3"]) == 1
+    assert re.search(r"^checkpoint +\| .*\| no$", capsys.readouterr().out, re.M)
+    assert T.main(args) == 0 and "checkpoint " not in capsys.readouterr().out
+
+
+def test_steps_to_profile(corpus, base, tmp_path, fails):
+    """Those before the checkpoint are gone; others are compared with their neighbours."""
+    args = [f"--resume={base.saved[5]}", "--val_every=20"]
+    fails([*corpus.args, f"--log_dir={tmp_path / 'refused'}", "--profile=4:2", *args], "--profile=4:2: the run goes on at step 5")
+    run = train(corpus, tmp_path, "--profile=6:1", *args)
+    assert re.search(r"^profiler: \d+\.\d\d ms per profiled step, \d+\.\d\d ms for others like them", run.text, re.M), run.text
+    with pytest.raises(T.UserError, match="pause.*--save_every=4$"):
+        T.parse_config([*corpus.args, "--profile=6:3", "--val_every=20", "--save_every=4"])
+
+
+def test_without_the_file_that_writes_them(corpus, tmp_path, fails, monkeypatch):
+    """A copy of the script alone says so before it trains."""
+    monkeypatch.setitem(sys.modules, "records.evaluate", None)
+    monkeypatch.setattr(T, "preflight", lambda config, *args, **kwargs: (config, True))
+    for arg, knob in {"--save=true": "save", "--save_every=3": "save", "--resume=x": "resume"}.items():
+        fails([*corpus.args, f"--log_dir={tmp_path}", arg], f"--{knob} needs records/evaluate.py beside train_gpt.py, and it is not there")
+        T.dist.destroy_process_group()
