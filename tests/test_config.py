@@ -99,7 +99,7 @@ def test_what_it_does_not_understand(arg, message):
     ("--data_end=loop", "--data_end=loop: wrap or stop"),
     ("--val_tokens=1000", "--val_tokens=1000 must be a multiple of --val_batch_tokens"),
     ("--val_batch_tokens=24 --val_tokens=240", "of 16"),
-    ("--micro_batches=-1", "--micro_batches=0"),
+    ("--micro_batches=-1", "--micro_batches=-1"),
     ("--micro_batches=3", "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3"),
     ("--stage3.batch_tokens=1000", "--stage3.batch_tokens=1000"),
     ("--stage2.mtp_end=1", "--stage2.mtp_start and mtp_end need the same length"),
