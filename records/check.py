@@ -87,7 +87,7 @@ def check_disk(config, world):
         weights, state = state_bytes(config)
         saves = -(-T.stage_starts(config.schedule)[-1] // run.save_every) if run.save_every else 1
         count = min(saves, run.keep + 1) if run.keep else saves  # the oldest goes when the newest is complete
-        need, need_for = need + count * (2 * weights + state), "the log and checkpoints"  # weights, at most as many gradients, state
+        need, need_for = need + count * (2 * weights + state), "the log and checkpoints"  # of weights, gradients and state at most
     found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for {need_for}"
     if free < need or not os.access(place, os.W_OK | os.X_OK):
         raise T.UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")

@@ -62,7 +62,7 @@ def write_checkpoint(state, path, keep):
 
 
 def load_checkpoint(path) -> dict:
-    """What `Trainer.save` wrote, tensors on the CPU and read when used; nothing in the file is executed. UserError if it is another file."""
+    """What `Trainer.save` wrote, tensors on the CPU and read when used; nothing in it is executed. UserError if it is another file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not state.keys() >= {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}:
@@ -86,8 +86,8 @@ def load_to_resume(config) -> dict:
     path, here = config.run.resume, T.flatten(config)
     state = load_checkpoint(path)
     there = state["config"]
-    free = {knob.name for part in (config.data, config.run) for knob in dataclasses.fields(part)}  # they say where and how, not what
-    free -= {"train_files", "seed", "micro_batches", "dtype"}
+    free = {knob.name for part in (config.data, config.run) for knob in dataclasses.fields(part)}
+    free -= {"train_files", "seed", "micro_batches", "dtype"}  # what is left says where and how, not what is learned
     apart = [f"{key}: here {T.render(here.get(key, 'missing'))}, in the checkpoint {T.render(there.get(key, 'missing'))}"
              for key in here | there if key not in free and here.get(key) != there.get(key)]
     if apart:
@@ -129,7 +129,7 @@ def forward(model, config, documents, view):
     N = -(-borders[-1] // 128) * 128
     row = np.full(N + 1, config.model.separator, np.uint16)
     row[:borders[-1]] = np.concatenate(documents)
-    cu = T.cu_seqlens(np.append(borders, N), N, 128 * (len(borders) // 128 + 2))
+    cu = T.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = T.make_batch(row, cu, config, model.embed.device)
     return model(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view._replace(max_doc_len=int(N)))
 
@@ -158,8 +158,8 @@ def text_codec(vocab_size):
 
 @torch.no_grad()
 def generate(model, config, ids, count, temperature, top_k):
-    """Yields `count` token ids that follow `ids`. Each takes a forward pass over the separator and the recent tokens, as many as the
-    longest document in training had. The separator is never drawn: one document."""
+    """Yields `count` token ids that follow `ids`. Each takes a forward pass over the separator and the recent tokens, as many as
+    the longest document in training had. The separator is never drawn: one document."""
     ids, separator, recent = list(ids), config.model.separator, config.schedule.stages[-1].max_doc_len - 1
     view = final_view(model, config, recent + 128)
     generator = torch.Generator().manual_seed(config.run.seed)
@@ -174,7 +174,7 @@ def generate(model, config, ids, count, temperature, top_k):
 
 
 def sample(model, config, temperature=0.8, top_k=0):
-    """Yields --sample_prompt, then --sample_tokens tokens that follow, in pieces of whole characters; random numbers from --seed."""
+    """Yields --sample_prompt, then --sample_tokens tokens that follow, in pieces of whole characters; --seed decides which."""
     encode, octets = text_codec(config.model.vocab_size)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     yield config.run.sample_prompt
@@ -187,7 +187,7 @@ def sample(model, config, temperature=0.8, top_k=0):
 
 
 def bits_per_byte(config, loss, tokens):
-    """A mean loss over `tokens`, in nats per token, in bits per byte of their text. Separators are no text but were to be predicted."""
+    """A mean loss over `tokens` (nats per token) in bits per byte of their text. Separators are no text but had to be predicted."""
     octets = text_codec(config.model.vocab_size)[1]
     lengths = np.array([*(len(octets(id)) for id in range(config.model.separator)), 0])
     return loss * len(tokens) / math.log(2) / lengths[tokens].sum()
@@ -262,7 +262,7 @@ def ending_losses(model, config, pairs):
             room = limit
         rows[-1].append(pair)
         room -= length
-    view, block = final_view(model, config, limit + 128), T.kernels.head_rows(config.model.padded_vocab)
+    view = final_view(model, config, limit + 128)
     for row in rows:
         # Smear, bigram hash and key offset look one token back, also into another document (K1). Behind two separators, each a
         # document, that is always the same, and a loss does not depend on what else is in the row.
@@ -270,8 +270,10 @@ def ending_losses(model, config, pairs):
         h = forward(model, config, documents, view)
         ends = accumulate(3 + sum(map(len, pair)) for pair in row)
         before = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, row)])
-        h, targets = h[torch.from_numpy(before).to(h.device)], torch.tensor([id for _, ending in row for id in ending], device=h.device)
-        losses = [F.cross_entropy(logits(model, h[j:j + block]), targets[j:j + block], reduction="none") for j in range(0, len(h), block)]
+        h = h[torch.from_numpy(before).to(h.device)]
+        targets = torch.tensor([id for _, ending in row for id in ending], device=h.device)
+        parts = zip(h.split(1024), targets.split(1024))
+        losses = [F.cross_entropy(logits(model, some), ids, reduction="none") for some, ids in parts]
         yield from torch.cat(losses).cpu().split([len(ending) for _, ending in row])
 
 
@@ -289,7 +291,8 @@ def hellaswag(model, config, path):
     print(f"hellaswag_examples: {len(examples)}")
     for name, score in zip(("acc", "acc_norm"), np.array(scores).reshape(-1, 4, 2).transpose(2, 0, 1)):
         part = (score.argmin(1) == right).mean()
-        print(f"hellaswag_{name}: {part:.4f}\nhellaswag_{name}_standard_error: {(part * (1 - part) / len(right)) ** 0.5:.4f}", flush=True)
+        error = (part * (1 - part) / len(right)) ** 0.5
+        print(f"hellaswag_{name}: {part:.4f}\nhellaswag_{name}_standard_error: {error:.4f}", flush=True)
 
 
 # ---- Export ----------------------------------------------------------------------------------------------------------

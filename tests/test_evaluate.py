@@ -1,5 +1,5 @@
-"""What is done with a checkpoint: text, validation loss and bits per byte, HellaSwag, export, against the plain model of oracles.py; and
-the commands of the README."""
+"""What is done with a checkpoint: text, validation loss and bits per byte, HellaSwag, export; against the model of oracles.py.
+And the commands of the README."""
 
 import dataclasses
 import hashlib
@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import math
-import os
 import re
 import shlex
 import struct
@@ -78,7 +77,9 @@ def test_greedy_text_is_the_argmax_at_every_position(eloquent):
     assert len(ids) == RECENT + 1 and likeliest[len(start):] == ids[len(start):] and len(set(ids)) > 20
     new = list(E.generate(model, eloquent.config, ids, 5, 0.0, 0))
     rows = [[256, *[*ids, *new[:i]][-RECENT:]] for i in range(5)]
-    assert new == [oracle(model, [row])[-1, :256].argmax() for row in rows] and {len(row) for row in rows} == {RECENT + 1}
+    seen = torch.stack([oracle(model, [row])[-1, :256] for row in rows])
+    assert new == seen.argmax(1).tolist() and {len(row) for row in rows} == {RECENT + 1}
+    assert not torch.allclose(seen, oracle(model, [[256, *ids, *new]])[-6:-1, :256], atol=1e-4)  # what is no longer seen matters
 
 
 @pytest.mark.parametrize("length", [1, 127, 128, 129])
@@ -87,8 +88,8 @@ def test_what_fills_the_row_changes_nothing(eloquent, length):
     view = E.final_view(eloquent.model, eloquent.config, 256)
     with torch.no_grad():
         h = E.forward(eloquent.model, eloquent.config, [tokens], view)
-        inputs = [torch.tensor(x).int() for x in (tokens, [0, length], oracles.bigram_hash(tokens, eloquent.config.model.bigram_rows))]
-        want = eloquent.model(*inputs, view)
+        hashed = oracles.bigram_hash(tokens, eloquent.config.model.bigram_rows)
+        want = eloquent.model(*(torch.tensor(x).int() for x in (tokens, [0, length], hashed)), view)
     assert len(h) == -(-length // 128) * 128 and torch.allclose(h[:length], want, rtol=0, atol=1e-4 * want.abs().max())
 
 
@@ -102,7 +103,8 @@ def test_temperature_seed_and_top_k(eloquent):
     assert free == sampled(3.0, 0) == sampled(3.0, 10**6) and free not in (sampled(3.0, 0, seed=2), sampled(1.0, 0), greedy)
     three = sampled(9.0, 3)
     z = oracle(eloquent.model, [[256, *b"the ", *three[:-1]]])[4:, :256]
-    assert all(id in row.topk(3).indices for id, row in zip(three, z)) and len({(row.argmax() == id).item() for id, row in zip(three, z)}) == 2
+    ranks = {row.topk(3).indices.tolist().index(id) for id, row in zip(three, z)}  # of a fourth one there is none
+    assert len(ranks) > 1
 
 
 def test_the_run_and_its_checkpoint_say_the_same(trained, capfd):
@@ -252,8 +254,8 @@ def test_accuracy(trained, tmp_path, capsys, monkeypatch):
     assert found["hellaswag_examples"] == "3" and found["hellaswag_acc"] != found["hellaswag_acc_norm"]
 
 
-@pytest.mark.parametrize("line", ["{", "3", "{}", json.dumps(EXAMPLES[0] | {"endings": ["a"]}), json.dumps(EXAMPLES[0] | {"label": 4}),
-                                  json.dumps(EXAMPLES[0] | {"label": None}), json.dumps(EXAMPLES[0] | {"endings": [1, 2, 3, 4]}), ""])
+@pytest.mark.parametrize("line", ["", "{", "3", "{}", *(json.dumps(EXAMPLES[0] | other) for other in (
+    {"endings": ["a"]}, {"endings": [1, 2, 3, 4]}, {"label": 4}, {"label": None}))])
 def test_lines_that_are_no_examples(trained, tmp_path, capsys, line):
     path = made(tmp_path, [json.dumps(EXAMPLES[0]), line])
     assert E.main([str(trained.path), "--device=cpu", f"--hellaswag={path}", "--validate=false"]) == 1
@@ -262,7 +264,7 @@ def test_lines_that_are_no_examples(trained, tmp_path, capsys, line):
 
 @pytest.mark.parametrize("args, message", [
     ("--hellaswag=none.jsonl", "cannot read none.jsonl: No such file"), ("--hellaswag={d}/empty", "empty: no examples"),
-    ("--hellaswag={d}/binary", "cannot read .*binary: not text"), ("--export={d}/empty/x", "cannot write .*empty/x.*another folder"),
+    ("--hellaswag={d}/binary", "cannot read .*binary: not text"), ("--export={d}/empty/x", "cannot write .*empty/x.* folder"),
     ("--hellaswag={d}/long", "an example has 2007 tokens: --val_batch_tokens=1536"), ("--helaswag=x", "the nearest is --hellaswag"),
     ("--val_files=none_*.bin", "no files match .*none_"), ("--validate=maybe", "maybe: expected bool")])
 def test_mistakes_with_evaluate(trained, tmp_path, capsys, args, message):
@@ -288,7 +290,7 @@ def test_download(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     monkeypatch.setattr(E, "HELLASWAG_SHA256", hashlib.sha256(content).hexdigest())
     args = [str(trained.path), "--device=cpu", "--hellaswag", "--validate=false"]
-    for message in r"cannot fetch HellaSwag from https://\S+ \(.*no route.*\); --hellaswag=FILE takes a copy", "is not the published file":
+    for message in r"cannot fetch HellaSwag from https://\S+ \(.*no route.*\); --hellaswag=FILE takes", "not the published file":
         assert E.main(args) == 1 and re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)
         assert not list(tmp_path.rglob("*.*"))
     for _ in range(2):
@@ -321,8 +323,10 @@ def test_export(trained, tmp_path, capsys):
     assert evaluate(trained, capsys, f"--export={path}", "--validate=false") == {"exported": str(path)}
     metadata, tensors = read_safetensors(path)
     want = torch.load(trained.path, weights_only=True)["model"]
-    assert list(tensors) == list(want) and all(torch.equal(tensors[label], x) and tensors[label].dtype == x.dtype for label, x in want.items())
-    assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0" and metadata.keys() == T.flatten(trained.config).keys()
+    assert list(tensors) == list(want) and {x.dtype for x in tensors.values()} == {torch.bfloat16, torch.float32}
+    assert all(tensors[label].dtype == x.dtype and torch.equal(tensors[label], x) for label, x in want.items())
+    assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"
+    assert metadata.keys() == T.flatten(trained.config).keys()
     if importlib.util.find_spec("safetensors"):
         from safetensors.torch import load_file
         assert all(torch.equal(x, want[label]) for label, x in load_file(path).items())
@@ -336,24 +340,26 @@ def test_commands_of_the_readme(corpus, tmp_path):
     section = (ROOT / "README.md").read_text().partition("## Keep the model")[2].partition("\n## ")[0]
     first, newest, *others = re.search("```bash\n(.*?)```", section, re.S)[1].strip().splitlines()
     (tmp_path / "data" / "hellaswag").mkdir(parents=True)
-    (tmp_path / "data" / "hellaswag" / "hellaswag_val.jsonl").write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES))
+    made(tmp_path, map(json.dumps, EXAMPLES)).rename(tmp_path / "data" / "hellaswag" / "hellaswag_val.jsonl")
 
     def run(line, *more):
         command = shlex.split(line.replace("$CKPT", checkpoint), comments=True)
         assert command[0] == "python"
         env = ENV | {"DATA_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run([sys.executable, ROOT / command[1], *command[2:], *more], cwd=tmp_path, env=env, text=True, capture_output=True)
+        command = [sys.executable, ROOT / command[1], *command[2:], *more]
+        done = subprocess.run(command, cwd=tmp_path, env=env, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     checkpoint = ""
     assert "--save_every=" in first
     run(first, *corpus.args, f"--log_dir={tmp_path}/logs", "--save_every=6")
-    checkpoint = subprocess.run(["bash", "-c", newest + "\necho $CKPT"], cwd=tmp_path, text=True, capture_output=True).stdout.strip()
+    checkpoint = subprocess.check_output(["bash", "-c", newest + "\necho $CKPT"], cwd=tmp_path, text=True).strip()
     assert checkpoint.endswith("state_step000011.pt") and len(list(tmp_path.glob("logs/*/*.pt"))) == 2
     speak, export, hellaswag = others
     assert run(speak, "--tokens=5").startswith("def ")
-    assert re.search(r"^val_loss: \S+\nval_bits_per_byte: \S+$", run(export), re.M) and read_safetensors(tmp_path / "model.safetensors")
+    assert re.search(r"^val_loss: \S+\nval_bits_per_byte: \S+$", run(export), re.M)
+    assert read_safetensors(tmp_path / "model.safetensors")[0]["run_label"] == "run"
     assert "hellaswag_acc_norm: " in run(hellaswag)
     older = next(tmp_path.glob("logs/*/state_step000006.pt"))
     resume = re.search(r"`--resume=logs/\.\.\./state_step000048\.pt`", section)
