@@ -74,6 +74,12 @@ def _sm_count(device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def _tma(device) -> bool:
+    """Whether tiles come through the copy engine (TMA), from Hopper on. What Triton puts in the place of descriptors before Hopper is
+    not pipelined: steps took four times as long (records/2026-11-20_hardware). So kernels load by pointers there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def _shared_memory(device) -> int:
     """Bytes that a program may have."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
@@ -154,8 +160,17 @@ def ba_plus_cAA_ref(A, alpha, beta, out, gamma=0.0, scale=None):
 
 
 @triton.jit
-def _gram_kernel(X, Addend, Out, Scale, M, K, stride_ab, stride_am, stride_ob, stride_om, stride_on, alpha, beta, gamma,
-                 ACROSS: tl.constexpr, ADDEND: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gram_tile(X, first, start, M, K, stride, ACROSS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BLOCK, BLOCK_K) of X (M, K), or of Xᵀ, X (K, M); zeros beyond."""
+    m = first.to(tl.int64) + tl.arange(0, BLOCK)[:, None]
+    k = (start + tl.arange(0, BLOCK_K))[None, :]
+    return tl.load(X + (k.to(tl.int64) * stride + m if ACROSS else m * stride + k), mask=(m < M) & (k < K), other=0.0)
+
+
+@triton.jit
+def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, stride_om, stride_on, alpha, beta, gamma,
+                 ACROSS: tl.constexpr, ADDEND: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr,
+                 BLOCK_K: tl.constexpr):
     # Program t of the triangle 0 | 1 2 | 3 4 5 | ... is tile (row, col), col <= row. The first tile of a row has
     # 8t+1 = (2 row + 1)², the last of the row above 8 less: 8t+4 lies between, so no rounding of the root moves a tile.
     t = tl.program_id(0)
@@ -165,12 +180,16 @@ def _gram_kernel(X, Addend, Out, Scale, M, K, stride_ab, stride_am, stride_ob, s
 
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
-        if ACROSS:  # X is a descriptor of (n, K, M), else of (n, M, K)
-            a = X.load([batch, start, row * BLOCK]).reshape(BLOCK_K, BLOCK).T
-            b = X.load([batch, start, col * BLOCK]).reshape(BLOCK_K, BLOCK)
+        if not TMA:
+            x = X + batch.to(tl.int64) * stride_xb
+            a = _gram_tile(x, row * BLOCK, start, M, K, stride_xm, ACROSS, BLOCK, BLOCK_K)
+            b = _gram_tile(x, col * BLOCK, start, M, K, stride_xm, ACROSS, BLOCK, BLOCK_K).T
+        elif ACROSS:  # Tiles is a descriptor of (n, K, M), else of (n, M, K)
+            a = Tiles.load([batch, start, row * BLOCK]).reshape(BLOCK_K, BLOCK).T
+            b = Tiles.load([batch, start, col * BLOCK]).reshape(BLOCK_K, BLOCK)
         else:
-            a = X.load([batch, row * BLOCK, start]).reshape(BLOCK, BLOCK_K)
-            b = X.load([batch, col * BLOCK, start]).reshape(BLOCK, BLOCK_K).T
+            a = Tiles.load([batch, row * BLOCK, start]).reshape(BLOCK, BLOCK_K)
+            b = Tiles.load([batch, col * BLOCK, start]).reshape(BLOCK, BLOCK_K).T
         acc = tl.dot(a, b, acc, input_precision="ieee")  # "ieee": fp32 operands are not cut to tf32
 
     i = tl.arange(0, BLOCK)
@@ -178,7 +197,7 @@ def _gram_kernel(X, Addend, Out, Scale, M, K, stride_ab, stride_am, stride_ob, s
     n = col.to(tl.int64) * BLOCK + i  # (BLOCK,) columns of Out
     in_tile = (m < M)[:, None] & (n < M)[None, :]
     if ADDEND:
-        addend = tl.load(Addend + batch.to(tl.int64) * stride_ab + m[:, None] * stride_am + n[None, :], mask=in_tile, other=0.0)
+        addend = tl.load(X + batch.to(tl.int64) * stride_xb + m[:, None] * stride_xm + n[None, :], mask=in_tile, other=0.0)
         acc = tl.cast(alpha, tl.float32) * acc + tl.cast(beta, tl.float32) * addend.to(tl.float32)
         acc += tl.where(m[:, None] == n[None, :], tl.cast(gamma, tl.float32), 0.0)
     if SCALED:
@@ -228,11 +247,11 @@ def _launch_gram(name, X, axis, out, scale, alpha=1.0, beta=0.0, gamma=0.0, adde
         fits = 4 * launch["num_stages"] * launch["BLOCK"] * launch["BLOCK_K"] <= _shared_memory(X.device)
         if fits and n * tiles <= per_sm * _sm_count(X.device):
             break
-    block = [launch["BLOCK"], launch["BLOCK_K"]]
-    descriptor = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]])
+    block, tma = [launch["BLOCK"], launch["BLOCK_K"]], _tma(X.device)
+    tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]]) if tma else X
     # Tiles of one matrix are neighbours in launch order. At M = 768 it stays in L2 without any reordering of tiles.
-    _gram_kernel[(tiles, n)](descriptor, X, out_3d, scale, M, K, *X.stride()[:2], *out_3d.stride(), alpha, beta, gamma,
-                             ACROSS=axis == -1, ADDEND=addend, SCALED=scale is not None, **launch)
+    _gram_kernel[(tiles, n)](tiles_of_X, X, out_3d, scale, M, K, *X.stride()[:2], *out_3d.stride(), alpha, beta, gamma,
+                             ACROSS=axis == -1, ADDEND=addend, SCALED=scale is not None, TMA=tma, **launch)
     return out
 
 
@@ -648,6 +667,16 @@ def _rows(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def _tile(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
+    """The same rows of an X that is a descriptor."""
+    if TMA:
+        x = X.load([head, first, 0]).reshape(BLOCK, D)
+    else:
+        x = _rows(X, head, first, N, stride_n, stride_h, BLOCK, D)
+    return x
+
+
+@triton.jit
 def _store_rows(X, x, head, first, N, stride_n, BLOCK: tl.constexpr, D: tl.constexpr):
     """The same rows of an X (N, H, D) with heads side by side."""
     i = first + tl.arange(0, BLOCK)
@@ -676,8 +705,9 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit(do_not_specialize=["window"])
-def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_qn, stride_qh, stride_gn, stride_gh, stride_lh,
-                      D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn,
+                      stride_vh, stride_gn, stride_gh, stride_lh, D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr):
     # Heads are neighbours in launch order, then tiles: what runs together shares keys in L2 and reads whole tokens.
     head = tl.program_id(0) % H
     m0 = tl.program_id(0) // H * BLOCK_M
@@ -687,12 +717,12 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK_N):
-        k = K.load([head, n0, 0]).reshape(BLOCK_N, D)
+        k = _tile(K, head, n0, N, stride_kn, stride_kh, BLOCK_N, D, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")  # "ieee": fp32 operands are not cut to tf32
         x = _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N)
         p = tl.exp2(x * scale2)
         total += tl.sum(p, 1)
-        v = V.load([head, n0, 0]).reshape(BLOCK_N, D)  # not beside k: the first product would wait for both
+        v = _tile(V, head, n0, N, stride_vn, stride_vh, BLOCK_N, D, TMA)  # not beside k: the first product would wait for both
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     t = m0 + tl.arange(0, BLOCK_M)
     gate = tl.load(Gate + t.to(tl.int64) * stride_gn + head * stride_gh, mask=t < N, other=1.0).to(tl.float32)
@@ -716,15 +746,16 @@ def _row_dot_kernel(dY, Y, Gate, dGate, RowDot, N, H, stride_dn, stride_dh, stri
 
 
 @triton.jit
-def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, stride_kn, stride_kh, stride_vn, stride_vh,
+             D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
     t = m0 + tl.arange(0, BLOCK)
     lse = tl.load(Lse + t, mask=t < N, other=0.0)
     row_dot = tl.load(RowDot + t, mask=t < N, other=0.0)
     dq = tl.zeros((BLOCK, D), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK):
-        k = K.load([head, n0, 0]).reshape(BLOCK, D)
-        v = V.load([head, n0, 0]).reshape(BLOCK, D)
+        k = _tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
+        v = _tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, D, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
         x = _mask_keys(x, low, m0, n0, to_all, BLOCK, BLOCK)
@@ -734,7 +765,8 @@ def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale,
 
 
 @triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, scale, stride_dv, D: tl.constexpr,
+def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+              stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr, TMA: tl.constexpr,
               BLOCK: tl.constexpr):
     # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
     s = n0 + tl.arange(0, BLOCK)
@@ -742,19 +774,24 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, sca
     last_key = tl.minimum(n0 + BLOCK, N) - 1
     last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
     of_all = tl.minimum(tl.load(End + n0) - 1, n0 + window)  # last query that could see every key
-    k = K.load([head, n0, 0]).reshape(BLOCK, D)
-    v = V.load([head, n0, 0]).reshape(BLOCK, D)
+    k = _tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
+    v = _tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, D, TMA)
     dk = tl.zeros((BLOCK, D), dtype=tl.float32)
     dv = tl.zeros((BLOCK, D), dtype=tl.float32)
     for m0 in range(n0, last + 1, BLOCK):
-        q = Q.load([head, m0, 0]).reshape(BLOCK, D)
-        dy = dY.load([head, m0, 0]).reshape(BLOCK, D)
-        lse = Lse.load([head, m0]).reshape(BLOCK)
-        row_dot = RowDot.load([head, m0]).reshape(BLOCK)
+        q = _tile(Q, head, m0, N, stride_qn, stride_qh, BLOCK, D, TMA)
+        dy = _tile(dY, head, m0, N, stride_dn, stride_dh, BLOCK, D, TMA)
+        t = m0 + tl.arange(0, BLOCK)
+        if TMA:
+            lse = Lse.load([head, m0]).reshape(BLOCK)
+            row_dot = RowDot.load([head, m0]).reshape(BLOCK)
+        else:
+            row = head.to(tl.int64) * stride_lh + t
+            lse = tl.load(Lse + row, mask=t < N, other=0.0)
+            row_dot = tl.load(RowDot + row, mask=t < N, other=0.0)
         x = tl.dot(k, tl.trans(q), input_precision="ieee")  # (keys, queries)
         dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
         if (m0 < n0 + BLOCK - 1) | (m0 + BLOCK - 1 > of_all):
-            t = m0 + tl.arange(0, BLOCK)
             x = tl.where((t[None, :] - s[:, None]).to(tl.uint32) <= (high - s).to(tl.uint32)[:, None], x, float("-inf"))
         p = tl.exp2(x * (scale * LOG2_E) - lse[None, :])
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
@@ -766,20 +803,22 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, sca
 
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dQ, dK, dV,
-                               Start, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_lh, stride_dv,
-                               D: tl.constexpr, BLOCK: tl.constexpr):
+                               Start, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh,
+                               stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0) // 2
     head = tile % H
     first = tile // H * BLOCK
     scale = tl.cast(scale, tl.float32)
     if tl.program_id(0) % 2 == 0:
         _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, End, N, H, window, scale,
-                  stride_dv, D, BLOCK)
+                  stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv,
+                  D, TMA, BLOCK)
     else:
         q = _rows(Q, head, first, N, stride_qn, stride_qh, BLOCK, D)
         dy = _rows(dY, head, first, N, stride_dn, stride_dh, BLOCK, D)
         row = head.to(tl.int64) * stride_lh
-        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse + row, RowDot + row, dQ, Start, N, H, window, scale, D, BLOCK)
+        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse + row, RowDot + row, dQ, Start, N, H, window, scale,
+                 stride_kn, stride_kh, stride_vn, stride_vh, D, TMA, BLOCK)
 
 
 def _loadable(x):
@@ -789,7 +828,9 @@ def _loadable(x):
 
 
 def _head_rows(x, block):
-    """Descriptor of (1, block, d) pieces of x (N, H, d), or of (1, block) pieces of the first N columns of x (H, N)."""
+    """Descriptor of (1, block, d) pieces of x (N, H, d), or of (1, block) pieces of N columns of x (H, N); without TMA x itself."""
+    if not _tma(x.device):
+        return x
     if x.ndim == 3:
         x = x.transpose(0, 1)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block, *x.shape[2:]])
@@ -812,7 +853,7 @@ def attend(q, k, v, gate, start, end, window, scale):
     q, k, v = (_loadable(x) for x in (q, k, v))
     _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
         q, *(_head_rows(x, launch["BLOCK_N"]) for x in (k, v)), gate, y, lse, start, N, H, int(window), float(scale),
-        *q.stride()[:2], *gate.stride(), lse.stride(0), D=D, **launch)
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride(), lse.stride(0), D=D, TMA=_tma(q.device), **launch)
     return y, lse
 
 
@@ -830,7 +871,8 @@ def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=Non
     launch = ATTENTION_LAUNCH[q.dtype]["backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
         q, dy, lse, row_dot, *(_head_rows(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv, start, end,
-        N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], lse.stride(0), dv.stride(0), D=D, **launch)
+        N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2], *v.stride()[:2], lse.stride(0), dv.stride(0),
+        D=D, TMA=_tma(q.device), **launch)
     return dq, dk, dv, dgate
 
 
@@ -1033,9 +1075,9 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset):
 
 
 @triton.jit
-def _project_kernel(X, W, Qkv, Rstd, Rotary, Ve, Gate, N, stride_part, stride_ve, K: tl.constexpr, EPS: tl.constexpr,
-                    PAIRED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _project_kernel(X, W, Qkv, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve, K: tl.constexpr,
+                    EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
+                    D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     c = tl.arange(0, D // 2)[None, :]
     # Heads are neighbours in launch order: those that run together share rows of x in L2. As a loop, so that the first
     # loads of a tile are under way while the one before it is finished.
@@ -1044,7 +1086,15 @@ def _project_kernel(X, W, Qkv, Rstd, Rotary, Ve, Gate, N, stride_part, stride_ve
         head = tile % (3 * H)
         acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
-            acc = tl.dot(X.load([first, k]), tl.trans(W.load([head * D, k])), acc, input_precision="ieee")
+            if TMA:
+                x, w = X.load([first, k]), tl.trans(W.load([head * D, k]))
+            else:
+                m = first + tl.arange(0, BLOCK_M)
+                n = head * D + tl.arange(0, D)
+                j = k + tl.arange(0, BLOCK_K)
+                x = tl.load(X + m.to(tl.int64)[:, None] * stride_x + j[None, :], mask=(m < N)[:, None] & (j < K)[None, :], other=0.0)
+                w = tl.load(W + n[None, :] * stride_w + j[:, None], mask=(j < K)[:, None], other=0.0)
+            acc = tl.dot(x, w, acc, input_precision="ieee")
         # From here on what concerns q and k alone, or v alone, is masked: a branch would keep the loops apart.
         part, h = head // H, head % H
         t = first + tl.arange(0, BLOCK_M)
@@ -1139,12 +1189,12 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset):
     launch = PROJECT_LAUNCH[x.dtype]
     qkv, rstd = x.new_empty(3, N + 1, H, d), x.new_empty(2, N, H, dtype=torch.float32)
     programs = min(triton.cdiv(N, launch["BLOCK_M"]) * 3 * H, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
-    value = ve is not None
+    value, tma = ve is not None, _tma(x.device)
     _project_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]),
-        TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]), qkv, rstd, rotary, ve if value else x,
-        ve_gate if value else x, N, qkv.stride(0), ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS,
-        PAIRED=paired, OFFSET=offset, VALUE=value, H=H, D=d, **launch)
+        TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else x,
+        TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]) if tma else weight, qkv, rstd, rotary, ve if value else x,
+        ve_gate if value else x, N, x.stride(0), weight.stride(0), qkv.stride(0), ve.stride(0) if value else 0,
+        K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, VALUE=value, H=H, D=d, TMA=tma, **launch)
     return qkv, rstd
 
 

@@ -49,7 +49,7 @@ def compile_all(arch):
 
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, exact=True: False
-    tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
+    tk._sm_count, tk._shared_memory, tk._tma = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch], lambda device: arch >= 90
     bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     for family in bench.FAMILIES.keys() - {"optimizer"}:  # the kernels of muon again
@@ -80,6 +80,38 @@ def test_every_kernel_compiles_and_fits(programs, arch):
     kernels = {node.name for node in functions if node.name.endswith("_kernel") and node.decorator_list}
     assert {name for name, *_ in rows} == kernels - HOPPER_ONLY - (set() if arch >= 89 else FP8_ONLY)
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
+
+
+@pytest.mark.parametrize("paired, offset, value", [(False, True, True), (True, False, False)])
+def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, value):
+    """What kernels load where there is no copy engine: ragged shapes, strided views; every bit of every result."""
+    import triton_kernels as tk
+    gpu = device.type == "cuda"
+    dtype, N, H, d, D = (torch.bfloat16, 1000, 6, 128, 768) if gpu else (torch.float32, 75, 2, 16, 40)
+
+    def random(*shape, dtype=dtype):
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, weight, rotary, grad = random(N, D), random(3 * H * d, D) * D**-0.5, random(2 * N, d // 4, 2), random(N, H, d)
+    ve, gate = (random(N, H * d), random(N, H).sigmoid()) if value else (None, None)
+    starts, ends = tk.document_of_tokens(torch.tensor([0, N // 3, N // 3 + 7, N], dtype=torch.int32, device=device), N)
+    gram, square = random(2, 100, 64), random(2, 72, 72)
+    square = square + square.mT
+
+    def results():
+        qkv, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset)
+        q, k, v = qkv[:, :N].unbind()
+        y, lse = tk.attend(q, k, v, random(N, H).fill_(0.5), starts, ends, 21, 0.2)
+        grads = tk.attend_backward(grad, q, k, v, random(N, H).fill_(0.5), y, lse, starts, ends, 21, 0.2)
+        products = [tk.XXT(gram, gram.new_empty(2, 100, 100)), tk.XTX(gram, gram.new_empty(2, 64, 64)),
+                    tk.ba_plus_cAA(square, 0.5, -2.0, torch.empty_like(square), 3.0)]
+        return [q, k, v, rstd, y, lse, *grads, *products]
+
+    by_descriptors = results()
+    monkeypatch.setattr(tk, "_tma", lambda device: False)
+    monkeypatch.setattr(tk.TensorDescriptor, "__post_init__", None)  # cannot be made any more
+    for a, b in zip(by_descriptors, results(), strict=True):
+        assert a.isfinite().all() and torch.equal(a, b)
 
 
 if __name__ == "__main__":
