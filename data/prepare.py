@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
+from records import check  # noqa: E402
 from train_gpt import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
@@ -148,7 +149,7 @@ def report_command(name: str, separator: int) -> None:
     try:
         arguments = training_arguments(name, separator)
         config = train_gpt.parse_config(arguments)
-        found = train_gpt.check_training_data(config, 1)
+        found = check.check_training_data(config, 1)
         train_gpt.check_validation_data(config)
     except UserError as error:
         print(f"warning: no run can start on this: {error}")

@@ -10,6 +10,7 @@ import torch
 import oracles
 import train_gpt as T
 from oracles import write_shard
+from records import check as C
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)
@@ -407,7 +408,7 @@ def test_what_is_no_file_is_named(tmp_path):
     for name in ("folder.bin", "link.bin", "loop.bin", "pipe.bin", "*.bin", "**"):
         path = T.find_files(f"{tmp_path}/{name}")[0]
         config = T.Config(data=T.Data(train_files=f"{tmp_path}/{name}", val_files=f"{tmp_path}/{name}"))
-        for check in (T.check_training_data, T.check_validation_data):
+        for check in (C.check_training_data, T.check_validation_data):
             with pytest.raises(T.UserError, match=f"{path}: .*no shard"):
                 check(config, 1)
     with pytest.raises(T.UserError, match="gone.bin: .*no shard"):

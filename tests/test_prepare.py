@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
+from records import check  # noqa: E402
 from train_gpt import read_shard_header  # noqa: E402
 
 
@@ -665,7 +666,7 @@ def test_the_printed_command_fits_the_text(data, tmp_path, monkeypatch, capsys, 
     config = train_gpt.parse_config(arguments)
     assert config.run.sample_tokens == 200 and config.run.sample_prompt == ""
     usual = train_gpt.PRESETS["cpu" if tokenizer == "bytes" else "record"]
-    assert train_gpt.check_training_data(config, 1) in out
+    assert check.check_training_data(config, 1) in out
     runtime = train_gpt.Runtime(0, 1, torch.device("cpu"))
     for stage in config.schedule.stages:
         row = stage.batch_tokens // config.run.micro_batches
@@ -713,6 +714,9 @@ def copy(tmp_path):
     (repo / "data").mkdir(parents=True)
     for name in ("run.sh", "train_gpt.py", "triton_kernels.py", "data/prepare.py"):
         shutil.copy(ROOT / name, repo / name)
+    (repo / "records").mkdir()
+    for module in (ROOT / "records").glob("*.py"):
+        shutil.copy(module, repo / "records")
     (tmp_path / "bin").mkdir()
     for name in ("python", "python3"):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
