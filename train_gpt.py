@@ -42,14 +42,17 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -365,16 +368,30 @@ def find_device(config) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def place() -> tuple[int, int, int]:
+    """(rank, number of ranks, rank on this machine), which torchrun puts into the environment; a process without them is alone."""
+    given = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        given = " ".join(map("=".join, given.items()))
+        raise UserError(f"{given}: ranks are numbers from 0 up to below WORLD_SIZE; use torchrun, or set none of these")
+    return tuple(map(int, given.values()))
+
+
 def init_runtime(config) -> Runtime:
     """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
-    rank, world, device = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), find_device(config)
+    (rank, world, _), device = place(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, rank=rank, world_size=world, store=store,
-                            device_id=device if device.type == "cuda" else None)
-    dist.barrier()
+    try:
+        socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
+        # Ten minutes for a process to come, and to be waited for later: one may compile what others have in their cache.
+        dist.init_process_group(backend, rank=rank, world_size=world, store=dist.HashStore() if world == 1 else None,
+                                timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
+        dist.barrier()
+    except (OSError, RuntimeError, ValueError) as error:
+        where = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(f"{world} processes do not come together ({where}): {str(error).partition(chr(10))[0]}") from error
     return Runtime(rank, world, device)
 
 
@@ -1253,42 +1270,51 @@ def make_plan(config: Config, step: int) -> StepPlan:
 # ---- Log and evaluation ----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def writing(path):
+    """UserError when the disk is full, or nobody reads the console any more: a run that is not written down is worth nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path} or the console: {error.strerror}; make room, or choose another --log_dir") from None
+
+
 class Log:
     """The log file and the console of rank 0; other ranks write nothing. One writer, kept open, flushed at validations."""
 
     def __init__(self, config, rt):
-        self.file, self.is_main = None, rt.rank == 0
+        self.file, self.path, self.is_main = None, None, rt.rank == 0
         self.terminal = self.is_main and sys.stdout.isatty()
         if self.is_main:
-            folder = Path(__file__).parent / config.run.log_dir
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                self.path = folder / f"{config.run.run_label}_{uuid.uuid4()}.txt"
+            self.path = Path(__file__).parent / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
+            with writing(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.file = open(self.path, "w", encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"cannot write a log in {folder}: {error.strerror}; choose another --log_dir") from None
             self.line(str(self.path), file=False)
 
-    def line(self, text, console=True, file=True):
-        if self.file is not None and file:
-            self.file.write(text + "\n")  # one write: the loader's thread may have something to say, too
-        if self.is_main and console:
-            print(("\r\033[K" if self.terminal else "") + text, flush=True)
+    def line(self, text, console=True, file=True, end="\n"):
+        with writing(self.path):
+            if self.file is not None and file:
+                self.file.write(text + "\n")  # one write: the loader's thread may have something to say, too
+            if self.is_main and console:
+                print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
 
     def progress(self, text, seconds_left):
         """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""
         self.line(text, console=not self.terminal)
         if self.terminal:
-            print(f"\r\033[K{text} eta:{seconds_left // 60:.0f}m{seconds_left % 60:02.0f}s", end="", flush=True)
+            self.line(f"{text} eta:{seconds_left // 60:.0f}m{seconds_left % 60:02.0f}s", file=False, end="")
 
     def flush(self):
         if self.file is not None:
-            self.file.flush()
+            with writing(self.path):
+                self.file.flush()
 
     def close(self):
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        file, self.file = self.file, None
+        if file is not None:
+            with writing(self.path):
+                file.close()
 
 
 def log_header(log, config, rt, choices, sources):
@@ -1689,15 +1715,40 @@ def main(argv) -> int:
         return 0
     sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, kernels.__file__)]  # before anybody edits them
 
-    def interrupted(signum, frame):
-        raise KeyboardInterrupt
+    rank = local = 0
+    log = None
 
-    rank, local, log = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)), None
-    on_sigterm = signal.signal(signal.SIGTERM, interrupted if rank == 0 else signal.SIG_DFL)  # rank 0 has a log to close
+    def end(message, status):
+        """Say why; of the processes that torchrun started on this machine one is enough."""
+        if log is not None:
+            with suppress(UserError):
+                log.close()
+        if local > 0:
+            time.sleep(1)  # the first one usually has the same to say
+        try:
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()  # it gave each a folder, side by side
+        except (KeyError, IndexError, OSError) as error:
+            if isinstance(error, FileExistsError):
+                return status
+        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+        return status
+
+    def end_on_signal():
+        why = {signal.SIGTERM: "ended by SIGTERM, from outside or because another process failed"}
+        os._exit(end(why.get(os.read(signalled, 1)[0], "interrupted"), 130))
+
+    # A thread sees to Ctrl-C and SIGTERM: handlers run in the main thread, and that may be waiting for a process that hangs.
+    signalled, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    threading.Thread(target=end_on_signal, daemon=True).start()
     try:
         if any(arg.startswith("--sample=") for arg in argv):
             return companion("evaluate", "--sample").speak(argv)
-        world = int(os.environ.get("WORLD_SIZE", 1))
+        rank, world, local = place()
         config = parse_config([arg for arg in argv if arg != "--check"], world)
         config, fine = preflight(config, world, show="--check" in argv and local == 0)
         if "--check" in argv:
@@ -1707,36 +1758,25 @@ def main(argv) -> int:
         watch.lap("processes")
         log = Log(config, rt)
         train(config, rt, log, watch, sources)
+        log.close()
         dist.destroy_process_group()
         return 0
     except UserError as error:
-        message, status = str(error), 1
+        return end(error, 1)
     except torch.OutOfMemoryError as error:
-        message, status = f"out of GPU memory: {LESS_MEMORY} ({' '.join(str(error).split())})", 1
-    except KeyboardInterrupt:
-        message, status = "interrupted", 130
+        return end(f"out of GPU memory: {LESS_MEMORY} ({' '.join(str(error).split())})", 1)
     except RuntimeError as error:
-        if not re.search("connection (closed|reset)|nccl", str(error), re.I):
+        if not re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
             raise
-        message, status = "lost the connection to another process, which may say why", 1
+        return end("lost the connection to another process, or waited for it in vain; it may say why", 1)
     finally:
         gc.enable()
-        signal.signal(signal.SIGTERM, on_sigterm)
-        if log is not None:
-            log.close()
-    if rank > 0:
-        if status == 130:
-            return status  # rank 0 says so
-        if local > 0:
-            time.sleep(2)  # usually the first process of this machine says the same, and torchrun then ends this one
-        message = f"rank {rank}: {message}"
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return status
 
 
 if __name__ == "__main__":
     sys.modules["train_gpt"] = sys.modules[__name__]  # for those in records/ that import it
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of a sample
     status = main(sys.argv[1:])
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)  # after an error other ranks may hang in a collective; do not wait for them

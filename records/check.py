@@ -4,11 +4,13 @@ Each check takes (config, number of ranks), returns what it found, raises UserEr
 """
 
 import dataclasses
+import getpass
 import os
 import platform
 import re
 import shutil
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -23,9 +25,13 @@ class Doubt(T.UserError):
     """A start says so and goes on."""
 
 
+def torch_version():
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
 def check_versions(config, world):
     """Those of Python and of what it imports."""
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
+    if torch_version() < (2, 11):
         raise T.UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
             f" Triton {T.kernels.triton.__version__}")
@@ -76,12 +82,39 @@ def check_checkpoint(config, world):
     return f"{config.run.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
+def existing(folder):
+    """The folder, or the one in which it would be made."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def writable(folder):
+    return os.access(existing(folder), os.W_OK | os.X_OK)
+
+
+def check_caches(config, world):
+    """The folders in which the compilers keep what they made, by the environment variables that name them."""
+    folders = {}
+    if T.find_device(config).type == "cuda":
+        folders["TRITON_CACHE_DIR"] = T.kernels.triton.knobs.cache.dir
+    if config.run.compile:  # by default a folder in that of temporary files; torch itself could say which, but makes it when asked
+        folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    for name, folder in folders.items():
+        if not writable(Path(folder).absolute()):
+            raise T.UserError(f"{folder} cannot be written: set {name} to a folder for what is compiled")
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        if config.run.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and torch_version() < (2, 13):
+            raise Doubt("older versions of PyTorch need a user with a name: set USER, or TORCHINDUCTOR_CACHE_DIR") from None
+    return ", ".join(folders.values()) or "nothing is compiled"
+
+
 def check_disk(config, world):
     """Room for what rank 0 writes."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes"
     run, folder = config.run, Path(T.__file__).parent / config.run.log_dir
-    place = next(path for path in (folder, *folder.parents) if path.exists())
+    place = existing(folder)
     free, need, need_for = shutil.disk_usage(place).free, 2**20, "the log"
     if run.save or run.save_every:
         weights, state = state_bytes(config)
@@ -89,7 +122,7 @@ def check_disk(config, world):
         count = min(saves, run.keep + 1) if run.keep else saves  # the oldest goes when the newest is complete
         need, need_for = need + count * (2 * weights + state), "the log and checkpoints"  # of weights, gradients and state at most
     found = f"{config.run.log_dir}: {free // 2**20} MiB free, {need // 2**20} needed for {need_for}"
-    if free < need or not os.access(place, os.W_OK | os.X_OK):
+    if free < need or not writable(place):
         raise T.UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
     return found
 
@@ -152,7 +185,7 @@ def expected_time(config, world):
 
 
 CHECKS = {"versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
-          "validation data": T.check_validation_data, "disk": check_disk, "memory": check_memory}
+          "validation data": T.check_validation_data, "caches": check_caches, "disk": check_disk, "memory": check_memory}
 
 
 def run_checks(config, world, show) -> bool:

@@ -17,7 +17,7 @@ from oracles import write_shard
 from records import check as C, work
 
 ROOT, MiB = Path(T.__file__).parent, 2**20
-ROWS = ["versions", "device", "kernels", "training data", "validation data", "disk", "memory", "time"]
+ROWS = ["versions", "device", "kernels", "training data", "validation data", "caches", "disk", "memory", "time"]
 DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at 512 in the others
 
 
@@ -75,7 +75,7 @@ def test_a_machine_without_gpu(check, folder, monkeypatch):
     assert status == 1 and "no usable GPU" in rows["device"][0] and "no document separator" in rows["training data"][0]
     args = ["--device=cuda", "--dtype=bfloat16"]
     status, rows = check(*args)
-    assert status == 1 and {row for row, (_, ok) in rows.items() if ok == "no"} == {"device", "kernels", "memory", "time"}
+    assert status == 1 and {row for row, (_, ok) in rows.items() if ok == "no"} == {"device", "kernels", "caches", "memory", "time"}
     assert "no usable GPU: try --preset=cpu" in rows["device"][0]
     assert check.start(*args) == (1, f"error: {rows['device'][0]}\n")
     status, rows = check()
@@ -180,8 +180,31 @@ def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
 
 def test_a_log_that_cannot_be_opened(folder):
     """Should the folder become unusable after the checks."""
-    with pytest.raises(T.UserError, match="cannot write a log in .*val_1.bin.*--log_dir"):
+    with pytest.raises(T.UserError, match="cannot write .*val_1.bin/run_.*--log_dir"):
         T.Log(T.parse_config(["--preset=cpu", f"--log_dir={folder}/val_1.bin"]), T.Runtime(0, 1, torch.device("cpu")))
+
+
+# ---- Caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_compilers_without_a_folder(check, folder, monkeypatch):
+    """No home, or one that cannot be written: the line names the variable that helps."""
+    assert check()[1]["caches"] == ("nothing is compiled", "yes")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/new/caches")  # made when needed
+    assert check("--compile=true")[1]["caches"] == (f"{folder}/new/caches", "yes")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/val_1.bin/caches")
+    assert check.start()[1] == "error: all checks passed\n"
+    line = f"{folder}/val_1.bin/caches cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder for what is compiled"
+    assert check.start("--compile=true") == (1, f"error: {line}\n")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError("getpwuid(): uid not found")))
+    for version, ok in ("2.12.0", "maybe"), ("2.13.0", "yes"):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert check("--compile=true")[1]["caches"][1] == ok and check()[1]["caches"][1] == "yes"
+    monkeypatch.setattr(T, "find_device", lambda config: torch.device("cuda"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/val_1.bin/caches")
+    with pytest.raises(T.UserError, match="val_1.bin/caches cannot be written: set TRITON_CACHE_DIR"):
+        C.check_caches(T.parse_config(["--preset=cpu"]), 1)
 
 
 # ---- Versions --------------------------------------------------------------------------------------------------------
@@ -390,6 +413,7 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
     """Its own GPU, for example: no table, one line, as in a start."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     args = ["--check", *check.args]
     assert T.main(args) == 0 and capsys.readouterr() == ("", "")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import signal
 
 import numpy as np
 import pytest
@@ -191,15 +190,7 @@ def test_help_lists_every_knob():
     assert any(line[0] == "--stage2.max_doc_len=2048" and "cut" in line for line in words if line)
 
 
-@pytest.fixture
-def signals():
-    """main takes over SIGTERM."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_main_prints_help_or_one_line(capsys, signals):
+def test_main_prints_help_or_one_line(capsys):
     assert T.main(["--preset=cpu", "--help"]) == 0
     assert capsys.readouterr().out == T.help_text() + "\n"
     assert T.main(["--val_evry=3"]) == 1

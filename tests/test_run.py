@@ -288,7 +288,6 @@ def fails(capsys):
         assert T.main(argv) == 1
         assert re.fullmatch(rf"error: .*{pattern}.*\n", err := capsys.readouterr().err), err
     yield check
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     T.gc.enable()
     if T.dist.is_initialized():
         T.dist.destroy_process_group()

@@ -1,0 +1,196 @@
+"""What can go wrong around a run: killed and hanging processes, a full disk, no home, addresses and ports. Each ends with one line,
+and no process is left."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train_gpt as T
+import triton_kernels as kernels
+from test_run import ENV, ROOT, VAL_BATCH, corpus, fails, finish, start  # noqa: F401 (two of them are fixtures)
+
+SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()}")'
+ENDLESS = "--scheduled_steps=9000"
+IMPATIENT = """init = T.dist.init_process_group
+T.dist.init_process_group = lambda *args, **options: init(*args, **options | {"timeout": T.timedelta(seconds=3)})"""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def ready(process, *patterns, seen=""):
+    """What the process has written when all patterns were in it."""
+    while not all(re.search(pattern, seen, re.M) for pattern in patterns):
+        seen += (line := process.stdout.readline())
+        assert line, process.stderr.read()
+    return seen
+
+
+def pid(seen, rank):
+    return int(re.search(rf"^rank {rank} is (\d+)", seen, re.M)[1])
+
+
+def one_line(err, pattern):
+    """The only line of ours is this one."""
+    ours = "\n".join(re.findall("^error: .*$", err, re.M))
+    assert re.fullmatch(f"error: .*{pattern}.*", ours) and 'train_gpt.py", line' not in err, err
+
+
+def as_run_sh_shows(err):
+    program = re.search(r"^errors='(.*?)'$", (ROOT / "run.sh").read_text(), re.M | re.S)[1]
+    return subprocess.run(["awk", program], input=err, text=True, capture_output=True, check=True).stdout.splitlines()
+
+
+@pytest.mark.parametrize("victim, moment", [(0, "^step:3/"), (1, "^step:3/"), (1, "^rank 0")])
+def test_a_killed_process_ends_all(corpus, tmp_path, victim, moment):
+    process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID)
+    seen = ready(process, "^rank 0.*\n", "^rank 1.*\n", moment)
+    os.kill(pid(seen, victim), signal.SIGKILL)
+    out, err, status = finish(process, 25, seen)
+    assert status != 0 and out.count("pid ") == 2
+    # The other learns it from its connection or from torchrun, whichever is faster.
+    one_line(err, "(SIGTERM.* another process failed|lost the connection|do not come together)")
+    told = [line for line in as_run_sh_shows(err) if not line.startswith("error: ")]
+    assert told == [f"run.sh: process {victim} was ended by signal 9: by hand, or no memory left"], err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
+    port = free_port()
+    nodes = [start(corpus, f"--log_dir={tmp_path}", ENDLESS, hook=SAY_PID, node=[
+        "--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"]) for i in (0, 1)]
+    seen = [ready(nodes[0], "^rank 0.*\n", "^step:3/"), ready(nodes[1], "^rank 1.*\n")]
+    os.kill(pid(seen[victim], victim), signal.SIGKILL)
+    ended = [finish(node, 25, text) for node, text in zip(nodes, seen)]
+    assert all(status != 0 for _, _, status in ended)
+    one_line(ended[1 - victim][1], "lost the connection to another process")
+    err = ended[victim][1]
+    assert "error: " not in err and as_run_sh_shows(err)[0].startswith("run.sh: process 0 was ended by signal 9")
+
+
+def test_sigterm_ends_two_processes_with_one_line(corpus, tmp_path):
+    """Also when it reaches them twice: from the one who asks, and from torchrun."""
+    process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID)
+    seen = ready(process, "^rank 0.*\n", "^rank 1.*\n", "^step:2/")
+    for target in (pid(seen, 1), process.pid, pid(seen, 0)):
+        os.kill(target, signal.SIGTERM)
+    _, err, status = finish(process, 25, seen)
+    one_line(err, "ended by SIGTERM")
+    log = next(tmp_path.glob("*.txt")).read_text()
+    assert status != 0 and set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatient):
+    """By SIGTERM at once, although the main thread waits in the collective; by the timeout in any case."""
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # without torchrun, as Slurm starts
+    command = [sys.executable, str(corpus.folder / "hooked.py"), SAY_PID + "\n" + IMPATIENT * impatient, *corpus.args, ENDLESS,
+               f"--log_dir={tmp_path}"]
+    one, other = (subprocess.Popen(command, env=ENV | address | {"RANK": rank}, text=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE) for rank in "01")
+    try:
+        seen = ready(one, "^step:3/")
+        other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)
+        last, end = "", time.monotonic() + 10
+        while last != (last := next(Path(f"/proc/{one.pid}/stat").open()).split()[13]) and time.monotonic() < end:
+            time.sleep(0.5)  # until it takes no more time: it waits
+        if not impatient:
+            one.send_signal(signal.SIGTERM)
+        out, err, status = finish(one, 20, seen)
+    finally:
+        other.kill()
+        other.communicate()
+    one_line(err, "waited for it in vain" if impatient else "ended by SIGTERM")
+    steps = set(re.findall("^step:.*$", out, re.M))
+    assert status == (1 if impatient else 130) and steps <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
+
+
+ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+PLACES = {  # environment -> what the message says; a port that is missing here is one that is taken
+    "WORLD_SIZE=two": "WORLD_SIZE=two.*torchrun", "WORLD_SIZE=0": "WORLD_SIZE=0.*torchrun", "RANK=": "RANK= .*torchrun",
+    "RANK=2": "RANK=2 WORLD_SIZE=2.*torchrun", "RANK=-1": "RANK=-1.*torchrun", "LOCAL_RANK=x": "LOCAL_RANK=x.*torchrun",
+    "": "2 processes do not come together .*MASTER_PORT=[0-9]+.*: .*address already in use",
+    "MASTER_PORT=None": "MASTER_PORT expected",
+    "MASTER_PORT=http": "MASTER_PORT=http", "MASTER_PORT=70000": "MASTER_PORT=70000.*65535",
+    "MASTER_ADDR=nowhere": "MASTER_ADDR=nowhere .*not known", "MASTER_PORT=free": "1/2 clients joined"}
+
+
+@pytest.mark.parametrize("given", PLACES)
+def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, given):
+    resolve, init = socket.getaddrinfo, T.dist.init_process_group
+
+    def resolved(name, port):
+        if name == "nowhere":  # the resolver of this machine may take its time
+            raise socket.gaierror(-2, "Name or service not known")
+        return resolve(name, port)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    short = {"timeout": T.timedelta(seconds=3)}
+    monkeypatch.setattr(T.dist, "init_process_group", lambda *args, **options: init(*args, **options | short))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        key, _, value = given.partition("=")
+        env = ADDRESS | {"MASTER_PORT": str(taken.getsockname()[1])} | ({key: value} if key else {})
+        for key, value in env.items():
+            if value == "None":
+                monkeypatch.delenv(key, raising=False)
+            else:
+                monkeypatch.setenv(key, str(free_port()) if value == "free" else value)
+        fails([*corpus.args, f"--log_dir={tmp_path}"], PLACES[given])
+
+
+def test_one_process_needs_no_port(corpus, tmp_path, monkeypatch):
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    rt = T.init_runtime(T.parse_config(corpus.args))
+    T.dist.destroy_process_group()
+    assert (rt.rank, rt.world) == (0, 1)
+
+
+full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+@full
+def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch):
+    monkeypatch.setattr(T.uuid, "uuid4", lambda: "full")
+    (tmp_path / "run_full.txt").symlink_to("/dev/full")
+    args = [*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"]
+    fails(args, "cannot write .*run_full.txt.*No space left.*--log_dir")
+
+
+def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
+    """Here a limit on the size of files. It stops at once, and what fits is in the log."""
+    import resource
+    room = sum(os.path.getsize(module.__file__) for module in (T, kernels)) + 5000
+    limit = f"\nimport resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, resource.RLIM_INFINITY))"
+    process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID + limit)
+    out, err, status = finish(process, 60)
+    one_line(err, f"cannot write {tmp_path}/run_.*: File too large; make room, or choose another --log_dir")
+    log, last = next(tmp_path.glob("*.txt")), int(re.findall(r"^step:(\d+)/", out, re.M)[-1])
+    assert status != 0 and out.count("pid ") == 2 and log.stat().st_size == room
+    assert re.search("^step:3/.* val_loss:", log.read_text(), re.M) and last < 1000, last
+
+
+@full
+def test_a_console_that_cannot_be_written(corpus, tmp_path):
+    with open("/dev/full", "w") as console:
+        result = subprocess.run([sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}"], env=ENV, text=True,
+                                stdout=console, stderr=subprocess.PIPE)
+    assert result.returncode == 1
+    assert re.fullmatch("error: cannot write .* the console: No space left on device; .*\n", result.stderr), result.stderr
+
+
+def test_no_home_and_no_name(corpus, tmp_path):
+    """As in a container: nothing in the environment but a home that is no folder."""
+    env = {"PATH": os.environ["PATH"], "HOME": "/dev/null", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}"]
+    result = subprocess.run(command, env=env, text=True, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, "") and "\nfinal_val_loss: " in result.stdout
