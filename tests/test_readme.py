@@ -86,7 +86,8 @@ def run(command, corpus, tmp_path, monkeypatch):
 def checks(command, corpus, tmp_path, monkeypatch):
     """The table of --check; for the CPU with the rows that the README shows."""
     monkeypatch.setenv("DATA_PATH", str(corpus))
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # set by the trainer, so put back afterwards
+    for name in "PYTORCH_ALLOC_CONF", "CUDA_VISIBLE_DEVICES":  # set by the trainer, so put back afterwards
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     argv, cpu = shlex.split(command)[2:], "--preset=cpu" in command
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = T.main([*argv, *(["--val_tokens=1024", "--val_batch_tokens=512"] if cpu else [])])
