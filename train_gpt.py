@@ -334,7 +334,7 @@ def help_text() -> str:
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", knob_source, re.M))
     knobs = flatten(PRESETS["record"])
     lines = [f"  --{key}={render(value)}".ljust(46) + "  " + comments.get(key.split(".")[-1], "") for key, value in knobs.items()]
-    return f"{__doc__}\nKnobs with the values of --preset=record (the other preset: cpu):\n" + "\n".join(lines)
+    return f"{__doc__}\nKnobs with the values of --preset=record (the others: {', '.join(list(PRESETS)[1:])}):\n" + "\n".join(lines)
 
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
@@ -1030,6 +1030,9 @@ class NorMuonAndAdam:
         self.table = {row.label: row for row in PARAM_TABLE}
         if len(self.table) != len(PARAM_TABLE) or set(self.table) != set(self.params):
             raise ValueError(f"PARAM_TABLE needs one row per parameter; differing: {sorted(set(self.table) ^ set(self.params))}")
+        travelling = sorted({row.label if row.comms != "replicated" else row.comms for row in PARAM_TABLE})
+        if not travelling == sorted(SCATTER_ORDER) == sorted(WORK_ORDER):
+            raise ValueError(f"SCATTER_ORDER and WORK_ORDER need each of {', '.join(travelling)} once")
         self.adam_update = compiler(adam_update)
         self.shards = {}  # label -> the part of the parameter this rank updates, in the optimizer's shape; a view
         self.state = {}  # label -> {"m", "v", "mantissa"} of that part
