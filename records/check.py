@@ -181,6 +181,8 @@ def expected_time(config, world):
         return f"{172e-6 * minutes:.1f} minutes on two cores of an AMD EPYC"
     rate = work.ceilings()["bf16"] / 1e12
     minutes *= 1.36e-6 / world * 790 / rate
+    if T.capability(device)["hardware_tma"] == "no":
+        minutes *= 1.21  # nor Hopper's matrix instructions, nor FP8 (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s that this GPU just did)"
 
 

@@ -348,6 +348,15 @@ def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "error: --check needs records/check.py beside train_gpt.py, and it is not there\n")
 
 
+def test_minutes_without_the_copy_engine(gpus):
+    """21 % more than an H200 of the same rate."""
+    def minutes():
+        return float(re.match(r"about ([\d.]+) minutes", gpus.check()[1]["time"][0])[1])
+    hopper = minutes()
+    gpus.capability = 8, 0
+    assert minutes() == pytest.approx(1.21 * hopper, abs=0.1)
+
+
 def test_older_than_ampere(gpus):
     gpus.capability = 7, 5
     status, rows = gpus.check()
