@@ -316,6 +316,7 @@ def check_config(config, world=1) -> Config:
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
     if not run.micro_batches:  # chosen later, and checked then
+        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, which looks at its own GPU: give {world} of them a number")
         return config
     run = dataclasses.replace(run, micro_batches=max(run.micro_batches, world))
     require(run.micro_batches % world == 0,
