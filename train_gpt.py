@@ -1767,6 +1767,8 @@ def main(argv) -> int:
         return 0
     except UserError as error:
         return end(error, 1)
+    except KeyboardInterrupt:
+        return end("interrupted", 130)
     except torch.OutOfMemoryError as error:
         return end(f"out of GPU memory: {LESS_MEMORY} ({' '.join(str(error).split())})", 1)
     except RuntimeError as error:
