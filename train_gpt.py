@@ -72,6 +72,10 @@ class UserError(Exception):
     """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
 
 
+def one_line(error) -> str:
+    return " ".join(str(error).split())
+
+
 # ---- Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...) ------------
 
 
@@ -316,7 +320,7 @@ def check_config(config, world=1) -> Config:
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
     if not run.micro_batches:  # chosen later, and checked then
-        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, which looks at its own GPU: give {world} of them a number")
+        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
         return config
     run = dataclasses.replace(run, micro_batches=max(run.micro_batches, world))
     require(run.micro_batches % world == 0,
@@ -364,7 +368,12 @@ def find_device(config) -> torch.device:
             raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
-        torch.cuda.init()
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:  # a driver that is too old, a GPU in exclusive use
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            raise UserError("CUDA was asked for but this machine has no usable GPU"
+                            f" ({one_line(error)}): see to it, or try --preset=cpu") from error
     torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -385,14 +394,15 @@ def init_runtime(config) -> Runtime:
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
     try:
-        socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
+        if world > 1:
+            socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
         # Ten minutes for a process to come, and to be waited for later: one may compile what others have in their cache.
         dist.init_process_group(backend, rank=rank, world_size=world, store=dist.HashStore() if world == 1 else None,
                                 timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
         dist.barrier()
     except (OSError, RuntimeError, ValueError) as error:
         where = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
-        raise UserError(f"{world} processes do not come together ({where}): {str(error).partition(chr(10))[0]}") from error
+        raise UserError(f"{world} processes do not come together ({where}): {one_line(error)}") from error
     return Runtime(rank, world, device)
 
 
@@ -1683,6 +1693,8 @@ def train(config, rt, log, watch, sources):
     loss, seconds = trainer.run()
     allocated, reserved = peak_memory(rt.device)
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    if config.run.save or config.run.save_every:
+        trainer.save(trainer.total, seconds)
     if config.run.sample_tokens and rt.rank == 0:
         try:
             text = "".join(companion("evaluate", "--sample_tokens").sample(trainer.model, config))
@@ -1695,15 +1707,13 @@ def train(config, rt, log, watch, sources):
                 "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
-    if config.run.save or config.run.save_every:
-        trainer.save(trainer.total, seconds)
 
 
 LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
 
 
 def preflight(config, world, show):
-    """(config with its micro-batches chosen, whether the run would start), before anything is compiled; without records/check.py as it is."""
+    """(config with its micro-batches chosen, whether the run would start), before anything is compiled."""
     check = companion("check", "--check" if show else None if config.run.micro_batches else "--micro_batches=0")
     if check is None:
         return config, True
@@ -1770,11 +1780,11 @@ def main(argv) -> int:
     except KeyboardInterrupt:
         return end("interrupted", 130)
     except torch.OutOfMemoryError as error:
-        return end(f"out of GPU memory: {LESS_MEMORY} ({' '.join(str(error).split())})", 1)
+        return end(f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})", 1)
     except RuntimeError as error:
         if not re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
             raise
-        return end("lost the connection to another process, or waited for it in vain; it may say why", 1)
+        return end(f"lost the connection to another process, or waited for it in vain; it may say why ({one_line(error)})", 1)
     finally:
         gc.enable()
 

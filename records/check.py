@@ -94,7 +94,7 @@ def writable(folder):
 def check_caches(config, world):
     """The folders in which the compilers keep what they made, by the environment variables that name them."""
     folders = {}
-    if T.find_device(config).type == "cuda":
+    if T.find_device(config).type == "cuda" and not T.kernels.NO_TRITON:
         folders["TRITON_CACHE_DIR"] = T.kernels.triton.knobs.cache.dir
     if config.run.compile:  # by default a folder in that of temporary files; torch itself could say which, but makes it when asked
         folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
@@ -145,17 +145,25 @@ def estimate_memory(config, world):
 
 
 def fitting(config, world):
-    """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory; the last one if none has."""
+    """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory, or the most; that of --resume."""
     if config.run.micro_batches:
         return config
-    for number in 8, 16, 32, 64, 128:
-        tried = T.check_config(dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=number)), world)
+    numbers, fits = [8, 16, 32, 64, 128], None
+    if config.run.resume:  # as it was begun
+        numbers = [evaluate.load_checkpoint(config.run.resume)["config"].get("micro_batches", 8)]
+    for number in numbers:
         try:
-            check_memory(tried, world)
+            fits = T.check_config(dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=number)), world)
+        except T.UserError:
+            if fits is None:
+                raise
+            break  # so many do not divide the batches
+        try:
+            check_memory(fits, world)
             break
         except T.UserError:  # also without a GPU, which another check says
             pass
-    return tried
+    return fits
 
 
 def check_memory(config, world):

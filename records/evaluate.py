@@ -108,6 +108,7 @@ def load_model(path, knobs):
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else state["config"].get("dtype"))
     given = {key: T.render(value) for key, value in state["config"].items() if key in known}
     given |= {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto"} | knobs
+    given["micro_batches"] = "8"  # nothing is trained here
     config = T.parse_config([f"--{key}={text}" for key, text in given.items()])
     check_weights(state, config)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
@@ -229,7 +230,7 @@ def fetch_hellaswag() -> Path:
 def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
     """(context, four endings, number of the right one) of every line of JSON; UserError when it is something else."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")  # splitlines would split at U+2028, which may stand in JSON
     except (OSError, UnicodeDecodeError) as error:
         raise T.UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     examples = []

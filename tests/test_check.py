@@ -348,6 +348,33 @@ def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "error: --check needs records/check.py beside train_gpt.py, and it is not there\n")
 
 
+def test_a_driver_that_does_not_work(gpus, monkeypatch):
+    """The GPUs can be counted, but not used."""
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system\nis too old")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    status, rows = gpus.check()
+    assert status == 1 and rows["device"][1] == "no"
+    assert gpus.start()[1].startswith("error: CUDA was asked for but this machine has no usable GPU (The NVIDIA driver on your system is too old): ")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for _ in range(2):  # the second time as the first
+        with pytest.raises(T.UserError, match="too old"):
+            T.find_device(T.Config())
+
+
+def test_the_table_without_triton(gpus, monkeypatch):
+    monkeypatch.setattr(kernels, "NO_TRITON", "No module named 'triton'")
+    status, rows = gpus.check()
+    assert status == 1 and rows["kernels"][0].startswith("a GPU needs Triton (No module named 'triton')")
+
+
+def test_single_takes_no_number_that_does_not_divide(gpus):
+    gpus.free = 12500
+    assert C.fitting(T.parse_config(["--preset=single", "--stage1.batch_tokens=1536"]), 1).run.micro_batches == 32
+    chosen = C.fitting(T.parse_config(["--preset=single", "--stage1.batch_tokens=640", "--scheduled_steps=90"]), 1)
+    assert chosen.run.micro_batches == 8
+
+
 def test_minutes_without_the_copy_engine(gpus):
     """21 % more than an H200 of the same rate."""
     def minutes():
