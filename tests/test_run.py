@@ -296,7 +296,7 @@ def fails(capsys):
 ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
     "--adam_lrr=1": "--adam_lrr.*--adam_lr ", "--val_every=ten": "--val_every=ten.*int", "--compile=maybe": "maybe.*bool",
     "--stage2.mtp_start=1,x": "--stage2.mtp_start=1,x.*numbers", "verbose": "verbose.*--key=value",
-    "--preset=gpu": "--preset=gpu.*record, cpu", "--stage3.batch_tokens=1000": "--stage3.batch_tokens=1000.*multiple",
+    "--preset=gpu": "--preset=gpu.*record, single, cpu", "--stage3.batch_tokens=1000": "--stage3.batch_tokens=1000.*multiple",
     "--kernels=attention:none": "attention:none", "--log_dir={d}/val_1.bin": "val_1.bin.*--log_dir",
     "--train_files={d}/none_*.bin": "none_.*prepare.py", "--val_files={d}/none_*.bin": "none_",
     "--train_files={d}/magic.bin": "magic.bin.*20240521", "--val_files={d}/magic.bin": "magic.bin.*20240521",
