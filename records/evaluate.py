@@ -230,11 +230,11 @@ def fetch_hellaswag() -> Path:
 def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
     """(context, four endings, number of the right one) of every line of JSON; UserError when it is something else."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")  # splitlines would split at U+2028, which may stand in JSON
+        text = Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise T.UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     examples = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n") if text else [], 1):  # splitlines would also cut at U+2028, which JSON allows
         try:
             example = json.loads(line)
             context, endings, label = example["ctx"], example["endings"], int(example["label"])
