@@ -1648,7 +1648,7 @@ class Trainer:
             state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             companion("evaluate", "--save").write_checkpoint(state, path, self.config.run.keep)
-            self.log.line(f"checkpoint: {path}")
+            self.log.line(f"checkpoint: {os.path.relpath(path)}")  # logs are published
 
     def load(self, state):
         """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
