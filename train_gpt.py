@@ -1693,20 +1693,20 @@ def train(config, rt, log, watch, sources):
     loss, seconds = trainer.run()
     allocated, reserved = peak_memory(rt.device)
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if config.run.save or config.run.save_every:
-        trainer.save(trainer.total, seconds)
     if config.run.sample_tokens and rt.rank == 0:
         try:
             text = "".join(companion("evaluate", "--sample_tokens").sample(trainer.model, config))
             log.line(f"sample:\n{text}")
-        except UserError as error:
-            log.line(f"warning: {error}")
+        except (UserError, RuntimeError) as error:  # out of memory, too: what was trained is not lost for it
+            log.line(f"warning: no sample: {one_line(error)}")
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{seconds:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in trainer.seconds.items()}
     summary |= {"total_seconds": f"{time.perf_counter() - watch.start:.3f}", "steps": trainer.total,
                 "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
+    if config.run.save or config.run.save_every:
+        trainer.save(trainer.total, seconds)
 
 
 LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
