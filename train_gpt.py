@@ -1,7 +1,7 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
-This file is the whole trainer; `triton_kernels.py` beside it holds the operations that deserve a kernel. The system is
-that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and the records before it).
+This file is the trainer; `triton_kernels.py` holds the operations that deserve a kernel, `data/loader.py` makes batches of
+documents. The system is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and the records before it).
 
     ./run.sh                                                 set up everything, then train whatever this machine can
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
@@ -17,12 +17,11 @@ with --scheduled_steps=145 --extension_steps=4 55 s on one (records/2026-11-20_o
 Contents, top to bottom; a name is defined above its first use:
     config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
     runtime    ranks, device, what the GPU can do
-    data       shards, document packing, bigram hash, Loader
     model      layer table, YaRN rotary, table lookup, the flat forward
     optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation
-    train      micro-step as a CUDA graph, train_step (shared by warm-up and run), checkpoints, main
+    train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
 A = micro_batches/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
@@ -35,7 +34,6 @@ started = time.perf_counter()  # the imports take seconds
 import dataclasses
 import difflib
 import gc
-import glob
 import importlib
 import math
 import os
@@ -45,12 +43,11 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import uuid
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, islice
@@ -64,16 +61,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
+from data.loader import Loader, UserError, ValidationData, cu_seqlens, make_batch, one_line, user_error
 
 IMPORT_SECONDS = time.perf_counter() - started
 
 
-class UserError(Exception):
-    """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
-
-
-def one_line(error) -> str:
-    return " ".join(str(error).split())
+def companion(name, user=None):
+    """The module records/<name>.py. Where it is not, as beside a copy of this file alone: None, or UserError if it has a `user`."""
+    try:
+        return importlib.import_module(f"records.{name}")
+    except ImportError:
+        if user:
+            raise UserError(f"{user} needs records/{name}.py beside train_gpt.py, and it is not there") from None
 
 
 # ---- Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...) ------------
@@ -279,58 +278,11 @@ def parse_config(argv, world=1) -> Config:
     sections = {f.name: updated(getattr(config, f.name)) for f in dataclasses.fields(config)}
     stages = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
     sections["schedule"] = dataclasses.replace(sections["schedule"], stages=stages)
-    return check_config(Config(**sections), world)
-
-
-def check_config(config, world=1) -> Config:
-    """The config with one micro-batch per rank at least, or UserError when its numbers do not make sense or do not fit together."""
-    def require(ok, message):
-        if not ok:
-            raise UserError(message)
-
-    for key, value in flatten(config).items():
-        least = 0 if key in ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep") else 1
-        require(isinstance(value, (bool, str, float, tuple)) or value >= least, f"--{key}={value}: must be {least} or more")
-    model, schedule, run, data = config.model, config.schedule, config.run, config.data
-    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
-    require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
-    require(schedule.scheduled_steps >= len(schedule.stages) - 1, f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
-    require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
-            f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
-    require(schedule.split_stage <= len(schedule.stages), f"--split_stage={schedule.split_stage}: there are {len(schedule.stages)}")
-    require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, at rest and at work")
-    require(run.seed < 2**63, f"--seed={run.seed}: must be below 2 ** 63")
-    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", run.profile), f"--profile={run.profile}: expected START:COUNT, for example 20:4")
-    total = schedule.scheduled_steps + schedule.extension_steps
-    require(run.profiled.stop <= total, f"--profile={run.profile}: the run has steps 0 to {total - 1}")
-    require(not any(step % every == 0 for step in run.profiled[1:] for every in (run.val_every, run.save_every or total)),
-            f"--profile={run.profile}: a pause comes in between; take other steps, or change --val_every={run.val_every}"
-            f" or --save_every={run.save_every}")
-    require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
-    require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
-    require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
-    plain_attention = run.device == "cpu" or run.kernels == "torch" or "attention:torch" in run.kernels
-    require(plain_attention or run.dtype == "bfloat16",
-            f"--dtype={run.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32, 64, 128, ..."
-            " channels; or add --kernels=attention:torch")
-    require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
-    require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
-            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
-    if not run.micro_batches:  # chosen later, and checked then
-        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
-        return config
-    run = dataclasses.replace(run, micro_batches=max(run.micro_batches, world))
-    require(run.micro_batches % world == 0,
-            f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it, or more than that")
-    for i, stage in enumerate(schedule.stages, 1):
-        require(stage.batch_tokens % (16 * run.micro_batches) == 0,
-                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}"
-                + (f", one for each of {world} processes" if world == run.micro_batches > 1 else ""))
-        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-    return dataclasses.replace(config, run=run)
+    if 0 < sections["run"].micro_batches < world:
+        sections["run"] = dataclasses.replace(sections["run"], micro_batches=world)
+    if check := companion("check"):
+        check.check_config(Config(**sections), world)
+    return Config(**sections)
 
 
 def help_text() -> str:
@@ -354,30 +306,6 @@ class Runtime:
     device: torch.device
 
 
-def find_device(config) -> torch.device:
-    """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
-    if config.run.device == "cpu":
-        return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if not torch.cuda.is_initialized():  # not found before
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-        count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-        if not count:
-            raise UserError("CUDA was asked for but this machine has no usable GPU: try --preset=cpu")
-        if processes > count:
-            raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
-        try:
-            torch.cuda.init()
-        except RuntimeError as error:  # a driver that is too old, a GPU in exclusive use
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
-            raise UserError("CUDA was asked for but this machine has no usable GPU"
-                            f" ({one_line(error)}): see to it, or try --preset=cpu") from error
-    torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def place() -> tuple[int, int, int]:
     """(rank, number of ranks, rank on this machine), which torchrun puts into the environment; a process without them is alone."""
     given = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
@@ -387,22 +315,41 @@ def place() -> tuple[int, int, int]:
     return tuple(map(int, given.values()))
 
 
+def find_device(config) -> torch.device:
+    """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
+    if config.run.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_initialized():  # not found before
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        gpus, local = visible.split(","), place()[2]
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+        if visible and processes > len(gpus):
+            raise UserError(f"{processes} processes but {len(gpus)} GPUs on this machine: start one process per GPU")
+        try:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local] if visible else ""
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:  # no CUDA in this torch, an old driver, a GPU in exclusive use
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            raise UserError("CUDA was asked for but this machine has no usable GPU"
+                            f" ({one_line(error)}): see to it, or try --preset=cpu") from error
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def init_runtime(config) -> Runtime:
     """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
     (rank, world, _), device = place(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
-    try:
+    where = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+    with user_error(f"{world} processes do not come together, {where}", RuntimeError, ValueError):
         if world > 1:
             socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
         # Ten minutes for a process to come, and to be waited for later: one may compile what others have in their cache.
         dist.init_process_group(backend, rank=rank, world_size=world, store=dist.HashStore() if world == 1 else None,
                                 timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
         dist.barrier()
-    except (OSError, RuntimeError, ValueError) as error:
-        where = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
-        raise UserError(f"{world} processes do not come together ({where}): {one_line(error)}") from error
     return Runtime(rank, world, device)
 
 
@@ -410,14 +357,11 @@ def capability(device) -> dict[str, str]:
     """What the hardware offers, for the log and for the choice of kernels."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return {"hardware": f"sm_{major}{minor}" if major else platform.machine(),
-            "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no",
-            "hardware_tma": "yes" if major >= 9 else "no"}
+            "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no", "hardware_tma": "yes" if major >= 9 else "no"}
 
 
 def choose_kernels(config, device):
     """(config, whose fp8 is off where the GPU has none, implementation of every operation, {operation: its name})."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
-        raise UserError(f"{torch.cuda.get_device_name(device)}: bfloat16 needs an Ampere GPU (sm_80) or a newer one; try --preset=cpu")
     fp8 = config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
     try:
         ops, names = kernels.choose_ops(device, config.run.kernels)
@@ -438,246 +382,6 @@ def region(name):
 # reduce_scatter_tensor and all_gather_into_tensor carry other names from torch 2.13 on.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-# ---- Data: token shards -> packed documents -> batches on the device -------------------------------------------------
-
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-REMAKE = "fetch or make it again with data/prepare.py"
-
-
-def read_values(path: Path, dtype: str, count: int, offset=0) -> np.ndarray:
-    """`count` values of a file. UserError when they cannot be read: without permission, gone, a failing disk."""
-    try:
-        values = np.fromfile(path, dtype, count, offset=offset)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if len(values) < count:
-        raise UserError(f"{path}: cannot be read to its end; {REMAKE}")
-    return values
-
-
-def read_shard_header(path: Path) -> int:
-    """Number of tokens that the shard at `path` holds.
-
-    A shard is 256 int32 (magic, version, token count, then unused) followed by one uint16 per token.
-    Raises UserError when the file is not a shard, has another version, or is shorter or longer than it says.
-    """
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: a folder, or a link to nothing, but no shard; give a pattern such as data/mine/mine_train_*.bin")
-    size = os.path.getsize(path)
-    if size < SHARD_HEADER_BYTES:
-        raise UserError(f"{path}: {size} bytes is too short for a shard header; {REMAKE}")
-    magic, version, count = map(int, read_values(path, "<i4", 3))
-    if magic != SHARD_MAGIC:
-        raise UserError(f"{path}: magic number {magic} instead of {SHARD_MAGIC}; not a token shard (data/prepare.py makes them)")
-    if version != SHARD_VERSION:
-        raise UserError(f"{path}: version {version} instead of {SHARD_VERSION}; {REMAKE}")
-    if size != SHARD_HEADER_BYTES + 2 * count:
-        raise UserError(f"{path}: header promises {count} tokens but the file holds {(size - SHARD_HEADER_BYTES) // 2};"
-                        f" truncated or damaged: {REMAKE}")
-    return count
-
-
-def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
-    """The tokens of a shard, the first `most` of them, uint16, checked against the vocabulary."""
-    tokens = read_values(path, "<u2", min(read_shard_header(path), most), SHARD_HEADER_BYTES)
-    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
-                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
-    return tokens
-
-
-def data_root() -> Path:
-    """Where relative patterns begin."""
-    return Path(os.environ.get("DATA_PATH") or Path(__file__).parent)
-
-
-def find_files(pattern: str) -> list[Path]:
-    """Files that match, in name order; relative to $DATA_PATH or this folder. UserError when there are none."""
-    pattern = os.path.expanduser(pattern)  # an absolute one drops the root below
-    files = sorted(map(Path, glob.glob(os.path.join(glob.escape(str(data_root())), pattern))))
-    if not files:
-        raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py, or run ./run.sh")
-    return files
-
-
-def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of the bigram table for each token and its predecessor, int32; the first token has the last row (PR 201, classiclarryd).
-
-    K1: the predecessor may belong to the previous document.
-    """
-    tokens = tokens.astype(np.int32)
-    hashed = np.empty_like(tokens)
-    hashed[0] = rows - 1
-    hashed[1:] = (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)  # below 2**31 for ids up to 59138
-    return hashed
-
-
-def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
-    """Fixed length of cu_seqlens for a row of `tokens`: compiled shapes must not depend on the documents."""
-    return max(128, -(-(tokens // tokens_per_doc) // 128) * 128)
-
-
-def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """[0, borders..., tokens, tokens, ...] of length `size`, int32: cumulative document lengths, the rest empty documents."""
-    if len(borders) >= size:
-        raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}: lower --tokens_per_doc")
-    cu = np.full(size, tokens, np.int32)
-    cu[0] = 0
-    cu[1:1 + len(borders)] = borders
-    return cu
-
-
-class Batch(NamedTuple):
-    """One row of packed documents: what a forward pass takes."""
-
-    tokens: Tensor  # (N,) int32
-    targets: Tensor  # (N,) int64, the next tokens
-    cu_seqlens: Tensor  # (K,) int32
-    bigram_rows: Tensor  # (N,) int32
-    bigram_rows_cpu: np.ndarray  # the same on the host, for the exchange of touched rows
-
-
-def make_batch(run_of_tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
-    """N + 1 consecutive tokens -> a Batch on the device; through pinned memory when that is a GPU."""
-    inputs, targets = run_of_tokens[:-1], run_of_tokens[1:]
-    hashed = bigram_rows(inputs, config.model.bigram_rows)
-    host = [torch.from_numpy(a) for a in (inputs.astype(np.int32), targets.astype(np.int64), cu, hashed)]
-    if device.type == "cuda":
-        host = [t.pin_memory().to(device, non_blocking=True) for t in host]
-    return Batch(*host, hashed)
-
-
-class Shard:
-    """One training shard: tokens, and where its documents start."""
-
-    def __init__(self, path, model, most=sys.maxsize):
-        self.tokens = read_shard(path, model.vocab_size, most)
-        self.starts = np.flatnonzero(self.tokens == model.separator)
-        if not len(self.starts):
-            raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer?"
-                            " (--vocab_size, --preset)")
-        self.lengths = np.diff(self.starts, append=len(self.tokens))
-
-    def pack(self, cursor, tokens, max_doc_len):
-        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor), None if they run out.
-
-        Documents are cut at max_doc_len, the last one also where the row is full; what is cut off is never seen.
-        """
-        lengths = np.minimum(self.lengths[cursor:cursor + tokens + 1], max_doc_len)
-        total = np.cumsum(lengths)
-        last = int(np.searchsorted(total, tokens + 1))
-        if last == len(total):
-            return None
-        lengths[last] -= total[last] - (tokens + 1)
-        return self.starts[cursor:cursor + last + 1], lengths[:last + 1], cursor + last + 1
-
-
-class Loader:
-    """Training batches of one rank; all numbers of ranks see the same documents in the same order.
-
-    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A row that does not fit into
-    the rest of a shard starts on the next one. (The reference repeats all G rows of a micro-step there, so its order depends on G
-    after the first shard; this is its order on one rank.) A thread builds one batch ahead, another reads one shard ahead.
-
-    steps: the steps to serve, in order; shape_of(step) -> (tokens per row, longest document).
-    """
-
-    def __init__(self, config, rt, steps, shape_of, warn=print):
-        self.config, self.rt, self.steps, self.shape_of, self.warn = config, rt, list(steps), shape_of, warn
-        self.files = find_files(config.data.train_files)
-        self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
-        self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
-
-    def state_dict(self):
-        """index, part: step (place in `steps`) and micro-step that come next; shard, cursor: document that comes next.
-
-        It describes what `next_batch` has handed out, not what was read ahead.
-        """
-        return dict(self.state)
-
-    def load_state_dict(self, state):
-        self.state = dict(state)
-        self.batches = self._batches(**state)
-        self.ready = self.builder.submit(next, self.batches, None)
-
-    def next_batch(self) -> Batch:
-        batch, copied, self.state = self.ready.result()
-        if copied is not None:  # the copies ran on a side stream
-            current = torch.cuda.current_stream()
-            current.wait_event(copied)
-            for tensor in batch[:4]:
-                tensor.record_stream(current)
-        self.ready = self.builder.submit(next, self.batches, None)
-        return batch
-
-    def _shard(self, index):
-        return Shard(self.files[index % len(self.files)], self.config.model)
-
-    def _batches(self, index, part, shard, cursor):
-        """Yields (batch, event after its copies, state after it), from a state on."""
-        current, coming = self._shard(shard), self.reader.submit(self._shard, shard + 1)
-        while index < len(self.steps):
-            tokens, max_doc_len = self.shape_of(self.steps[index])
-            for rank in range(self.rt.world):
-                tried = 0
-                while (row := current.pack(cursor, tokens, max_doc_len)) is None:
-                    shard, cursor, tried = shard + 1, 0, tried + 1
-                    if tried > len(self.files):
-                        raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at {max_doc_len};"
-                                        " use more data or a smaller batch (--stage1.batch_tokens ...)")
-                    if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
-                        raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use --data_end=wrap")
-                    if shard == len(self.files):
-                        self.warn("training data exhausted: starting again with the first shard")
-                    current, coming = coming.result(), self.reader.submit(self._shard, shard + 1)
-                starts, lengths, cursor = row
-                if rank == self.rt.rank:
-                    batch = self._batch(current, starts, lengths, tokens)
-            index, part = (index, part + 1) if part + 1 < self.config.run.micro_batches // self.rt.world else (index + 1, 0)
-            yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
-
-    def _batch(self, shard, starts, lengths, tokens):
-        """One row -> (Batch on the device, event after its copies). K2: a cut document's last target is the next separator."""
-        run_of_tokens = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
-        borders = np.minimum(np.cumsum(lengths), tokens)
-        cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-        if self.stream is None:
-            return make_batch(run_of_tokens, cu, self.config, self.rt.device), None
-        torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
-        with torch.cuda.stream(self.stream):
-            return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event()
-
-
-def check_validation_data(config, world=1):
-    """What the headers of the validation files say; UserError when they hold too few tokens."""
-    counts, need = [read_shard_header(path) for path in find_files(config.data.val_files)], config.data.val_tokens + 1
-    if sum(counts) < need:
-        raise UserError(f"{config.data.val_files} holds {sum(counts)} tokens, validation needs {need}: lower --val_tokens")
-    return f"{len(counts)} files, {sum(counts):,} tokens, {need:,} of them used"
-
-
-class ValidationData:
-    """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`; documents cut only between pieces."""
-
-    def __init__(self, config, rt):
-        self.config, self.rt = config, rt
-        check_validation_data(config)
-        need, have, parts = config.data.val_tokens + 1, 0, []
-        for path in find_files(config.data.val_files):
-            parts.append(read_shard(path, config.model.vocab_size)[:need - have])
-            have += len(parts[-1])
-        self.tokens = np.concatenate(parts)
-
-    def __iter__(self):
-        n = self.config.data.val_batch_tokens
-        size = cu_seqlens_size(n, self.config.data.tokens_per_doc)
-        for start in range(self.rt.rank * n, self.config.data.val_tokens, self.rt.world * n):
-            piece = self.tokens[start:start + n + 1]
-            borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.separator), n)
-            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device)
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -894,33 +598,6 @@ class GPT(nn.Module):
 
 # ---- Optimizer: update rules. They change their first arguments in place and know nothing else. ----------------------
 
-# Coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ. Polar Express, Amsel et al., arXiv 2505.16932: 5 steps, safety 2e-2.
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-POLAR_SAFETY = 1.02
-
-
-def polar_express(X, scale, ops):
-    """Approximate polar factor (singular values to about 1 ± 0.14) of every matrix scale · X: X (n, R, C), scale (n,) fp32.
-
-    Frobenius norms < 1 after scaling, which the first products do on the way. X is overwritten.
-    """
-    tall = X.size(1) > X.size(2)
-    side = min(X.size(1), X.size(2))
-    P, Q = (torch.empty(X.size(0), side, side, dtype=X.dtype, device=X.device) for _ in range(2))
-    spare = torch.empty_like(X)
-    for a, b, c in POLAR_EXPRESS:
-        (ops.XTX if tall else ops.XXT)(X, P, scale)
-        ops.ba_plus_cAA(P, c, b, Q, a, scale)  # aI + bP + cPP, so that what follows is a plain product
-        new = torch.bmm(X, Q, out=spare) if tall else torch.bmm(Q, X, out=spare)
-        X, spare, scale = new, X, None
-    return X
-
-
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     """Adam with cautious decay on p (any dtype); m, v fp32. step_size and weight_decay broadcast against p; betas too."""
     grad = grad.float()
@@ -981,16 +658,10 @@ class SparseRows:
         self.rt, self.owned = rt, -(-rows // rt.world)
         self.touched = np.zeros(rows, dtype=bool)
 
-    def mark(self, rows: np.ndarray):
-        self.touched[rows] = True
-
-    def clear(self):
-        self.touched[:] = False
-
     def send_counts(self):
         """Before the micro-step of a step that updates."""
         rows = np.flatnonzero(self.touched).astype(np.int32)
-        self.clear()
+        self.touched[:] = False
         cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)
         counts = np.diff(cuts)
         counts[self.rt.rank] = 0  # own rows stay
@@ -1045,16 +716,16 @@ class NorMuonAndAdam:
         if not travelling == sorted(SCATTER_ORDER) == sorted(WORK_ORDER):
             raise ValueError(f"SCATTER_ORDER and WORK_ORDER need each of {', '.join(travelling)} once")
         self.adam_update = compiler(adam_update)
+        self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape and padded, for the collectives
         self.shards = {}  # label -> the part of the parameter this rank updates, in the optimizer's shape; a view
         self.state = {}  # label -> {"m", "v", "mantissa"} of that part
         self.matrix_lr = {}  # label -> rate multiplier of every owned matrix
         self.coefficients = {}  # label -> (beta1, beta2, lr_mul, wd_mul)
         for label, row in self.table.items():
-            # Where the ranks do not divide a sharded parameter, it and its gradient become the beginning of a longer buffer each,
-            # zero beyond. The collectives use the buffers in place (`_buffer`), nobody else sees the end.
             param, full = self.params[label], self._matrices(label, self.params[label].detach())
-            param.data, param.grad = (self._padded(label, x)[:len(full)].view_as(param) for x in (full, torch.zeros_like(full)))
-            shard = self.shards[label] = self._own(label, self._buffer(label, param.detach()))
+            self.buffers[label] = self._padded(label, full), self._padded(label, torch.zeros_like(full))
+            param.data, param.grad = (buffer[:len(full)].view_as(param) for buffer in self.buffers[label])
+            shard = self.shards[label] = self._own(label, self.buffers[label][0])
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.optim == "adam":
                 self.coefficients[label] = (*row.betas, row.lr_mul, row.wd_mul)
@@ -1084,19 +755,10 @@ class NorMuonAndAdam:
         per_row = len(self.table[label].matrix_lr)
         return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
 
-    def _padding(self, label, full):
-        """Rows that a tensor in the optimizer's shape lacks to be cut into equal parts, one per rank."""
-        return 0 if self.table[label].comms == "replicated" else -len(full) % self.rt.world
-
     def _padded(self, label, full):
-        """A tensor in the optimizer's shape, followed by zeros if need be."""
-        padding = self._padding(label, full)
-        return torch.cat((full, full.new_zeros(padding, *full.shape[1:]))) if padding else full
-
-    def _buffer(self, label, tensor):
-        """The optimizer's view of a parameter or its gradient and of the padding that follows it in memory."""
-        full = self._matrices(label, tensor)
-        return full.as_strided((len(full) + self._padding(label, full), *full.shape[1:]), full.stride())
+        """A tensor in the optimizer's shape, followed by zeros if the ranks do not divide it."""
+        missing = 0 if self.table[label].comms == "replicated" else -len(full) % self.rt.world
+        return torch.cat((full, full.new_zeros(missing, *full.shape[1:]))) if missing else full
 
     def _own(self, label, full):
         """This rank's part of a full tensor, padded or not."""
@@ -1113,7 +775,7 @@ class NorMuonAndAdam:
 
     def before_micro_step(self, plan, bigram_rows_cpu):
         if self.sparse is not None:
-            self.sparse.mark(bigram_rows_cpu)
+            self.sparse.touched[bigram_rows_cpu] = True
             if plan.adam:
                 self.sparse.send_counts()
 
@@ -1144,7 +806,7 @@ class NorMuonAndAdam:
                 (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
             if self.rt.world > 1 and name != "replicated":
                 with region(f"gather {name}"):
-                    gathers[name] = all_gather(self._buffer(name, self.params[name].detach()), self.shards[name], async_op=True)
+                    gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
 
         # Phase 3: finish. Tied: the embedding is the transposed head.
         if plan.adam and plan.tied:
@@ -1169,7 +831,7 @@ class NorMuonAndAdam:
         if name == "replicated":
             grad = torch.cat([self.params[label].grad.float().flatten() for label in self.flat_labels])
         else:
-            grad = self._buffer(name, self.params[name].grad)
+            grad = self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -1184,8 +846,8 @@ class NorMuonAndAdam:
 
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
-        X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, POLAR_SAFETY)
-        y = polar_express(X, scale, self.ops)
+        X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
+        y = kernels.polar_express(X, scale, self.ops)
         lr = self.config.muon_lr * plan.lr_factor
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
                               self.config.muon_wd * lr, self.config.muon_beta2)  # decay: the bank's rate, no multiplier
@@ -1284,31 +946,22 @@ def make_plan(config: Config, step: int) -> StepPlan:
 # ---- Log and evaluation ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def writing(path):
-    """UserError when the disk is full, or nobody reads the console any more: a run that is not written down is worth nothing."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path} or the console: {error.strerror}; make room, or choose another --log_dir") from None
-
-
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing. One writer, kept open, flushed at validations."""
+    """The log file and the console of rank 0; other ranks write nothing. Every line at once: a run that is killed loses none."""
 
     def __init__(self, config, rt):
-        self.file, self.path, self.is_main = None, None, rt.rank == 0
-        self.terminal = self.is_main and sys.stdout.isatty()
+        self.path = Path(__file__).parent / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
+        self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        self.sorry = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
         if self.is_main:
-            self.path = Path(__file__).parent / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
-            with writing(self.path):
+            with user_error(self.sorry):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.path, "w", encoding="utf-8")
+                self.file = open(self.path, "w", encoding="utf-8", buffering=1)
             self.line(str(self.path), file=False)
 
     def line(self, text, console=True, file=True, end="\n"):
-        with writing(self.path):
-            if self.file is not None and file:
+        with user_error(self.sorry):  # a run that is not written down is worth nothing
+            if self.is_main and file:
                 self.file.write(text + "\n")  # one write: the loader's thread may have something to say, too
             if self.is_main and console:
                 print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
@@ -1318,17 +971,6 @@ class Log:
         self.line(text, console=not self.terminal)
         if self.terminal:
             self.line(f"{text} eta:{seconds_left // 60:.0f}m{seconds_left % 60:02.0f}s", file=False, end="")
-
-    def flush(self):
-        if self.file is not None:
-            with writing(self.path):
-                self.file.flush()
-
-    def close(self):
-        file, self.file = self.file, None
-        if file is not None:
-            with writing(self.path):
-                file.close()
 
 
 def log_header(log, config, rt, choices, sources):
@@ -1340,7 +982,8 @@ def log_header(log, config, rt, choices, sources):
         gpus = "nvidia-smi: not found"
     rule, short_rule = "=" * 100, "-" * 40
     settings = capability(rt.device) | {"ranks": rt.world, "cores": os.cpu_count(), "platform": platform.platform()}
-    for text in (sources[0], f"\n{short_rule}\n# {Path(kernels.__file__).name}\n{short_rule}\n", sources[1], rule,
+    script, *others = sources.items()
+    for text in (script[1], *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,
                  f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
                  f"Running Triton version {kernels.triton.__version__}", gpus, rule,
@@ -1372,15 +1015,6 @@ def validate(forward, head, data, view, rt) -> float:
 def require_finite(value, what):
     if not math.isfinite(value):
         raise UserError(f"the {what} is {value}: lower --muon_lr and --adam_lr, or check the data")
-
-
-def companion(name, user=None):
-    """The module records/<name>.py. Where it is not, as beside a copy of this file alone: None, or UserError if it has a `user`."""
-    try:
-        return importlib.import_module(f"records.{name}")
-    except ImportError:
-        if user:
-            raise UserError(f"{user} needs records/{name}.py beside train_gpt.py, and it is not there") from None
 
 
 class MicroStep:
@@ -1456,25 +1090,24 @@ def warmup_steps(plans) -> list[int]:
     return steps
 
 
-class Stopwatch:
-    """Seconds of each phase of the start, in order."""
+class Stopwatch(dict):
+    """Phase of the start -> its seconds, in order."""
 
     def __init__(self):
         self.start = self.last = time.perf_counter()
-        self.seconds = {"imports": IMPORT_SECONDS}
+        self["imports"] = IMPORT_SECONDS
 
     def lap(self, phase):
         """What has passed since the last call belongs to `phase`."""
         now = time.perf_counter()
-        self.seconds[phase] = now - self.last
-        self.last = now
+        self[phase], self.last = now - self.last, now
 
 
 class Trainer:
     """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
 
-    def __init__(self, config, rt, log, ops, watch, source="", resumed=None):
-        self.config, self.rt, self.log, self.watch, self.source = config, rt, log, watch, source
+    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None):
+        self.config, self.rt, self.log, self.watch, self.sources = config, rt, log, watch, sources
         self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
         self.dtype = getattr(torch, config.run.dtype)
         compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
@@ -1487,7 +1120,7 @@ class Trainer:
         self.clock_ms = []  # the clock at the end of every step
 
         self.validation = ValidationData(config, rt)
-        self.loader = self.new_loader(range(self.total), config)
+        self.loader = self.new_loader(self.plans[:-1], config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
         self.model.init_weights(config.run.seed)
@@ -1510,18 +1143,15 @@ class Trainer:
         self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
         self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
         if config.run.profile:
-            self.profile = companion("trace", "--profile").Profile(self, LAYERS, len(POLAR_EXPRESS))
+            self.profile = companion("trace", "--profile").Profile(self, LAYERS, len(kernels.POLAR_EXPRESS))
         width = max(len(plan.mtp_weights) for plan in self.plans)
         table = [plan.mtp_weights + (0.0,) * (width - len(plan.mtp_weights)) for plan in self.plans]
         self.mtp_table = torch.tensor(table, device=rt.device)  # (steps + 1, 3)
         self.synchronize()
         watch.lap("model")
 
-    def new_loader(self, steps, config):
-        def shape_of(step):
-            return self.plans[step].row_tokens, self.plans[step].max_doc_len
-
-        return Loader(config, self.rt, steps, shape_of, warn=lambda text: self.log.line("warning: " + text))
+    def new_loader(self, plans, config):
+        return Loader(config, self.rt, plans, warn=lambda text: self.log.line("warning: " + text))
 
     def step(self, loader, plan, micro_steps):
         mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
@@ -1560,7 +1190,7 @@ class Trainer:
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
         one_each = dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, micro_batches=self.rt.world))
-        loader = self.new_loader(steps, one_each)
+        loader = self.new_loader([self.plans[step] for step in steps], one_each)
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
@@ -1605,10 +1235,9 @@ class Trainer:
                     ms = 1000 * elapsed
                     self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms"
                                   f" step_avg:{ms / max(step, 1):.2f}ms")
-                    self.log.flush()
                     require_finite(loss, f"validation loss before step {step}")
                 if saves:
-                    self.save(step, elapsed)
+                    companion("evaluate", "a checkpoint").save(self, step, elapsed)
                 self.settle()
                 start = time.perf_counter()
                 pause_seconds += start - pause
@@ -1639,61 +1268,28 @@ class Trainer:
                 copied.synchronize()
             require_finite(loss.item(), f"training loss of step {step}")
 
-    def save(self, step, seconds):
-        """All that `load` needs before this step, into a file beside the log; every rank must call it."""
-        state = {"step": step, "seconds": seconds, "source": self.source, "config": flatten(self.config),
-                 "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
-                 "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
-        if self.rt.rank == 0:
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
-            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
-            companion("evaluate", "--save").write_checkpoint(state, path, self.config.run.keep)
-            self.log.line(f"checkpoint: {os.path.relpath(path)}")  # logs are published
-
-    def load(self, state):
-        """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.loader.load_state_dict(state["loader"])
-        self.head.refresh()
-        torch.set_rng_state(state["rng"])
-        self.log.line(f"resumed: step {self.first}, {self.before:.3f} s inside the clock, from {self.config.run.resume}")
-
-
-def peak_memory(device) -> tuple[int, int]:
-    """(allocated, reserved) MiB at the peak; on a CPU both are the peak resident size of the process, 0 if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0, 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
-    return peak, peak
-
 
 def train(config, rt, log, watch, sources):
     """Everything after the process group exists."""
     config, ops, choices = choose_kernels(config, rt.device)
     log_header(log, config, rt, choices, sources)
-    if config.run.save or config.run.save_every:
-        companion("evaluate", "--save")  # or it would be missed at the end
-    resumed = companion("evaluate", "--resume").load_to_resume(config) if config.run.resume else None
+    run = config.run
+    checkpoints = companion("evaluate", "a checkpoint") if run.save or run.save_every or run.resume else None
+    resumed = checkpoints.load_to_resume(config) if run.resume else None
     watch.lap("log")
-    trainer = Trainer(config, rt, log, ops, watch, sources[0], resumed)
+    trainer = Trainer(config, rt, log, ops, watch, sources, resumed)
     ready = time.perf_counter()
-    if config.run.compile:
+    if run.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
-        log.flush()
         trainer.warm_up()
     if resumed:
-        trainer.load(resumed)
-    log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.seconds.items()))
+        checkpoints.load(trainer, resumed)
+    log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     trainer.seconds |= {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, seconds = trainer.run()
-    allocated, reserved = peak_memory(rt.device)
+    allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20  # without a GPU 0
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if config.run.sample_tokens and rt.rank == 0:
+    if run.sample_tokens and rt.rank == 0:
         try:
             text = "".join(companion("evaluate", "--sample_tokens").sample(trainer.model, config))
             log.line(f"sample:\n{text}")
@@ -1705,20 +1301,11 @@ def train(config, rt, log, watch, sources):
                 "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
-    if config.run.save or config.run.save_every:
-        trainer.save(trainer.total, seconds)
+    if run.save or run.save_every:
+        checkpoints.save(trainer, trainer.total, seconds)
 
 
 LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
-
-
-def preflight(config, world, show):
-    """(config with its micro-batches chosen, whether the run would start), before anything is compiled."""
-    check = companion("check", "--check" if show else None if config.run.micro_batches else "--micro_batches=0")
-    if check is None:
-        return config, True
-    config = check.fitting(config, world)
-    return config, check.run_checks(config, world, show)
 
 
 def main(argv) -> int:
@@ -1727,71 +1314,47 @@ def main(argv) -> int:
     if "--help" in argv:
         print(help_text())
         return 0
-    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, kernels.__file__)]  # before anybody edits them
-
+    files = [Path(__file__), Path(__file__).parent / "data/loader.py", Path(kernels.__file__)]
+    sources = {file.name: file.read_text(encoding="utf-8") for file in files}  # before anybody edits them
     rank = local = 0
-    log = None
-
-    def end(message, status):
-        """Say why; of the processes that torchrun started on this machine one is enough."""
-        if log is not None:
-            with suppress(UserError):
-                log.close()
-        if local > 0:
-            time.sleep(1)  # the first one usually has the same to say
-        try:
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()  # it gave each a folder, side by side
-        except (KeyError, IndexError, OSError) as error:
-            if isinstance(error, FileExistsError):
-                return status
-        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
-        return status
-
-    def end_on_signal():
-        why = {signal.SIGTERM: "ended by SIGTERM, from outside or because another process failed"}
-        os._exit(end(why.get(os.read(signalled, 1)[0], "interrupted"), 130))
-
-    # A thread sees to Ctrl-C and SIGTERM: handlers run in the main thread, and that may be waiting for a process that hangs.
-    signalled, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, lambda *_: None)
-    threading.Thread(target=end_on_signal, daemon=True).start()
     try:
         if any(arg.startswith("--sample=") for arg in argv):
             return companion("evaluate", "--sample").speak(argv)
         rank, world, local = place()
+        only_check = "--check" in argv
         config = parse_config([arg for arg in argv if arg != "--check"], world)
-        config, fine = preflight(config, world, show="--check" in argv and local == 0)
-        if "--check" in argv:
+        check = companion("check", "--check" if only_check else None if config.run.micro_batches else "--micro_batches=0")
+        if check:  # before anything is compiled
+            config, fine = check.run_checks(config, world, show=only_check and local == 0)
+        if only_check:
             return int(not fine)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        log = Log(config, rt)
-        train(config, rt, log, watch, sources)
-        log.close()
+        train(config, rt, Log(config, rt), watch, sources)
         dist.destroy_process_group()
         return 0
     except UserError as error:
-        return end(error, 1)
-    except KeyboardInterrupt:
-        return end("interrupted", 130)
+        message = str(error)
     except torch.OutOfMemoryError as error:
-        return end(f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})", 1)
+        message = f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
     except RuntimeError as error:
         if not re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
             raise
-        return end(f"lost the connection to another process, or waited for it in vain; it may say why ({one_line(error)})", 1)
+        message = f"lost the connection to another process, or waited for it in vain; it may say why ({one_line(error)})"
     finally:
         gc.enable()
+    check = companion("check")
+    if not check or check.first_to_say(local):
+        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    return 1
 
 
 if __name__ == "__main__":
     sys.modules["train_gpt"] = sys.modules[__name__]  # for those in records/ that import it
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of a sample
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not so after nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, like at SIGTERM, also while waiting for another process
     status = main(sys.argv[1:])
     with suppress(OSError):
         sys.stdout.flush()

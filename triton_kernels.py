@@ -13,7 +13,7 @@ Conventions
   Dtypes come from the pointers. Results are rounded once unless the section says otherwise.
 
 Contents
-  1  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
+  1  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration; polar_express, the iteration
   2  fused_momentum, normuon_tail           NorMuon before and after the iteration
   3  transpose_copy, transpose_add          moving the tied head between its two layouts; FP8 gradients
   4  attend, attend_backward                sliding-window attention within packed documents, output gate
@@ -279,6 +279,33 @@ def ba_plus_cAA(A, alpha, beta, out, gamma=0.0, scale=None):
     if _takes_ref(A, exact=False):
         return ba_plus_cAA_ref(A, alpha, beta, out, gamma, scale)
     return _launch_gram("ba_plus_cAA", A, -2, out, scale, alpha, beta, gamma, addend=True)
+
+
+# Coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ. Polar Express, Amsel et al., arXiv 2505.16932: 5 steps, safety 2e-2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+POLAR_SAFETY = 1.02
+
+
+def polar_express(X, scale, ops):
+    """Approximate polar factor (singular values to about 1 ± 0.14) of every matrix scale · X: X (n, R, C), scale (n,) fp32.
+
+    Frobenius norms < 1 after scaling, which the first products do on the way. X is overwritten.
+    """
+    tall = X.size(1) > X.size(2)
+    side = min(X.size(1), X.size(2))
+    P, Q = (torch.empty(X.size(0), side, side, dtype=X.dtype, device=X.device) for _ in range(2))
+    spare = torch.empty_like(X)
+    for a, b, c in POLAR_EXPRESS:
+        (ops.XTX if tall else ops.XXT)(X, P, scale)
+        ops.ba_plus_cAA(P, c, b, Q, a, scale)  # aI + bP + cPP, so that what follows is a plain product
+        new = torch.bmm(X, Q, out=spare) if tall else torch.bmm(Q, X, out=spare)
+        X, spare, scale = new, X, None
+    return X
 
 
 # ======================================================================================================================
@@ -2002,6 +2029,8 @@ def choose_ops(device, wanted="auto"):
              for op, table in IMPLEMENTATIONS.items()}
     if NO_TRITON and device.type == "cuda":
         raise ValueError(f"a GPU needs Triton ({NO_TRITON}): install what requirements.txt names, use ./run.sh, or try --preset=cpu")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        raise ValueError(f"{torch.cuda.get_device_name(device)}: bfloat16 needs an Ampere GPU (sm_80) or a newer one; try --preset=cpu")
     if wanted not in ("auto", "torch"):
         for item in wanted.split(","):
             op, _, name = item.partition(":")

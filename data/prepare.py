@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 from records import check  # noqa: E402
-from train_gpt import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard  # noqa: E402
+from data import loader  # noqa: E402
+from data.loader import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
@@ -51,7 +52,7 @@ STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-package
 
 def folder_of(name: str) -> Path:
     """Where the shards of that name lie: where the trainer looks for them."""
-    return train_gpt.data_root() / "data" / name
+    return loader.data_root() / "data" / name
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -112,7 +113,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
 
     # Of a shard's end that fills no row nothing is seen, so the longest row is an eighth of the longest shard at most, or 2048.
     cut = min(stage.max_doc_len for stage in stages)
-    lengths = [np.minimum(train_gpt.Shard(path, config.model).lengths, cut) for path in train_gpt.find_files(given["train_files"])]
+    lengths = [np.minimum(loader.Shard(path, config.model).lengths, cut) for path in loader.find_files(given["train_files"])]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
         micro_batches *= 2
@@ -121,7 +122,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
                         f" {largest // micro_batches + 1}: more text is needed")
 
     # All validation tokens, but for a few, in as few pieces as the preset allows.
-    validation = [read_shard(path, separator + 1) for path in train_gpt.find_files(given["val_files"])]
+    validation = [read_shard(path, separator + 1) for path in loader.find_files(given["val_files"])]
     have, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
     if have < 16:
         raise UserError(f"{have + 1} validation tokens, at least 17 are needed: more text, or a larger --val-fraction")
@@ -134,7 +135,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
     rows += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
     tokens_per_doc = data.tokens_per_doc
     for n, row in rows:
-        if len(n) and (most := most_documents(n, row + 1)) >= train_gpt.cu_seqlens_size(row, tokens_per_doc):
+        if len(n) and (most := most_documents(n, row + 1)) >= loader.cu_seqlens_size(row, tokens_per_doc):
             tokens_per_doc = max(1, row // (most + 1))
 
     fitting = {"micro_batches": micro_batches, "val_tokens": val_tokens, "val_batch_tokens": piece,
@@ -150,7 +151,7 @@ def report_command(name: str, separator: int) -> None:
         arguments = training_arguments(name, separator)
         config = train_gpt.parse_config(arguments)
         found = check.check_training_data(config, 1)
-        train_gpt.check_validation_data(config)
+        check.check_validation_data(config, 1)
     except UserError as error:
         print(f"warning: no run can start on this: {error}")
         return

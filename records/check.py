@@ -12,17 +12,69 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import train_gpt as T
+from data import loader
 from records import evaluate, work
 
 
 class Doubt(T.UserError):
     """A start says so and goes on."""
+
+
+def check_config(config, world=1):
+    """UserError when the numbers of a config do not make sense or do not fit together."""
+    def require(ok, message):
+        if not ok:
+            raise T.UserError(message)
+
+    for key, value in T.flatten(config).items():
+        least = 0 if key in ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep") else 1
+        require(isinstance(value, (bool, str, float, tuple)) or value >= least, f"--{key}={value}: must be {least} or more")
+    model, schedule, run, data = config.model, config.schedule, config.run, config.data
+    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
+    require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
+    require(schedule.scheduled_steps >= len(schedule.stages) - 1, f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
+    require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
+            f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
+    require(schedule.split_stage <= len(schedule.stages), f"--split_stage={schedule.split_stage}: there are {len(schedule.stages)}")
+    require(len(schedule.muon_momentum) == 2, f"--muon_momentum={T.render(schedule.muon_momentum)}: two numbers, at rest and at work")
+    require(run.seed < 2**63, f"--seed={run.seed}: must be below 2 ** 63")
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", run.profile), f"--profile={run.profile}: expected START:COUNT, for example 20:4")
+    total = schedule.scheduled_steps + schedule.extension_steps
+    require(run.profiled.stop <= total, f"--profile={run.profile}: the run has steps 0 to {total - 1}")
+    require(not any(step % every == 0 for step in run.profiled[1:] for every in (run.val_every, run.save_every or total)),
+            f"--profile={run.profile}: a pause comes in between; take other steps, or change --val_every={run.val_every}"
+            f" or --save_every={run.save_every}")
+    require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
+    require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
+    require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
+    plain_attention = run.device == "cpu" or run.kernels == "torch" or "attention:torch" in run.kernels
+    require(plain_attention or run.dtype == "bfloat16",
+            f"--dtype={run.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
+    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32, 64, 128, ..."
+            " channels; or add --kernels=attention:torch")
+    require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
+    require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
+            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
+    if not run.micro_batches:  # chosen later, and checked then
+        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
+        return
+    require(run.micro_batches % world == 0,
+            f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it, or more than that")
+    for i, stage in enumerate(schedule.stages, 1):
+        require(stage.batch_tokens % (16 * run.micro_batches) == 0,
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}"
+                + (f", one for each of {world} processes" if world == run.micro_batches > 1 else ""))
+        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
 
 def torch_version():
@@ -52,9 +104,9 @@ def check_kernels(config, world):
 
 def check_training_data(config, world):
     """From all headers and the beginning of the first shard."""
-    files, stages = T.find_files(config.data.train_files), config.schedule.stages
-    have, batches = [T.read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
-    lengths = T.Shard(files[0], config.model, 2**22).lengths
+    files, stages = loader.find_files(config.data.train_files), config.schedule.stages
+    have, batches = [loader.read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
+    lengths = loader.Shard(files[0], config.model, 2**22).lengths
     row = batches.max() // config.run.micro_batches + 1
     if row > max(have):
         raise T.UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch {row}: use more data,"
@@ -67,6 +119,14 @@ def check_training_data(config, world):
         kind = T.UserError if least > sum(have) else Doubt
         raise kind(f"the training data may end before the run: {found}; add shards or use --data_end=wrap")
     return found
+
+
+def check_validation_data(config, world):
+    """From all headers."""
+    counts, need = [loader.read_shard_header(path) for path in loader.find_files(config.data.val_files)], config.data.val_tokens + 1
+    if sum(counts) < need:
+        raise T.UserError(f"{config.data.val_files} holds {sum(counts)} tokens, validation needs {need}: lower --val_tokens")
+    return f"{len(counts)} files, {sum(counts):,} tokens, {need:,} of them used"
 
 
 def state_bytes(config):
@@ -153,7 +213,8 @@ def fitting(config, world):
         numbers = [evaluate.load_checkpoint(config.run.resume)["config"].get("micro_batches", 8)]
     for number in numbers:
         try:
-            fits = T.check_config(dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=number)), world)
+            check_config(tried := dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=number)), world)
+            fits = tried
         except T.UserError:
             if fits is None:
                 raise
@@ -195,12 +256,13 @@ def expected_time(config, world):
 
 
 CHECKS = {"versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
-          "validation data": T.check_validation_data, "caches": check_caches, "disk": check_disk, "memory": check_memory}
+          "validation data": check_validation_data, "caches": check_caches, "disk": check_disk, "memory": check_memory}
 
 
-def run_checks(config, world, show) -> bool:
-    """Whether a run would start. show: print all that was found as a table; else raise at the first failure."""
-    fine, columns = True, "{:<15} | {:<90} | {}"
+def run_checks(config, world, show):
+    """(config with its micro-batches chosen, whether a run would start). show: print all that was found as a table; else raise
+    at the first failure."""
+    config, fine, columns = fitting(config, world), True, "{:<15} | {:<90} | {}"
     if show:
         print(columns.format("what", "found", "ok?"))
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.run.resume else {}) | ({"time": expected_time} if show else {})
@@ -217,4 +279,15 @@ def run_checks(config, world, show) -> bool:
             raise T.UserError(found)
         elif ok == "maybe" and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"warning: {found}", file=sys.stderr, flush=True)
-    return fine
+    return config, fine
+
+
+def first_to_say(local) -> bool:
+    """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough."""
+    time.sleep(local > 0)  # the first one usually has the same to say
+    with suppress(KeyError, IndexError, PermissionError):  # torchrun gave each a folder, side by side
+        try:
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
+        except FileExistsError:
+            return False
+    return True

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 import train_gpt as T
+from data import loader
 
 # ---- Files -----------------------------------------------------------------------------------------------------------
 
@@ -98,6 +99,29 @@ def load_to_resume(config) -> dict:
     return state
 
 
+def save(trainer, step, seconds):
+    """All that `load` needs before this step, into a file beside the log; every rank must call it."""
+    config, log = trainer.config, trainer.log
+    state = {"step": step, "seconds": seconds, "sources": trainer.sources, "config": T.flatten(config),
+             "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
+             "loader": trainer.loader.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    if trainer.rt.rank == 0:
+        state["model"] = {label: x.to("cpu", copy=True) for label, x in trainer.model.state_dict().items()}  # without padding
+        path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
+        write_checkpoint(state, path, config.run.keep)
+        log.line(f"checkpoint: {os.path.relpath(path)}")  # logs are published
+
+
+def load(trainer, state):
+    """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
+    trainer.model.load_state_dict(state["model"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.loader.load_state_dict(state["loader"])
+    trainer.head.refresh()
+    torch.set_rng_state(state["rng"])
+    trainer.log.line(f"resumed: step {trainer.first}, {trainer.before:.3f} s inside the clock, from {trainer.config.run.resume}")
+
+
 # ---- The model of a checkpoint ---------------------------------------------------------------------------------------
 
 
@@ -130,8 +154,8 @@ def forward(model, config, documents, view):
     N = -(-borders[-1] // 128) * 128
     row = np.full(N + 1, config.model.separator, np.uint16)
     row[:borders[-1]] = np.concatenate(documents)
-    cu = T.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
-    batch = T.make_batch(row, cu, config, model.embed.device)
+    cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
+    batch = loader.make_batch(row, cu, config, model.embed.device)
     return model(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view._replace(max_doc_len=int(N)))
 
 
@@ -197,7 +221,7 @@ def bits_per_byte(config, loss, tokens):
 def validate(model, config, ops):
     """Prints the loss of the final validation."""
     rt = T.Runtime(0, 1, model.embed.device)
-    data, view = T.ValidationData(config, rt), T.stage_views(config, rt.device, model.dtype)[-1]
+    data, view = loader.ValidationData(config, rt), T.stage_views(config, rt.device, model.dtype)[-1]
     loss = T.validate(model, T.kernels.HeadLoss(model.lm_head, model.dtype, False, ops.cross_entropy), data, view, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:
@@ -213,7 +237,7 @@ HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c99
 def fetch_hellaswag() -> Path:
     """The authors' validation set, in data/hellaswag (of DATA_PATH); downloaded once."""
     import urllib.request  # a start, which imports this file, does without
-    path = T.data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
+    path = loader.data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
     if not path.exists():
         try:
             with urllib.request.urlopen(HELLASWAG_URL, timeout=60) as answer:

@@ -351,7 +351,6 @@ class Profile:
             trainer.log.line(f"{table(recorded(self.profiler, path, run))}\n\ntrace, beside this log: {path.name}")
         except (OSError, ValueError) as error:
             trainer.log.line(f"warning: no trace in {path}: {error}")
-        trainer.log.flush()
         torch.distributed.barrier()
         return self.spent(began)
 

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
+from data import loader as L
 import triton_kernels as tk
 from records.work import WORK, ceilings, seen_pairs
 
@@ -138,7 +139,7 @@ def documents(n, longest, seed=0):
     while sum(lengths) < n:
         lengths.append(int(np.clip(rng.lognormal(np.log(490), 0.95), 64, longest)))
     borders = np.minimum(np.cumsum(lengths), n)
-    return torch.from_numpy(T.cu_seqlens(borders, n, T.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).to(DEVICE)
+    return torch.from_numpy(L.cu_seqlens(borders, n, L.cu_seqlens_size(n, CONFIG.data.tokens_per_doc))).to(DEVICE)
 
 
 def flash2(q, k, v, dy, cu, longest, window):
@@ -296,7 +297,7 @@ def optimizer_cases():
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"] + 2 * X.numel() * D
                        for X in banks.values())  # of one iteration
         for kind, update, grads, work in (
-                ("Muon", optimizer._update_normuon, banks, dict(bf16=len(T.POLAR_EXPRESS) * products, calls=ranks == 1)),
+                ("Muon", optimizer._update_normuon, banks, dict(bf16=len(tk.POLAR_EXPRESS) * products, calls=ranks == 1)),
                 ("Adam", optimizer._update_adam, tables, dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2))):
             def one_by_one(update=update, grads=grads):
                 for name, grad in grads.items():

@@ -54,7 +54,7 @@ def base(corpus, tmp_path_factory):
 def differing(path, other):
     """Names of what differs in two checkpoints, but for the seconds and the config."""
     states = [torch.load(p, weights_only=True) for p in (path, other)]
-    flat = [{"step": s["step"], "loader": s["loader"], "source": s["source"], "rng": s["rng"],
+    flat = [{"step": s["step"], "loader": s["loader"], "sources": s["sources"], "rng": s["rng"],
              **{f"p {label}": x for label, x in s["model"].items()},
              **{f"{key} {label}": x for label, tensors in s["optimizer"].items() for key, x in tensors.items()}} for s in states]
     return [name for name in flat[0] | flat[1] if not (name in flat[0] and name in flat[1] and (
@@ -205,7 +205,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
                r" stage2\.mtp_end: here 1\.0,0\.5, in the checkpoint 1\.0,0\.0;"
                r" muon_lr: here 0\.25, in the checkpoint 0\.008; seed: here 3, in the checkpoint 1337$")
     fails(args, message)
-    monkeypatch.setattr(T, "preflight", lambda config, *args, **kwargs: (config, True))
+    monkeypatch.setitem(sys.modules, "records.check", None)
     fails(args, message)
 
 
@@ -286,7 +286,7 @@ def test_steps_to_profile(corpus, base, tmp_path, fails):
 def test_without_the_file_that_writes_them(corpus, tmp_path, fails, monkeypatch):
     """A copy of the script alone says so before it trains."""
     monkeypatch.setitem(sys.modules, "records.evaluate", None)
-    monkeypatch.setattr(T, "preflight", lambda config, *args, **kwargs: (config, True))
-    for arg, knob in {"--save=true": "save", "--save_every=3": "save", "--resume=x": "resume"}.items():
-        fails([*corpus.args, f"--log_dir={tmp_path}", arg], f"--{knob} needs records/evaluate.py beside train_gpt.py")
+    monkeypatch.setitem(sys.modules, "records.check", None)
+    for arg in "--save=true", "--save_every=3", "--resume=x":
+        fails([*corpus.args, f"--log_dir={tmp_path}", arg], "a checkpoint needs records/evaluate.py beside train_gpt.py")
         T.dist.destroy_process_group()

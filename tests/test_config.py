@@ -9,6 +9,7 @@ import torch
 
 import oracles
 import train_gpt as T
+from records import check
 
 CPU = torch.device("cpu")
 RECORD = T.PRESETS["record"]
@@ -177,7 +178,7 @@ def test_written_out_config_is_read_back(preset, base):
 
 def test_presets_pass_their_own_check():
     for config in T.PRESETS.values():
-        assert T.check_config(config) == config
+        check.check_config(config)
 
 
 def test_help_lists_every_knob():
@@ -529,7 +530,6 @@ def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch):
         log.progress("step:1/9 train_time:5ms", 125.4)
         log.progress("step:2/9 train_time:9ms", 61.0)
         log.line("step:2/9 val_loss:3.0000")
-        log.close()
         assert log.path.read_text() == "step:1/9 train_time:5ms\nstep:2/9 train_time:9ms\nstep:2/9 val_loss:3.0000\n"
         shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
         if screen.isatty():

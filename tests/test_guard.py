@@ -154,9 +154,9 @@ def fp32_lambdas(monkeypatch):
 
 
 def polar_coefficient(monkeypatch):
-    coefficients = [list(row) for row in T.POLAR_EXPRESS]
+    coefficients = [list(row) for row in kernels.POLAR_EXPRESS]
     coefficients[2][1] *= 0.99
-    monkeypatch.setattr(T, "POLAR_EXPRESS", coefficients)
+    monkeypatch.setattr(kernels, "POLAR_EXPRESS", coefficients)
 
 
 def value_rate(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 
 import oracles
 import train_gpt as T
+from data import loader as L
 import triton_kernels as kernels
 
 CONFIG = T.Model(vocab_size=120, model_dim=96)
@@ -31,7 +32,7 @@ def setting():
     tokens = torch.randint(0, 120, (n + 1,))
     cu = torch.full((128,), n, dtype=torch.int32)
     cu[:len(LENGTHS) + 1] = torch.tensor([0, *np.cumsum(LENGTHS)])
-    rows = torch.from_numpy(T.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows))
+    rows = torch.from_numpy(L.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows))
     frequencies, _ = T.rotary_states(CONFIG.head_dim, [LONG])[0]
     view = T.View(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT), torch.tensor(LONG),
                   torch.tensor(SCALE, dtype=torch.float64), max(LENGTHS))
@@ -139,6 +140,6 @@ def test_bf16_is_near_fp32():
         cu[:2] = torch.tensor([0, 50])
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
         view = T.View(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
-        h = model(tokens[:-1], cu, torch.from_numpy(T.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows)), view)
+        h = model(tokens[:-1], cu, torch.from_numpy(L.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows)), view)
         losses.append(kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
+from data import loader as L
 import triton_kernels as tk
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -130,7 +131,7 @@ def test_what_the_model_hands_to_attention():
                   torch.tensor(0.1), 12)
     tokens = torch.randint(0, 40, (n,), dtype=torch.int32)
     with torch.no_grad():
-        model(tokens, cu, torch.from_numpy(T.bigram_rows(tokens.numpy(), config.bigram_rows)), view)
+        model(tokens, cu, torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows)), view)
 
     layers = [layer for layer in oracles.LAYERS if layer[0] is not None]
     assert len(calls) == 10 and len(turned) == 10
@@ -212,7 +213,7 @@ def test_compiled_model_equals_eager(device):
     lengths, cu = random_documents(n, 200)
     cu = cu.to(device)
     tokens = torch.randint(0, 257, (n,), dtype=torch.int32)
-    rows = torch.from_numpy(T.bigram_rows(tokens.numpy(), config.bigram_rows)).to(device)
+    rows = torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows)).to(device)
     tokens, upstream = tokens.to(device), torch.randn(n, 768).to(device, BF16)
     states = T.rotary_states(128, [384, 896])
 
@@ -277,9 +278,9 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
     losses = []
     for i, n in enumerate(rows):
         tokens = torch.randint(257, (n + 1,))
-        hashed = torch.from_numpy(T.bigram_rows(tokens[:-1].int().numpy(), config.bigram_rows))
+        hashed = torch.from_numpy(L.bigram_rows(tokens[:-1].int().numpy(), config.bigram_rows))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
-        batch = T.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu, hashed)), bigram_rows_cpu=None)
+        batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu, hashed)), bigram_rows_cpu=None)
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
         with torch.no_grad():
             model.lm_head.mul_(1.5)

@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from records import check  # noqa: E402
-from train_gpt import read_shard_header  # noqa: E402
+from data import loader as L  # noqa: E402
+from data.loader import read_shard_header  # noqa: E402
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ BOMB = b"cos\nmkdir\n(Vexecuted\ntR."  # as a pickle it makes a folder
     (shard_bytes([50256, 1, 2]), shard_bytes([50256, 1, 3]), "SHA-256 [0-9a-f]{64}, the hub has [0-9a-f]{64}"),
     # Just what the hub has, and yet no data.
     (b"<html>" + bytes(2000), None, "magic number"), (BOMB + bytes(2000), None, "magic number"),
-    (BOMB, None, f"{len(BOMB)} bytes is too short"),
+    (BOMB, None, "magic number"),
     (shard_bytes([50256, 1])[:-1], None, "header promises 2 tokens"), (shard_bytes([50256, 50257]), None, "token 50257"),
 ])
 def test_fineweb_refuses_a_damaged_download(data, hub, capsys, monkeypatch, promised, content, expected):
@@ -671,11 +672,11 @@ def test_the_printed_command_fits_the_text(data, tmp_path, monkeypatch, capsys, 
     for stage in config.schedule.stages:
         row = stage.batch_tokens // config.run.micro_batches
         assert row <= max(2048, have // 8) or config.run.micro_batches == usual.run.micro_batches
-        steps = range(min(20, 2 + 2 * have // stage.batch_tokens))
-        loader = train_gpt.Loader(config, runtime, steps, lambda step: (row, stage.max_doc_len), warn=lambda line: None)
-        for _ in range(len(steps) * config.run.micro_batches):
+        plans = [types.SimpleNamespace(row_tokens=row, max_doc_len=stage.max_doc_len)] * min(20, 2 + 2 * have // stage.batch_tokens)
+        loader = L.Loader(config, runtime, plans, warn=lambda line: None)
+        for _ in range(len(plans) * config.run.micro_batches):
             assert len(loader.next_batch().tokens) == row
-    pieces = list(train_gpt.ValidationData(config, runtime))
+    pieces = list(L.ValidationData(config, runtime))
     seen, val = sum(len(piece.tokens) for piece in pieces), len(tokens_of(data / "m", "val"))
     assert seen == usual.data.val_tokens or 0 < val - seen <= 16 * len(pieces)
     assert len(pieces) == -(-seen // usual.data.val_batch_tokens), "long pieces: a token's context ends where its piece begins"
@@ -712,7 +713,7 @@ def copy(tmp_path):
         pytest.importorskip(module)  # run.sh would install it
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)
-    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", "data/prepare.py"):
+    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", "data/__init__.py", "data/loader.py", "data/prepare.py"):
         shutil.copy(ROOT / name, repo / name)
     (repo / "records").mkdir()
     for module in (ROOT / "records").glob("*.py"):
@@ -753,7 +754,7 @@ def test_commands_of_the_other_readme(data, hub, monkeypatch):
 def test_the_shard_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec((ROOT / "data/README.md").read_text().partition("```python\n")[2].partition("```")[0], {})
-    shard = train_gpt.Shard(Path("own_train_000001.bin"), train_gpt.PRESETS["cpu"].model)
+    shard = L.Shard(Path("own_train_000001.bin"), train_gpt.PRESETS["cpu"].model)
     documents = [shard.tokens[start + 1:start + length] for start, length in zip(shard.starts, shard.lengths)]
     assert [bytes(document.astype(np.uint8)) for document in documents] == [b"The first document.\n" * 90, b"The second.\n" * 90]
 
@@ -764,8 +765,8 @@ def test_numbers_of_the_readme():
     record, cpu = (train_gpt.PRESETS[name] for name in ("record", "cpu"))
     lengths = [sorted({stage.max_doc_len for stage in config.schedule.stages}) for config in (record, cpu)]
     characters = [prepare.DOCUMENT_CHARACTERS[config.model.separator] for config in (record, cpu)]
-    for text in ("(%d, later %d; `--preset=cpu`: %d, later %d)" % (*lengths[0], *lengths[1]), f"0 to 3 | {train_gpt.SHARD_MAGIC},",
-                 f"4 to 7 | {train_gpt.SHARD_VERSION},", f"| {train_gpt.SHARD_HEADER_BYTES} to 1023 + 2n |",
+    for text in ("(%d, later %d; `--preset=cpu`: %d, later %d)" % (*lengths[0], *lengths[1]), f"0 to 3 | {L.SHARD_MAGIC},",
+                 f"4 to 7 | {L.SHARD_VERSION},", f"| {L.SHARD_HEADER_BYTES} to 1023 + 2n |",
                  f"0 to 50255 | {record.model.separator}, ", f"0 to 255 | {cpu.model.separator} |",
                  "%d characters (GPT-2) or %d (bytes)" % tuple(characters), f"there are {prepare.HUB_SHARDS} (",
                  f"data/fineweb10B: {prepare.FINEWEB_SHARDS} training", prepare.HUB_DATASET):

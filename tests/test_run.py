@@ -121,7 +121,7 @@ def oracle_loss(model, val):
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, loss: the final one, tensors: "p label", "m label" ... of the checkpoint."""
-    sources = [(ROOT / name).read_text() for name in ("train_gpt.py", "triton_kernels.py")]
+    sources = [(ROOT / name).read_text() for name in ("train_gpt.py", "data/loader.py", "triton_kernels.py")]
 
     def run(name):
         (ranks, args, hook), logs = RUNS[name], tmp_path_factory.mktemp(name)
@@ -229,7 +229,7 @@ def agrees(marked_steps=(0, 1)):
         rows = np.array([*rng.integers(1, 33, 12), 10 * rt.rank + 5, 33 * step] if rt.rank < 3 else [], np.int64)
         grad.index_add_(0, torch.from_numpy(rows), torch.from_numpy(rng.integers(1, 4, (len(rows), 8))).bfloat16())
         if step in marked_steps:
-            sparse.mark(rows.astype(np.int32))
+            sparse.touched[rows] = True
     T.reduce_scatter(want := torch.empty(10, 8, dtype=torch.bfloat16), grad.clone(), op=T.dist.ReduceOp.AVG)
     sparse.send_counts(), sparse.send_rows(), sparse.send_values(grad)
     same = torch.tensor([torch.equal(sparse.receive(grad), want)]).int()
@@ -248,7 +248,8 @@ def test_sparse_rows_equal_the_dense_average(corpus):
 
 def test_log_opens_with_sources_versions_and_config(runs):
     run = runs["one"]
-    opening = f"{run.sources[0]}\n\n{'-' * 40}\n# triton_kernels.py\n{'-' * 40}\n\n{run.sources[1]}"
+    rule = "-" * 40
+    opening = f"{run.sources[0]}\n\n{rule}\n# loader.py\n{rule}\n\n{run.sources[1]}\n\n{rule}\n# triton_kernels.py\n{rule}\n\n{run.sources[2]}"
     assert re.fullmatch(r"one_[0-9a-f]{8}-[0-9a-f-]{27}\.txt", run.path.name) and run.log[:len(opening)] == opening
     header = run.log[len(opening):-len(run.body)]
     assert header.lstrip("\n").startswith(RULE) and "attention:torch" in run.body.splitlines()[0]
@@ -256,7 +257,7 @@ def test_log_opens_with_sources_versions_and_config(runs):
             f"Running Triton version {kernels.triton.__version__}\n") in header
     config = {(key, T.render(value)) for key, value in T.flatten(T.parse_config(run.args)).items()}
     assert config - set(re.findall(r"^([\w.]+): (.*)$", header, re.M)) == set()
-    assert run.state["source"] == run.sources[0] and run.state["step"] == STEPS
+    assert list(run.state["sources"].values()) == run.sources and run.state["step"] == STEPS
 
 
 def test_log_lines_and_results(runs):

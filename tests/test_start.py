@@ -45,7 +45,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     trainer = T.Trainer(config, T.Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
     trainer.warm_up()
     assert counter.frame_count == GRAPHS
-    assert list(watch.seconds) == ["imports", "data", "model", "evaluation", *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1]))]
+    assert list(watch) == ["imports", "data", "model", "evaluation", *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1]))]
     for step in range(trainer.total):  # the run itself meets nothing new
         trainer.step(trainer.loader, trainer.plans[step], 1)
     for view in trainer.views:

@@ -18,6 +18,7 @@ import torch
 
 import records
 import train_gpt as T
+from data import loader as L
 import triton_kernels as kernels
 from oracles import write_shard
 from records import compare, trace, work
@@ -472,7 +473,7 @@ def test_two_ranks(data, tmp_path):
         assert result["run"]["rank"] == rank and [step["step"] for step in result["run"]["steps"]] == [4, 5, 6] == result["steps"]
         assert {"wait bigram_embed", "wait gather mlp_bank", "wait replicated"} <= set(result["regions"])
         config = T.parse_config(args)
-        loader = T.Loader(config, T.Runtime(rank, 2, torch.device("cpu")), range(7), lambda step: T.make_plan(config, step)[2:4])
+        loader = L.Loader(config, T.Runtime(rank, 2, torch.device("cpu")), [T.make_plan(config, step) for step in range(7)])
         batches = [loader.next_batch() for _ in range(7)][4:]
         assert [step["rows"] for step in result["run"]["steps"]] == [[{
             "documents": [n for n in np.diff(batch.cu_seqlens).tolist() if n], "token_ids": len({*batch.tokens.tolist()}),
