@@ -216,12 +216,16 @@ case "$data$preset" in
 esac
 
 # When the trainer has said in one line why it stops, torchrun adds forty of its own. They are left out, as are its warnings.
-# One that was killed has said nothing: a line is made of torchrun's. The filter ignores Ctrl-C, to pass on what the trainer says.
-errors='/^[EW][0-9]+ .*failed \(exitcode: -/ {
+# What was killed has said nothing: a line is made of torchrun's. The filter ignores Ctrl-C, to pass on what the others say.
+errors='/^[EW][0-9]+ .*Received [0-9]+ death signal/ {
+  sub(/.*Received /, ""); over = 1
+  print "run.sh: ended by signal " int($0) (int($0) == 2 ? ": Ctrl-C" : ", from outside")
+}
+/^[EW][0-9]+ .*failed \(exitcode: -/ {
   sub(/.*failed \(exitcode: -/, ""); split($0, number, /[^0-9]+/); over = 1
   print "run.sh: process " number[2] " was ended by signal " number[1] (number[1] == 9 ? ": by hand, or no memory left" : "")
 }
-/^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode|death signal/; next} !over || /^error: /{print; fflush()}'
+/^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode/; next} !over || /^error: /{print; fflush()}'
 
 # torchrun by its other name: the one that belongs to this Python, wherever the first on PATH comes from.
 exec "$python" -m torch.distributed.run --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \

@@ -22,16 +22,6 @@ def device():
 
 
 @pytest.fixture(autouse=True)
-def signals():
-    """The trainer's `main` takes them over for good."""
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    signal.set_wakeup_fd(-1)
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
-
-
-@pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
 

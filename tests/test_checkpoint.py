@@ -73,8 +73,8 @@ def test_saving_on_the_way_leaves_no_trace(corpus, base, tmp_path):
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path, monkeypatch, step):
     """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart; after the last step nothing
     is left but the validation. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
-    load = T.Trainer.load
-    monkeypatch.setattr(T.Trainer, "load", lambda self, state: self.warm_up() or load(self, state))
+    load = E.load
+    monkeypatch.setattr(E, "load", lambda trainer, state: trainer.warm_up() or load(trainer, state))
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", "--save=true")
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val

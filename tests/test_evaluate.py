@@ -139,15 +139,6 @@ def test_mistakes_with_sample(trained, capsys, args, message):
     assert re.fullmatch(rf"error: .*({message}).*\n", err := capsys.readouterr().err), err
 
 
-def test_ctrl_c(trained, monkeypatch, capsys):
-    def generate(*args):
-        yield from b"abc"
-        raise KeyboardInterrupt
-    monkeypatch.setattr(E, "generate", generate)
-    assert T.main([f"--sample={trained.path}", "--device=cpu"]) == 130
-    assert capsys.readouterr() == ("the abc\n", "error: interrupted\n")
-
-
 def test_without_the_file_a_sample_is_refused(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "records.evaluate", None)
     assert T.main([f"--sample={trained.path}"]) == 1

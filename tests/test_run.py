@@ -302,7 +302,7 @@ ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
     "--train_files={d}/none_*.bin": "none_.*prepare.py", "--val_files={d}/none_*.bin": "none_",
     "--train_files={d}/magic.bin": "magic.bin.*20240521", "--val_files={d}/magic.bin": "magic.bin.*20240521",
     "--train_files={d}/version.bin": "version.bin.*version 2", "--train_files={d}/truncated.bin": "truncated.bin.*2301.*2300",
-    "--train_files={d}/stub.bin": "stub.bin.*100 bytes", "--train_files={d}/no_separator.bin": "no_separator.bin.*256",
+    "--train_files={d}/stub.bin": "stub.bin.*magic number 0", "--train_files={d}/no_separator.bin": "no_separator.bin.*256",
     "--train_files={d}/foreign.bin": "foreign.bin.*257", "--train_files={d}/short.bin": "short.bin.* 50 tokens.* 129:",
     "--stage1.max_doc_len=1": "no training shard.* 64 ",
     "--train_files={d}/separators.bin --stage1.batch_tokens=2048": "257 documents in 256 .*127.*--tokens_per_doc",
@@ -332,16 +332,14 @@ def test_three_processes_are_refused_once(corpus, tmp_path):
     assert err.count("error: ") == 1 and re.search(r"^error: 3 processes.*--micro_batches=8.*$", err, re.M), err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_ends_all_processes_and_keeps_the_log(corpus, tmp_path, ranks):
-    process, seen = start(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000", ranks=ranks, hook=SAY_PID), ""
+def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
+    process, seen = start(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000"), ""
     while not re.search("^step:2/.*\n", seen, re.M):
         seen += (line := process.stdout.readline())
         assert line, process.stderr.read()
     process.send_signal(signal.SIGINT)
     out, err, status = finish(process, 30, seen)
-    assert out.count("pid ") == ranks and (status == 130 if ranks == 1 else status != 0)  # torchrun has a status of its own
-    assert re.search("^error: interrupted$", err, re.M) and 'train_gpt.py", line' not in err, err
+    assert status == -signal.SIGINT and err == ""
     assert set(re.findall("^step:.*$", seen, re.M)) <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
 
 
