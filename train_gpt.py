@@ -371,12 +371,9 @@ def choose_kernels(config, device):
             names | {"head": "fp8" if fp8 else config.run.dtype})
 
 
-NO_REGION = nullcontext()
-
-
 def region(name):
     """Context manager: a named range of host time in the trace of a profiled step, nothing in all others."""
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else NO_REGION
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 # reduce_scatter_tensor and all_gather_into_tensor carry other names from torch 2.13 on.
@@ -1145,8 +1142,7 @@ class Trainer:
         if config.run.profile:
             self.profile = companion("trace", "--profile").Profile(self, LAYERS, len(kernels.POLAR_EXPRESS))
         width = max(len(plan.mtp_weights) for plan in self.plans)
-        table = [plan.mtp_weights + (0.0,) * (width - len(plan.mtp_weights)) for plan in self.plans]
-        self.mtp_table = torch.tensor(table, device=rt.device)  # (steps + 1, 3)
+        self.mtp_table = torch.tensor([(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans], device=rt.device)
         self.synchronize()
         watch.lap("model")
 
