@@ -67,7 +67,7 @@ IMPORT_SECONDS = time.perf_counter() - started
 
 
 def companion(name, user=None):
-    """The module records/<name>.py. Where it is not, as beside a copy of this file alone: None, or UserError if it has a `user`."""
+    """The module records/<name>.py. Without that file None, or UserError if it has a `user`."""
     try:
         return importlib.import_module(f"records.{name}")
     except ImportError:
@@ -971,7 +971,7 @@ class Log:
 
 
 def log_header(log, config, rt, choices, sources):
-    """Sources of both files, versions, machine, resolved config: what is needed to repeat the run."""
+    """Sources, versions, machine, resolved config: what is needed to repeat the run."""
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # logs are published: nobody's processes and paths

@@ -1,6 +1,7 @@
 """What can be known before anything is compiled: `python train_gpt.py --check` shows it all, every start stops at what will fail.
 
-Each check takes (config, number of ranks), returns what it found, raises UserError when the run will not go well, Doubt when it may not.
+`check_config` looks at the numbers of a config alone. Each of CHECKS takes (config, number of ranks), returns what it found, raises
+UserError when the run will not go well, Doubt when it may not.
 """
 
 import dataclasses

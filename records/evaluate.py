@@ -63,7 +63,7 @@ def write_checkpoint(state, path, keep):
 
 
 def load_checkpoint(path) -> dict:
-    """What `Trainer.save` wrote, tensors on the CPU and read when used; nothing in it is executed. UserError if it is another file."""
+    """What `save` wrote, tensors on the CPU and read when used; nothing in it is executed. UserError if it is another file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not state.keys() >= {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}:

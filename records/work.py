@@ -47,7 +47,7 @@ def seen_pairs(lengths, window):
 
 
 def calls(run):
-    """(operation, sizes) of every call on one rank in the profiled steps; run: what Profile.describe returns."""
+    """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
     values = sum(layer["value_table"] is not None for layer in layers)
     for step in run["steps"]:

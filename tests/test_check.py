@@ -334,7 +334,7 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
 
 
 def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
-    """train_gpt.py may have been copied without the folder, or cut out of a log: it starts without the checks."""
+    """The three files of the trainer may have been copied without records/, or cut out of a log: it starts without the checks."""
     monkeypatch.setitem(sys.modules, "records.check", None)
     assert check.start("--val_tokens=8192000") == (1, "error: all checks passed\n")
     assert T.main(["--check", *check.args]) == 1

@@ -198,7 +198,7 @@ def test_nothing_half_written_stays(tmp_path):
 
 
 def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, fails, monkeypatch):
-    """In one line; what does not change what is learned may differ. With the checks and, in a copy of the script, without."""
+    """In one line; what does not change what is learned may differ. With the checks and, in a copy without records/, without."""
     args = [*corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}", "--muon_lr=0.25", "--seed=3",
             "--stage2.mtp_end=1,0.5", "--val_every=5", "--sample_tokens=3", "--kernels=torch", f"--val_tokens={VAL_BATCH}"]
     message = (r"--resume=\S+/state_step000005\.pt: that run has another config;"
@@ -284,7 +284,7 @@ def test_steps_to_profile(corpus, base, tmp_path, fails):
 
 
 def test_without_the_file_that_writes_them(corpus, tmp_path, fails, monkeypatch):
-    """A copy of the script alone says so before it trains."""
+    """A copy without records/ says so before it trains."""
     monkeypatch.setitem(sys.modules, "records.evaluate", None)
     monkeypatch.setitem(sys.modules, "records.check", None)
     for arg in "--save=true", "--save_every=3", "--resume=x":

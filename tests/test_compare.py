@@ -28,7 +28,8 @@ def header(*args, source="x = 1\n", choices="torch"):
     """As the trainer writes it, by its own function."""
     lines, config = [], T.parse_config(["--preset=cpu", *args])
     log = SimpleNamespace(line=lambda text, console=True: lines.append(text))
-    T.log_header(log, config, T.Runtime(0, 1, torch.device("cpu")), {"XXT": choices, "head": "float32"}, [source, "y = 2\n"])
+    sources = {"train_gpt.py": source, "loader.py": "z = 3\n", "triton_kernels.py": "y = 2\n"}
+    T.log_header(log, config, T.Runtime(0, 1, torch.device("cpu")), {"XXT": choices, "head": "float32"}, sources)
     return "\n".join(lines) + "\n"
 
 
@@ -106,11 +107,12 @@ def test_our_log(write):
     run = compare.read_run(Path(write("a.txt", header("--seed=7", "--sample_prompt=def ", source=fake), body, sample,
                                       "final_val_loss: 4.2500\ntrain_seconds: 0.150\ncheckpoint: a/b\n")))
     assert run.finished and run.losses == {0: 5.9, 3: 4.5, 5: 4.25} and run.ms == {k: 30 * k for k in range(6)}
-    assert run.notes == ["2 headers, read from the last, line 15"]
+    assert run.notes == ["2 headers, read from the last, line 22"]
     settings = {key: T.render(value) for key, value in T.flatten(T.parse_config(["--preset=cpu", "--seed=7"])).items()}
     assert settings.items() <= run.facts.items() and run.facts["kernels.XXT"] == "torch" and run.facts["kernels.head"] == "float32"
     assert run.facts["gpus"] == "none" and run.facts["torch"] == torch.__version__ and "driver" not in run.facts
-    assert run.source.startswith(fake) and "# triton_kernels.py" in run.source and run.source.endswith("y = 2\n\n")
+    assert run.source.startswith(fake) and run.source.endswith("y = 2\n\n")
+    assert run.source.index("\n# loader.py\n") < run.source.index("z = 3\n") < run.source.index("\n# triton_kernels.py\n")
 
 
 def test_log_of_2024(write):

@@ -247,8 +247,9 @@ def apply(diff, folder):
 
 @pytest.fixture
 def copy(tmp_path):
-    (tmp_path / "records").mkdir()
-    for file in (ROOT / "train_gpt.py", ROOT / "triton_kernels.py", *(ROOT / "records").glob("*.py")):
+    for folder in "data", "records":
+        (tmp_path / folder).mkdir()
+    for file in (path for folder in (".", "data", "records") for path in (ROOT / folder).glob("*.py")):
         shutil.copy(file, tmp_path / file.relative_to(ROOT))
     return tmp_path
 
@@ -323,7 +324,8 @@ def test_messages_are_those_of_the_sources():
     """The first column of the table of troubles."""
     section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
     messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
-    files = "train_gpt.py", "triton_kernels.py", "run.sh", *(f"records/{script}.py" for script in ("check", "evaluate", "compare"))
+    files = ("train_gpt.py", "triton_kernels.py", "data/loader.py", "run.sh",
+             *(f"records/{script}.py" for script in ("check", "evaluate", "compare")))
     sources = re.sub(r'"\s*f?"', "", "".join((ROOT / file).read_text() for file in files))  # parts of one message joined
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
 

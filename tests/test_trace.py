@@ -345,9 +345,8 @@ def test_good_knobs():
 
 
 @pytest.fixture
-def in_process(monkeypatch):
+def in_process():
     """T.main leaves nothing behind."""
-    monkeypatch.setattr(T.signal, "signal", lambda *_: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small
     yield
@@ -414,8 +413,8 @@ def launch(command, seconds=100):
 
 
 def numbers(shown):
-    """first column -> the other cells, of the lines of a table."""
-    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line.strip()) for line in shown.splitlines())}
+    """first column -> the other cells, of the lines of tables; where two begin alike (a region may be "other", too), of the first."""
+    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line.strip()) for line in reversed(shown.splitlines()))}
 
 
 def check(shown, ranks):
