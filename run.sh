@@ -217,9 +217,9 @@ esac
 
 # When the trainer has said in one line why it stops, torchrun adds forty of its own. They are left out, as are its warnings.
 # What was killed has said nothing: a line is made of torchrun's. The filter ignores Ctrl-C, to pass on what the others say.
-errors='/^[EW][0-9]+ .*Received [0-9]+ death signal/ {
-  sub(/.*Received /, ""); over = 1
-  print "run.sh: ended by signal " int($0) (int($0) == 2 ? ": Ctrl-C" : ", from outside")
+errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
+  sub(/.*Received (Signals\.)?/, ""); sub(/ death signal.*/, ""); over = 1
+  print "run.sh: ended by signal " $0 ($0 == 2 || $0 == "SIGINT" ? ": Ctrl-C" : ", from outside"); next
 }
 /^[EW][0-9]+ .*failed \(exitcode: -/ {
   sub(/.*failed \(exitcode: -/, ""); split($0, number, /[^0-9]+/); over = 1

@@ -11,14 +11,14 @@ documents. The system is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 2
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   text by what a run with --save=true has learned
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
-Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on eight H200s;
-with --scheduled_steps=145 --extension_steps=4 55 s on one (records/2026-11-20_one_to_eight). FineWeb itself has not been tried yet.
+Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on eight
+H200s; with --scheduled_steps=145 --extension_steps=4 55 s on one, 57.5 s on an H100 (records/). FineWeb has not been tried yet.
 
 Contents, top to bottom; a name is defined above its first use:
     config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
     runtime    ranks, device, what the GPU can do
     model      layer table, YaRN rotary, table lookup, the flat forward
-    optimizer  update rules as pure functions, parameter table, sparse row exchange, NorMuonAndAdam
+    optimizer  Adam's rule, parameter table, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
     log, eval  log file, chunked validation
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
@@ -34,7 +34,6 @@ started = time.perf_counter()  # the imports take seconds
 import dataclasses
 import difflib
 import gc
-import importlib
 import math
 import os
 import platform
@@ -61,22 +60,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
-from data.loader import Loader, UserError, ValidationData, cu_seqlens, make_batch, one_line, user_error
+from data.loader import Loader, UserError, ValidationData, make_batch, one_line, user_error
 
-IMPORT_SECONDS = time.perf_counter() - started
-
-
-def companion(name, user=None):
-    """The module records/<name>.py. Without that file None, or UserError if it has a `user`."""
-    try:
-        return importlib.import_module(f"records.{name}")
-    except ImportError:
-        if user:
-            raise UserError(f"{user} needs records/{name}.py beside train_gpt.py, and it is not there") from None
+IMPORT_SECONDS = time.perf_counter() - started  # the tools in records/ import this file, and are imported where they are used
 
 
 # ---- Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...) ------------
-
 
 @dataclass(frozen=True)
 class Model:
@@ -168,7 +157,7 @@ class Run:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # of the initial weights
-    micro_batches: int = 8  # forward passes per step over all ranks, one per rank at least; more need less memory; 0: 8 or what fits
+    micro_batches: int = 8  # forward passes per step of all ranks, one each at least; more need less memory; 0: 8 or what fits
     val_every: int = 250  # steps
     dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -270,19 +259,18 @@ def parse_config(argv, world=1) -> Config:
             near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
             raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
     new = {key: parse_value(key, text, known[key]) for key, text in given.items()}
+    if 0 < new.get("micro_batches", config.run.micro_batches) < world:
+        new["micro_batches"] = world
 
     def updated(item, prefix=""):
         names = [f.name for f in dataclasses.fields(item)]
         return dataclasses.replace(item, **{n: new[prefix + n] for n in names if prefix + n in new})
 
-    sections = {f.name: updated(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    stages = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
-    sections["schedule"] = dataclasses.replace(sections["schedule"], stages=stages)
-    if 0 < sections["run"].micro_batches < world:
-        sections["run"] = dataclasses.replace(sections["run"], micro_batches=world)
-    if check := companion("check"):
-        check.check_config(Config(**sections), world)
-    return Config(**sections)
+    new["stages"] = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
+    config = Config(*(updated(getattr(config, f.name)) for f in dataclasses.fields(config)))
+    from records import check
+    check.check_config(config, world)
+    return config
 
 
 def help_text() -> str:
@@ -296,9 +284,7 @@ def help_text() -> str:
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Runtime:
+class Runtime(NamedTuple):
     """This process among the others."""
 
     rank: int
@@ -319,20 +305,21 @@ def find_device(config) -> torch.device:
     """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
     if config.run.device == "cpu":
         return torch.device("cpu")
+    local = place()[2]
     if not torch.cuda.is_initialized():  # not found before
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-        gpus, local = visible.split(","), place()[2]
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-        if visible and processes > len(gpus):
-            raise UserError(f"{processes} processes but {len(gpus)} GPUs on this machine: start one process per GPU")
+        count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
+        if processes > count > 0:
+            raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
         try:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local] if visible else ""
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if count else ""
             torch.cuda.init()
         except (AssertionError, RuntimeError) as error:  # no CUDA in this torch, an old driver, a GPU in exclusive use
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             raise UserError("CUDA was asked for but this machine has no usable GPU"
                             f" ({one_line(error)}): see to it, or try --preset=cpu") from error
+    torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -382,7 +369,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
-
 
 class Layer(NamedTuple):
     """What one layer does. Bank rows, gates and windows follow from the table below."""
@@ -593,7 +579,7 @@ class GPT(nn.Module):
         return rms_norm(0.5 * (lane0 + lane1) - backout_lambda * kept["backout"])
 
 
-# ---- Optimizer: update rules. They change their first arguments in place and know nothing else. ----------------------
+# ---- Optimizer: Adam's rule (NorMuon's are kernels), who is updated how, and when it travels -------------------------
 
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     """Adam with cautious decay on p (any dtype); m, v fp32. step_size and weight_decay broadcast against p; betas too."""
@@ -603,9 +589,6 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     w = p.float()
     u = step_size * m / (v.sqrt() + eps)
     p.copy_(w - u - weight_decay * w * (u * w > 0))
-
-
-# ---- Optimizer: who is updated how, and when it travels --------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -699,7 +682,7 @@ def flat_views(flat, like):
 
 
 class NorMuonAndAdam:
-    """State and communication of all parameters; the rules are above, the numbers in PARAM_TABLE.
+    """State and communication of all parameters. The rules are adam_update and kernels, the numbers in PARAM_TABLE.
 
     named_params: {label: parameter}. One object with explicit orders in place of hooks: Chris McCormick (PR 200).
     """
@@ -825,10 +808,8 @@ class NorMuonAndAdam:
 
     def _start_reduction(self, name):
         """Launch the average over ranks of one gradient; returns a function that waits for it and gives this rank's part."""
-        if name == "replicated":
-            grad = torch.cat([self.params[label].grad.float().flatten() for label in self.flat_labels])
-        else:
-            grad = self.buffers[name][1]
+        grad = self.buffers[name][1] if name != "replicated" else torch.cat([
+            self.params[label].grad.float().flatten() for label in self.flat_labels])
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -890,7 +871,6 @@ class NorMuonAndAdam:
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
 
-
 class StepPlan(NamedTuple):
     step: int
     stage: int  # index into schedule.stages
@@ -928,20 +908,14 @@ def make_plan(config: Config, step: int) -> StepPlan:
         work = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
     split_step = starts[schedule.split_stage - 1] | 1
     return StepPlan(
-        step=step,
-        stage=index,
-        row_tokens=stage.batch_tokens // config.run.micro_batches,
-        max_doc_len=stage.max_doc_len,
-        lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
-        momentum=low + (high - low) * work,
+        step=step, stage=index, row_tokens=stage.batch_tokens // config.run.micro_batches, max_doc_len=stage.max_doc_len,
+        lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t, momentum=low + (high - low) * work,
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         adam=step % 2 == 1,  # K12: the two gradients may come from different stages
-        tied=step <= split_step,
-        split=step == split_step)
+        tied=step <= split_step, split=step == split_step)
 
 
 # ---- Log and evaluation ----------------------------------------------------------------------------------------------
-
 
 class Log:
     """The log file and the console of rank 0; other ranks write nothing. Every line at once: a run that is killed loses none."""
@@ -1008,7 +982,6 @@ def validate(forward, head, data, view, rt) -> float:
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
-
 def require_finite(value, what):
     if not math.isfinite(value):
         raise UserError(f"the {what} is {value}: lower --muon_lr and --adam_lr, or check the data")
@@ -1025,9 +998,8 @@ class MicroStep:
         self.forward, self.head, self.kappa, self.record = forward, head, kappa, record
         self.graphs = {}  # stage -> (graph, its inputs, its view, its loss)
         # Autograd adds up gradients on the stream on which it first met a parameter, so all runs of a parameter use one stream.
-        self.stream = torch.cuda.Stream() if record else None
-        if record:
-            self.pool = torch.cuda.graph_pool_handle()  # one graph runs at a time: they share their memory
+        # One graph runs at a time: they share their memory.
+        self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if record else (None, None)
 
     def run(self, tokens, targets, cu_seqlens, bigram_rows, mtp_weights, view):
         with region("forward"):
@@ -1124,15 +1096,7 @@ class Trainer:
         if rt.world > 1:
             for param in self.model.parameters():
                 dist.broadcast(param.detach(), 0)
-        layers = compiler(self.model.layers)
-
-        def forward(tokens, cu_seqlens, bigram_rows, view):
-            rows = self.model.lookup(tokens, bigram_rows)
-            for x in (*rows, cu_seqlens) if config.run.compile else ():
-                torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
-            return layers(rows, cu_seqlens, view)
-
-        self.forward = forward
+        self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.run.fp8, ops.cross_entropy)
         record = config.run.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, record)
@@ -1140,11 +1104,19 @@ class Trainer:
         self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
         self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
         if config.run.profile:
-            self.profile = companion("trace", "--profile").Profile(self, LAYERS, len(kernels.POLAR_EXPRESS))
+            from records import trace
+            self.profile = trace.Profile(self, LAYERS, len(kernels.POLAR_EXPRESS))
         width = max(len(plan.mtp_weights) for plan in self.plans)
         self.mtp_table = torch.tensor([(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans], device=rt.device)
         self.synchronize()
         watch.lap("model")
+
+    def forward(self, tokens, cu_seqlens, bigram_rows, view):
+        """What `GPT.forward` gives, compiled."""
+        rows = self.model.lookup(tokens, bigram_rows)
+        for x in (*rows, cu_seqlens) if self.config.run.compile else ():
+            torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
+        return self.layers(rows, cu_seqlens, view)
 
     def new_loader(self, plans, config):
         return Loader(config, self.rt, plans, warn=lambda text: self.log.line("warning: " + text))
@@ -1166,10 +1138,10 @@ class Trainer:
             dist.barrier()
 
     def compile_kernels(self):
-        """Run everything but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
+        """Run all but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
         torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
         N, view = 256, self.views[0]
-        batch = make_batch(np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.config, self.rt.device)
+        batch = make_batch(np.zeros(N + 1, np.uint16), np.array([0, *[N] * 127], np.int32), self.config, self.rt.device)
         with torch.cuda.stream(self.micro_step.stream):
             with torch.no_grad():
                 summed_loss(self.model, self.head, batch, view)
@@ -1210,6 +1182,7 @@ class Trainer:
 
     def run(self):
         """The timed run -> (final validation loss, seconds inside the clock)."""
+        from records import evaluate
         run, pause_seconds = self.config.run, 0.0
         gc.disable()  # collected in pauses, outside the clock
         self.loader.ready.exception()  # waits for the first batch
@@ -1233,7 +1206,7 @@ class Trainer:
                                   f" step_avg:{ms / max(step, 1):.2f}ms")
                     require_finite(loss, f"validation loss before step {step}")
                 if saves:
-                    companion("evaluate", "a checkpoint").save(self, step, elapsed)
+                    evaluate.save(self, step, elapsed)
                 self.settle()
                 start = time.perf_counter()
                 pause_seconds += start - pause
@@ -1267,11 +1240,11 @@ class Trainer:
 
 def train(config, rt, log, watch, sources):
     """Everything after the process group exists."""
+    from records import evaluate
     config, ops, choices = choose_kernels(config, rt.device)
     log_header(log, config, rt, choices, sources)
     run = config.run
-    checkpoints = companion("evaluate", "a checkpoint") if run.save or run.save_every or run.resume else None
-    resumed = checkpoints.load_to_resume(config) if run.resume else None
+    resumed = evaluate.load_to_resume(config) if run.resume else None
     watch.lap("log")
     trainer = Trainer(config, rt, log, ops, watch, sources, resumed)
     ready = time.perf_counter()
@@ -1279,7 +1252,7 @@ def train(config, rt, log, watch, sources):
         log.line("Compiling model and warming up kernels (minutes on first execution)")
         trainer.warm_up()
     if resumed:
-        checkpoints.load(trainer, resumed)
+        evaluate.load(trainer, resumed)
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     trainer.seconds |= {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, seconds = trainer.run()
@@ -1287,8 +1260,7 @@ def train(config, rt, log, watch, sources):
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if run.sample_tokens and rt.rank == 0:
         try:
-            text = "".join(companion("evaluate", "--sample_tokens").sample(trainer.model, config))
-            log.line(f"sample:\n{text}")
+            log.line("sample:\n" + "".join(evaluate.sample(trainer.model, config)))
         except (UserError, RuntimeError) as error:  # out of memory, too: what was trained is not lost for it
             log.line(f"warning: no sample: {one_line(error)}")
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{seconds:.3f}"}
@@ -1298,10 +1270,7 @@ def train(config, rt, log, watch, sources):
     for key, value in summary.items():
         log.line(f"{key}: {value}")
     if run.save or run.save_every:
-        checkpoints.save(trainer, trainer.total, seconds)
-
-
-LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
+        evaluate.save(trainer, trainer.total, seconds)
 
 
 def main(argv) -> int:
@@ -1310,18 +1279,17 @@ def main(argv) -> int:
     if "--help" in argv:
         print(help_text())
         return 0
-    files = [Path(__file__), Path(__file__).parent / "data/loader.py", Path(kernels.__file__)]
-    sources = {file.name: file.read_text(encoding="utf-8") for file in files}  # before anybody edits them
+    root, names = Path(__file__).parent, (Path(__file__).name, "data/loader.py", "triton_kernels.py")
+    sources = {name: (root / name).read_text(encoding="utf-8") for name in names}  # before anybody edits them
+    from records import check, evaluate
     rank = local = 0
     try:
         if any(arg.startswith("--sample=") for arg in argv):
-            return companion("evaluate", "--sample").speak(argv)
+            return evaluate.speak(argv)
         rank, world, local = place()
         only_check = "--check" in argv
         config = parse_config([arg for arg in argv if arg != "--check"], world)
-        check = companion("check", "--check" if only_check else None if config.run.micro_batches else "--micro_batches=0")
-        if check:  # before anything is compiled
-            config, fine = check.run_checks(config, world, show=only_check and local == 0)
+        config, fine = check.run_checks(config, world, show=only_check and local == 0)  # before anything is compiled
         if only_check:
             return int(not fine)
         watch.lap("checks")
@@ -1333,15 +1301,14 @@ def main(argv) -> int:
     except UserError as error:
         message = str(error)
     except torch.OutOfMemoryError as error:
-        message = f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
+        message = f"out of GPU memory: {check.LESS_MEMORY} ({one_line(error)})"
     except RuntimeError as error:
         if not re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
             raise
         message = f"lost the connection to another process, or waited for it in vain; it may say why ({one_line(error)})"
     finally:
         gc.enable()
-    check = companion("check")
-    if not check or check.first_to_say(local):
+    if check.first_to_say(local):
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1
 

@@ -234,6 +234,13 @@ class Loader:
             return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event()
 
 
+def require_validation_tokens(config, have):
+    """UserError when the validation files hold fewer than validation takes: one more than it predicts."""
+    need = config.data.val_tokens + 1
+    if have < need:
+        raise UserError(f"{config.data.val_files} holds {have} tokens, validation needs {need}: lower --val_tokens")
+
+
 class ValidationData:
     """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`; documents cut only between pieces."""
 
@@ -243,8 +250,7 @@ class ValidationData:
         for path in find_files(config.data.val_files):
             parts.append(read_shard(path, config.model.vocab_size, need - have))
             have += len(parts[-1])
-        if have < need:
-            raise UserError(f"{config.data.val_files} holds {have} tokens, validation needs {need}: lower --val_tokens")
+        require_validation_tokens(config, have)
         self.tokens = np.concatenate(parts)
 
     def __iter__(self):

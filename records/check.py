@@ -25,6 +25,9 @@ from data import loader
 from records import evaluate, work
 
 
+LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
+
+
 class Doubt(T.UserError):
     """A start says so and goes on."""
 
@@ -124,10 +127,9 @@ def check_training_data(config, world):
 
 def check_validation_data(config, world):
     """From all headers."""
-    counts, need = [loader.read_shard_header(path) for path in loader.find_files(config.data.val_files)], config.data.val_tokens + 1
-    if sum(counts) < need:
-        raise T.UserError(f"{config.data.val_files} holds {sum(counts)} tokens, validation needs {need}: lower --val_tokens")
-    return f"{len(counts)} files, {sum(counts):,} tokens, {need:,} of them used"
+    counts = [loader.read_shard_header(path) for path in loader.find_files(config.data.val_files)]
+    loader.require_validation_tokens(config, sum(counts))
+    return f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
 
 
 def state_bytes(config):
@@ -237,7 +239,7 @@ def check_memory(config, world):
     found = (f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with micro-batches"
              f" {config.run.micro_batches}")
     if most > free:
-        raise (T.UserError if least > free else Doubt)(f"{found}: {T.LESS_MEMORY}")
+        raise (T.UserError if least > free else Doubt)(f"{found}: {LESS_MEMORY}")
     return found
 
 
@@ -286,7 +288,7 @@ def run_checks(config, world, show):
 def first_to_say(local) -> bool:
     """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough."""
     time.sleep(local > 0)  # the first one usually has the same to say
-    with suppress(KeyError, IndexError, PermissionError):  # torchrun gave each a folder, side by side
+    with suppress(KeyError, IndexError, OSError):  # torchrun gave each a folder, side by side
         try:
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
         except FileExistsError:

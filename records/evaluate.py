@@ -48,7 +48,7 @@ def whole_file(path):
             error = error.__context__
         if not isinstance(error, Exception):
             raise error from None  # Ctrl-C
-        raise T.UserError(f"cannot write {path}: {' '.join(str(error).split())}; make room, or choose another folder") from None
+        raise T.UserError(f"cannot write {path}: {loader.one_line(error)}; make room, or choose another folder") from None
     finally:
         with suppress(OSError):
             partial.unlink()

@@ -280,10 +280,10 @@ def test_memory_estimate_follows_the_knobs():
 @pytest.fixture
 def gpus(check, folder, monkeypatch):
     """Two H200s, or what is set in it; .check and .start with --preset=record."""
-    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, rate=790e12, sees=[], device=0)
+    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, rate=790e12, sees=[])
     count = lambda: len(has.sees[-1].split(",")) if has.sees else has.count
     for name, value in {"device_count": count, "init": lambda: has.sees.append(os.environ["CUDA_VISIBLE_DEVICES"]),
-                        "is_initialized": lambda: bool(has.sees),
+                        "is_initialized": lambda: bool(has.sees), "set_device": lambda local: setattr(has, "device", local),
                         "current_device": lambda: has.device, "get_device_name": lambda device: "NVIDIA H200", "get_device_capability": lambda device: has.capability,
                         "mem_get_info": lambda device: (has.free * MiB, 150000 * MiB)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -306,6 +306,14 @@ def test_a_process_sees_its_own_gpu(gpus, monkeypatch, visible, local, sees):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", str(local))
     assert T.find_device(T.Config()) == T.find_device(T.Config()) == torch.device("cuda", 0) and gpus.sees == [sees]
+
+
+def test_it_may_see_all(gpus, monkeypatch):
+    """Where CUDA had been asked before, it is too late to hide the others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    gpus.sees = ["0,1"]
+    assert T.find_device(T.Config()) == torch.device("cuda", 1)
 
 
 def test_two_gpus(gpus, monkeypatch):
@@ -331,14 +339,6 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
     config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"], ranks)
     text = C.expected_time(config, ranks)
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes and f" {rate} TFLOP/s" in text
-
-
-def test_a_copy_of_the_script_alone(check, monkeypatch, capsys):
-    """The three files of the trainer may have been copied without records/, or cut out of a log: it starts without the checks."""
-    monkeypatch.setitem(sys.modules, "records.check", None)
-    assert check.start("--val_tokens=8192000") == (1, "error: all checks passed\n")
-    assert T.main(["--check", *check.args]) == 1
-    assert capsys.readouterr() == ("", "error: --check needs records/check.py beside train_gpt.py, and it is not there\n")
 
 
 def test_a_driver_that_does_not_work(gpus, monkeypatch):

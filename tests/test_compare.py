@@ -28,7 +28,7 @@ def header(*args, source="x = 1\n", choices="torch"):
     """As the trainer writes it, by its own function."""
     lines, config = [], T.parse_config(["--preset=cpu", *args])
     log = SimpleNamespace(line=lambda text, console=True: lines.append(text))
-    sources = {"train_gpt.py": source, "loader.py": "z = 3\n", "triton_kernels.py": "y = 2\n"}
+    sources = {"train_gpt.py": source, "data/loader.py": "z = 3\n", "triton_kernels.py": "y = 2\n"}
     T.log_header(log, config, T.Runtime(0, 1, torch.device("cpu")), {"XXT": choices, "head": "float32"}, sources)
     return "\n".join(lines) + "\n"
 
@@ -112,7 +112,7 @@ def test_our_log(write):
     assert settings.items() <= run.facts.items() and run.facts["kernels.XXT"] == "torch" and run.facts["kernels.head"] == "float32"
     assert run.facts["gpus"] == "none" and run.facts["torch"] == torch.__version__ and "driver" not in run.facts
     assert run.source.startswith(fake) and run.source.endswith("y = 2\n\n")
-    assert run.source.index("\n# loader.py\n") < run.source.index("z = 3\n") < run.source.index("\n# triton_kernels.py\n")
+    assert run.source.index("\n# data/loader.py\n") < run.source.index("z = 3\n") < run.source.index("\n# triton_kernels.py\n")
 
 
 def test_log_of_2024(write):

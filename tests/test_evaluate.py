@@ -139,12 +139,6 @@ def test_mistakes_with_sample(trained, capsys, args, message):
     assert re.fullmatch(rf"error: .*({message}).*\n", err := capsys.readouterr().err), err
 
 
-def test_without_the_file_a_sample_is_refused(trained, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "records.evaluate", None)
-    assert T.main([f"--sample={trained.path}"]) == 1
-    assert capsys.readouterr().err == "error: --sample needs records/evaluate.py beside train_gpt.py, and it is not there\n"
-
-
 BPE = SimpleNamespace(encode_ordinary=lambda text: [len(word) for word in text.split()],
                       decode_single_token_bytes=lambda id: b"x" * (1 + id % 3))
 

@@ -15,6 +15,7 @@ import pytest
 import train_gpt as T
 import triton_kernels as kernels
 from data import loader
+from records import check
 from test_run import ENV, ROOT, VAL_BATCH, corpus, fails, finish, start  # noqa: F401 (two of them are fixtures)
 
 SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()}")'
@@ -89,6 +90,22 @@ def test_a_signal_ends_two_processes_with_one_line(corpus, tmp_path, signum, lin
     assert as_run_sh_shows(err) == [f"run.sh: {line}"] and 'train_gpt.py", line' not in err, err
     log = next(tmp_path.glob("*.txt")).read_text()
     assert status != 0 and out.count("pid ") == 2 and set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
+
+
+@pytest.mark.parametrize("signum, line", [("Signals.SIGINT", "SIGINT: Ctrl-C"), ("Signals.SIGTERM", "SIGTERM, from outside"),
+                                          ("2", "2: Ctrl-C"), ("15", "15, from outside")])
+def test_a_signal_as_each_python_spells_it(signum, line):
+    """3.10 by its name."""
+    err = f"W1121 20:00:00.1 9 torch/distributed/elastic/agent/server/api.py:7] Received {signum} death signal, shutting down workers\nTraceback\n"
+    assert as_run_sh_shows(err) == [f"run.sh: ended by signal {line}"]
+
+
+@pytest.mark.parametrize("file", [None, "error.json", "/no/such/folder/error.json"])
+def test_without_a_folder_every_process_speaks(monkeypatch, file):
+    monkeypatch.setattr(check.time, "sleep", lambda seconds: None)
+    if file:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
+    assert check.first_to_say(0) and check.first_to_say(1)
 
 
 @pytest.mark.parametrize("impatient", [False, True])

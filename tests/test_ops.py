@@ -171,6 +171,7 @@ FAST = dict.fromkeys(OPS, "triton")
 ])
 def test_choose_ops(device, wanted, changed, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ops, names = tk.choose_ops(device, wanted)
     assert names == changed and set(vars(ops)) == set(OPS)
     for op, name in names.items():
@@ -189,6 +190,7 @@ def test_unknown_op(wanted, item):
 def test_missing_package(monkeypatch):
     """Where it is chosen, before anything is compiled."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     with pytest.raises(ValueError, match="kernels: 'attention:fa3' needs the package flash_attn_interface"):
         tk.choose_ops(CUDA, "attention:fa3")
 

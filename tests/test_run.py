@@ -249,7 +249,7 @@ def test_sparse_rows_equal_the_dense_average(corpus):
 def test_log_opens_with_sources_versions_and_config(runs):
     run = runs["one"]
     rule = "-" * 40
-    opening = f"{run.sources[0]}\n\n{rule}\n# loader.py\n{rule}\n\n{run.sources[1]}\n\n{rule}\n# triton_kernels.py\n{rule}\n\n{run.sources[2]}"
+    opening = f"{run.sources[0]}\n\n{rule}\n# data/loader.py\n{rule}\n\n{run.sources[1]}\n\n{rule}\n# triton_kernels.py\n{rule}\n\n{run.sources[2]}"
     assert re.fullmatch(r"one_[0-9a-f]{8}-[0-9a-f-]{27}\.txt", run.path.name) and run.log[:len(opening)] == opening
     header = run.log[len(opening):-len(run.body)]
     assert header.lstrip("\n").startswith(RULE) and "attention:torch" in run.body.splitlines()[0]

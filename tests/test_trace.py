@@ -355,13 +355,6 @@ def in_process():
         T.dist.destroy_process_group()
 
 
-def test_missing_file_is_named(data, tmp_path, monkeypatch, capsys, in_process):
-    monkeypatch.delattr(records, "trace")
-    monkeypatch.setitem(sys.modules, "records.trace", None)
-    assert T.main([*data, f"--log_dir={tmp_path}", "--profile=0:1"]) == 1
-    assert re.fullmatch("error: --profile needs records/trace.py.*\n", capsys.readouterr().err)
-
-
 class SlowProfile:
     def __init__(self, *args):
         pass
