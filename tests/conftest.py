@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+torch.set_num_threads(1)  # the tensors are small
 
 
 @pytest.fixture

@@ -59,10 +59,7 @@ def text(count, seed):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """The arguments that select the data."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    yield make_corpus(tmp_path_factory.mktemp("corpus"))
-    torch.set_num_threads(threads)
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def make_corpus(folder):

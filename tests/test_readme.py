@@ -103,10 +103,8 @@ def guard(command, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(test_guard, "curve", lambda args: iter(next(heads)["losses"]))
     monkeypatch.setattr(test_guard, "STORED", copy := tmp_path / "guard.json")
     copy.write_bytes((ROOT / "tests/guard.json").read_bytes())
-    threads = torch.get_num_threads()
     with contextlib.redirect_stdout(io.StringIO()) as out:
         test_guard.main(shlex.split(command)[2:])
-    torch.set_num_threads(threads)
     assert "difference +0.0e+00" in out.getvalue() and copy.read_bytes() == (ROOT / "tests/guard.json").read_bytes()
 
 

@@ -77,11 +77,8 @@ def corpus(tmp_path_factory):
         write_shard(folder / f"{name}.bin", words, **header)
     (folder / "stub.bin").write_bytes(b"\0" * 100)
     (folder / "hooked.py").write_text(HOOKED)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small and the machine is busy with runs
-    yield SimpleNamespace(folder=folder, val=np.array(val),
-                          args=[*TINY, f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin"])
-    torch.set_num_threads(threads)
+    return SimpleNamespace(folder=folder, val=np.array(val),
+                           args=[*TINY, f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin"])
 
 
 def start(corpus, *args, ranks=1, hook=None, node=None):

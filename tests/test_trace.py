@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-import records
 import train_gpt as T
 from data import loader as L
 import triton_kernels as kernels
@@ -347,10 +346,7 @@ def test_good_knobs():
 @pytest.fixture
 def in_process():
     """T.main leaves nothing behind."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
     yield
-    torch.set_num_threads(threads)
     if T.dist.is_initialized():
         T.dist.destroy_process_group()
 
