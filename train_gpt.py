@@ -60,7 +60,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
-from data.loader import Loader, UserError, ValidationData, make_batch, one_line, user_error
+from data.loader import Loader, UserError, ValidationData, cu_seqlens, make_batch, one_line, user_error
 
 IMPORT_SECONDS = time.perf_counter() - started  # the tools in records/ import this file, and are imported where they are used
 
@@ -872,6 +872,8 @@ class NorMuonAndAdam:
 # ---- Schedule --------------------------------------------------------------------------------------------------------
 
 class StepPlan(NamedTuple):
+    """What `make_plan` says of one step."""
+
     step: int
     stage: int  # index into schedule.stages
     row_tokens: int  # N of a training forward pass
@@ -918,7 +920,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
 # ---- Log and evaluation ----------------------------------------------------------------------------------------------
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing. Every line at once (2.4 µs): a killed run loses none."""
+    """The log file and the console of rank 0; other ranks write nothing. Lines are written at once: a killed run loses none."""
 
     def __init__(self, config, rt):
         self.path = Path(__file__).parent / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
@@ -931,10 +933,12 @@ class Log:
             self.line(str(self.path), file=False)
 
     def line(self, text, console=True, file=True, end="\n"):
+        if not self.is_main:
+            return
         with user_error(self.sorry):  # a run that is not written down is worth nothing
-            if self.is_main and file:
-                self.file.write(text + "\n")  # one write: the loader's thread may have something to say, too
-            if self.is_main and console:
+            if file:
+                self.file.write(text + "\n")  # one write (2.4 µs, Xeon at 2.5 GHz): the loader's thread writes, too
+            if console:
                 print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
 
     def progress(self, text, seconds_left):
@@ -983,6 +987,7 @@ def validate(forward, head, data, view, rt) -> float:
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 def require_finite(value, what):
+    """UserError when a loss, a Python float, is nan or inf."""
     if not math.isfinite(value):
         raise UserError(f"the {what} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
@@ -1141,7 +1146,7 @@ class Trainer:
         """Run all but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
         torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
         N, view = 256, self.views[0]
-        batch = make_batch(np.zeros(N + 1, np.uint16), np.array([0, *[N] * 127], np.int32), self.config, self.rt.device)
+        batch = make_batch(np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.config, self.rt.device)
         with torch.cuda.stream(self.micro_step.stream):
             with torch.no_grad():
                 summed_loss(self.model, self.head, batch, view)

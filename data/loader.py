@@ -22,6 +22,7 @@ class UserError(Exception):
 
 
 def one_line(error) -> str:
+    """What an error says, without line ends; of an OSError only the reason."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 

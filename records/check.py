@@ -14,7 +14,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ import torch
 import train_gpt as T
 from data import loader
 from records import evaluate, work
-
 
 LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
 
@@ -288,9 +286,10 @@ def run_checks(config, world, show):
 def first_to_say(local) -> bool:
     """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough."""
     time.sleep(local > 0)  # the first one usually has the same to say
-    with suppress(KeyError, IndexError, OSError):  # torchrun gave each a folder, side by side
-        try:
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
-        except FileExistsError:
-            return False
+    try:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()  # it gave each a folder, side by side
+    except FileExistsError:
+        return False
+    except (KeyError, IndexError, OSError):  # without torchrun, or its folders: better twice than never
+        pass
     return True

@@ -27,7 +27,6 @@ import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from records import check  # noqa: E402
 from data import loader as L  # noqa: E402
-from data.loader import read_shard_header  # noqa: E402
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def shard_bytes(tokens) -> bytes:
 def tokens_of(folder: Path, part: str) -> np.ndarray:
     paths = sorted(folder.glob(f"*_{part}_*.bin"))
     for path in paths:
-        read_shard_header(path)
+        L.read_shard_header(path)
     return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
 
 
@@ -318,7 +317,7 @@ def test_bytes_round_trip_in_order_and_split_by_document(data, corpus, capsys):
     assert len(train) + len(val) == 30
     share = sum(map(len, val)) / sum(map(len, all_texts))
     assert 0.2 <= share < 0.2 + 206 / sum(map(len, all_texts)), "at least the share asked for, by less than one document"
-    sizes = [read_shard_header(p) for p in sorted(folder.glob("*_train_*"))]
+    sizes = [L.read_shard_header(p) for p in sorted(folder.glob("*_train_*"))]
     assert len(sizes) > 2 and set(sizes[:-1]) == {700} and 0 < sizes[-1] <= 700
     assert visible(folder) == [f"mine_train_{i:06d}.bin" for i in range(1, len(sizes) + 1)] + ["mine_val_000000.bin"]
     assert visible(data) == ["mine"]
