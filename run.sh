@@ -10,20 +10,29 @@ die() { say "$@"; exit 1; }
 usage() {
   cat <<'END'
 ./run.sh [--key=value ...]    train; the arguments go to train_gpt.py (python train_gpt.py --help lists them)
+./run.sh data [--key=value ...]
+                              only get the data that such a run needs
 ./run.sh test [argument ...]  run the tests; the arguments go to pytest
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
                               train N times for each label, by turns (A B A B), then compare the runs that finished;
                               what stands before the first label is for all; seeds count from --seed=S (1), the same
                               for all labels; a run that fails, or Ctrl-C, is the last
+    --parallel                one run per GPU at a time; an N that the number of GPUs divides keeps all of them busy
+    --exchange=A,B            two labels that differ in length: what steps are worth (for records/compare.py)
+./run.sh --rerun LOG [--key=value ...]
+                              train again with the source and the settings of a log, on the data of this machine, and
+                              compare the losses; this executes the code that is in the log
 ./run.sh --help               this text
+Everywhere --key value is the same as --key=value.
 
 Python  an active virtualenv, or the python3 on PATH, is used if it has torch 2.11 or newer; an active virtualenv
-        without torch gets requirements.txt installed; otherwise .venv is made here, once.
+        without torch gets requirements.txt installed; otherwise .venv is made here, once. With an NVIDIA GPU that is
+        the versions for GPUs in requirements.txt.
 GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, the same run within
         its memory; no GPU: --preset=cpu, 1 process.
 Data    record, single: FineWeb, 2 GB, downloaded once to data/fineweb10B; cpu: Python's library sources, made in seconds.
-        Nothing is fetched or made when you pass --train_files=..., or set DATA_PATH (the folder in which the
-        trainer finds data/fineweb10B or data/stdlib).
+        Nothing is fetched or made when you pass --train_files=... or --resume=..., or set DATA_PATH (the folder in
+        which the trainer finds data/fineweb10B or data/stdlib). A resumed run has its preset from the checkpoint.
         Paths in arguments are relative to the folder of this script.
 
 Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the threads of each,
@@ -34,41 +43,28 @@ END
 mode=train
 case "${1:-}" in
   -h | --help) usage; exit 0 ;;
-  test) mode=test; shift ;;
-  --repeat | --repeat=*) mode=repeat ;;
+  test | data) mode=$1; shift ;;
+  --rerun) mode=rerun; shift ;;
+  --rerun=*) mode=rerun log=${1#*=}; shift; set -- "$log" "$@" ;;
+  *)
+    for argument in "$@"; do
+      case "$argument" in --repeat | --repeat=*) mode=repeat ;; esac
+    done ;;
 esac
 case "${NPROC:-1}" in
   1 | 2 | 4 | 8) ;;
   *) die "NPROC=$NPROC: the trainer runs with 1, 2, 4 or 8 processes" ;;
 esac
 
-# What --repeat wants, before anything is installed. Leaves the trainer's arguments, with --label=NAME before each label's own.
-if [ $mode = repeat ]; then
-  times="" labels="" seed="" key="" given=$#
-  for argument in "$@"; do
-    argument=$key$argument key=""
-    value=${argument#*=}
-    case "$argument" in
-      --repeat | --label) key=$argument=; continue ;;
-      --repeat=*) times=$value; continue ;;
-      --seed=*)
-        [ -z "$seed" ] || die "--seed=$value: there is one already, and all labels have the same seeds"
-        case "$value" in "" | 0?* | *[!0-9]*) die "--seed=$value: a whole number" ;; esac
-        seed=$value; continue ;;
-      --run_label=*) die "$argument: with --repeat it is --label that names the runs" ;;
-      --label=*)
-        case "$value" in "" | -* | *[!A-Za-z0-9_.+-]*) die "--label '$value': a name of letters, digits and _ . + -" ;; esac
-        case " $labels " in *" $value "*) die "--label $value: there is one already" ;; esac
-        labels="$labels $value" ;;
-    esac
-    set -- "$@" "$argument"
-  done
-  shift $given
-  case "$times" in "" | 0* | *[!0-9]*) die "--repeat '$times': how many runs of each label, 1 or more" ;; esac
-  [ -n "$labels" ] && [ -z "$key" ] || die "--label and a name for the runs are missing"
-fi
+gpu=no
+if nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; then gpu=yes; fi
 
 # --- Python -----------------------------------------------------------------------------------------------------------
+
+# Prints what to install. pip cannot ask for a GPU, so the versions for GPUs are in comments of the same lines.
+requirements() {
+  if [ $gpu = yes ]; then sed 's/.*# GPU: //' requirements.txt; else cat requirements.txt; fi
+}
 
 # Prints one line: old (Python), none (no torch), torch-old, or ready followed by the packages of $2 that are missing.
 # Looks for torch without importing it, which would take seconds.
@@ -101,7 +97,7 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       [ -n "$missing" ] || break
       say "installing$missing for $(command -v "$python")"
       # One try: a machine without network can train on data that is there, without the other two.
-      "$python" -m pip install --quiet --retries 1 -c requirements.txt $missing >&2 && break
+      "$python" -m pip install --quiet --retries 1 -c <(requirements) $missing >&2 && break
       case "$missing" in
         *numpy* | *triton* | *pytest*) die "could not install$missing; install by hand, or activate a virtualenv and start again" ;;
       esac
@@ -112,7 +108,7 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       [ "$candidate" = "${VIRTUAL_ENV:-}/bin/python" ] || continue
       python=$candidate
       say "installing requirements.txt into $VIRTUAL_ENV"
-      "$python" -m pip install -r requirements.txt >&2 ||
+      "$python" -m pip install -r <(requirements) >&2 ||
         die "could not install requirements.txt into $VIRTUAL_ENV; pip's lines above say why"
       break ;;
   esac
@@ -121,70 +117,40 @@ done
 if [ -z "$python" ]; then
   [ -z "$outdated" ] || say "$outdated has a torch older than 2.11 and is left as it is; using .venv"
   python=.venv/bin/python
-  stamp=$(cksum <requirements.txt)
+  stamp=$(requirements | cksum)
   if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
     [ -n "$base" ] || die "no Python 3.10 or newer on PATH; install one and start again"
     say "installing requirements.txt into .venv; this takes minutes, once"
     "$base" -m venv .venv >&2 ||
       die "could not make .venv with $(command -v "$base"); its venv module may be a package of its own (Debian: python3-venv)"
-    "$python" -m pip install -r requirements.txt >&2 ||
+    "$python" -m pip install -r <(requirements) >&2 ||
       die "could not install requirements.txt into .venv; pip's lines above say why; start again when that is solved"
     echo "$stamp" >.venv/installed
   fi
 fi
 
-if [ $mode = test ]; then
-  exec "$python" -m pytest tests -q "$@"
-fi
-
-# --- Repeated runs ----------------------------------------------------------------------------------------------------
-
-# Every run is a ./run.sh of its own. Ctrl-C reaches it as well, and the trap waits until it has ended.
-if [ $mode = repeat ]; then
-  compare=("$python" records/compare.py) status=0 seed=${seed:-1}
-  trap 'status=130' INT TERM
-  for ((i = 0; i < times; i++)); do
-    for name in $labels; do
-      run=(./run.sh "--run_label=$name" "--seed=$((seed + i))") label=$name
-      for argument in --log_dir=logs "$@"; do
-        case "$argument" in --label=*) label=${argument#*=}; continue ;; esac
-        [ "$label" = "$name" ] || continue
-        case "$argument" in --log_dir=*) folder=${argument#*=} ;; esac
-        run+=("$argument")
-      done
-      this="$name, run $((i + 1)) of $times, seed $((seed + i))" old="" log=""
-      for file in "$folder/${name}"_*.txt; do old="$old|$file|"; done
-      say "$this"
-      "${run[@]}" && code=0 || code=$?
-      for file in "$folder/${name}"_*.txt; do  # another call may have this label, too, with other seeds
-        case "$old" in *"|$file|"*) continue ;; esac
-        ! grep -qx "seed: $((seed + i))" "$file" || log=$file
-      done
-      case "$status,$code,$log" in
-        *,0,?*) compare+=("$name=$log") ;;
-        0,0,) say "$this: ended without a log in $folder"; status=1 ;;
-        0,*) say "$this: failed with status $code"; status=$code ;;
-      esac
-      [ $status -eq 0 ] || break 2
-    done
-  done
-  [ ${#compare[@]} -eq 2 ] || "${compare[@]}"
-  exit $status
-fi
+case $mode in
+  test) exec "$python" -m pytest tests -q "$@" ;;
+  repeat | rerun) exec "$python" records/$mode.py "$@" ;;
+esac
 
 # --- Hardware and data ------------------------------------------------------------------------------------------------
 
-preset="" data=${DATA_PATH:+given}
+preset="" resume="" data=${DATA_PATH:+given} key=""
 for argument in "$@"; do
+  argument=$key$argument key=""
   case "$argument" in
-    --preset=*) preset=${argument#--preset=} ;;
+    --preset | --train_files | --resume) key=$argument= ;;
+    --preset=*) preset=${argument#*=} ;;
     --train_files=*) data=given ;;
+    --resume=*) resume=${argument#*=} ;;  # empty, as a log has it, it resumes nothing
   esac
 done
+[ -z "$resume" ] || data=given
 
 # Asking torch takes seconds, so it is asked only where there is a sign of a GPU; what it says counts.
 gpus=0
-if [ "$preset" != cpu ] && { nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; }; then
+if [ "$preset" != cpu ] && [ $gpu = yes ]; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || die "torch cannot be imported; the lines above say why"
   [ "$gpus" -gt 0 ] ||
     say "this machine has GPUs, but torch sees none (CPU build, old driver, or CUDA_VISIBLE_DEVICES): training on the CPU"
@@ -198,7 +164,7 @@ if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # torchrun would gi
   cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
 fi
-if [ -z "$preset" ]; then
+if [ -z "$preset$resume" ]; then  # a checkpoint brings all settings of its run
   preset=record
   [ "$procs" -gt 1 ] || preset=single
   [ "$gpus" -gt 0 ] || preset=cpu
@@ -214,6 +180,7 @@ case "$data$preset" in
       [ -e data/fineweb10B/fineweb_$shard.bin ] || { "$python" data/prepare.py fineweb; break; }
     done ;;
 esac
+[ $mode != data ] || exit 0
 
 # When the trainer has said in one line why it stops, torchrun adds forty of its own. They are left out, as are its warnings.
 # What was killed has said nothing: a line is made of torchrun's. The filter ignores Ctrl-C, to pass on what the others say.

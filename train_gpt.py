@@ -1,30 +1,46 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
-This file is the trainer; `triton_kernels.py` holds the operations that deserve a kernel, `data/loader.py` makes batches of
-documents. The system is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and the records before it).
+This file is the trainer; `triton_kernels.py` holds the operations that deserve a kernel, `data/` what a run reads and
+writes. The system is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and the records before it).
 
     ./run.sh                                                 set up everything, then train whatever this machine can
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
     torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
-    python train_gpt.py --check                              what this machine can do, and whether a run would start; with any knobs
+    python train_gpt.py --check                              would a run start here? what can this machine do? (with any knobs)
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   text by what a run with --save=true has learned
     python train_gpt.py --help                               every knob with its meaning; set one with --key=value
 
-Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on eight
-H200s; with --scheduled_steps=145 --extension_steps=4 55 s on one, 57.5 s on an H100 (records/). FineWeb has not been tried yet.
+Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on
+eight H200s; with --scheduled_steps=145 --extension_steps=4 55 s on one, 57.5 s on an H100 (records/, measured before
+commit 5eb7088). FineWeb has not been tried yet.
 
 Contents, top to bottom; a name is defined above its first use:
-    config     Model, Stage, Schedule, Optim, Data, Run; presets; --key=value
+    config     Layer, Model, Stage, Schedule, Optim, Data, Run; presets; --key=value; rules
     runtime    ranks, device, what the GPU can do
-    model      layer table, YaRN rotary, table lookup, the flat forward
-    optimizer  Adam's rule, parameter table, sparse row exchange, NorMuonAndAdam
+    model      parameter table, YaRN rotary, table lookup, the flat forward
+    optimizer  Adam's rule, sparse row exchange, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, what is due
-    log, eval  log file, chunked validation
+    memory     what a run needs, --micro_batches=0
+    eval       chunked validation
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
-A = micro_batches/G gradient-accumulation micro-steps. K1..K12 mark quirks of the reference that the learned function depends on.
+A = micro_batches/G gradient-accumulation micro-steps.
+
+Quirks of the reference on which the learned function depends; K1 to K12 mark them in all files:
+    K1  Smear, bigram hash, key offset and extra targets look across the border between two documents.
+    K2  The last target of a document that was cut is the separator that begins the next document.
+    K3  The classes that pad the vocabulary take part in the softmax.
+    K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of stream h mod (H/2).
+    K5  Lane 1 gets no injection of embeddings, nor does a layer without attention.
+    K6  The lambdas act with bf16 precision (1.1 ** 0.5 becomes 1.046875).
+    K7  A zero update of NorMuon decays the weight; a zero update of Adam does not.
+    K8  The bf16 half of a bank's weight is truncated, not rounded.
+    K9  The matrices of one bank have different rates.
+    K10 The last validation has a longer window than training, with the rotary state of the extension.
+    K11 The rate factor jumps inside the cool-down, where a stage begins.
+    K12 The two gradients of one Adam update may come from different stages.
 """
 
 import time
@@ -40,18 +56,17 @@ import platform
 import re
 import signal
 import socket
-import subprocess
 import sys
-import uuid
+import tempfile
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -60,28 +75,60 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
-from data.loader import Loader, UserError, ValidationData, cu_seqlens, make_batch, one_line, user_error
+from data.checkpoint import load_checkpoint, require_room, write_checkpoint
+from data.files import UserError, is_writable, one_line, user_error
+from data.loader import (
+    Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
+from data.log import Log, loaded_sources, published, write_header
 
-IMPORT_SECONDS = time.perf_counter() - started  # the tools in records/ import this file, and are imported where they are used
+IMPORT_SECONDS = time.perf_counter() - started
 
 
-# ---- Config: edit here, or override any field with --name=value (stage fields: --stage1.batch_tokens=...) ------------
+# ---- Config: edit here, or override any field with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) ----
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer does. Parameters, gates and windows follow from the layers of the Model."""
+
+    attention: bool = True  # a layer without it has only the MLP
+    paired: bool = False  # heads of a token become consecutive positions (K4; PR 191, classiclarryd)
+    long: bool = False  # long window, and half of a key is the previous token's (PR 169, classiclarryd)
+    value_embed: bool = False  # a value embedding is added to the values (PR 209 and PR 218, photon_mz)
+    two_lanes: bool = False  # attention reads lane 0, the MLP lane 1, both write both (PR 230, sisovicm)
+    skip_from: int | None = None  # the layer whose stream, kept before its MLP, is added here (PR 186, classiclarryd)
+
+
+RECORD74_LAYERS = (
+    Layer(paired=True),
+    Layer(value_embed=True),
+    Layer(value_embed=True, paired=True),
+    Layer(long=True),
+    Layer(),
+    Layer(paired=True),
+    Layer(attention=False, skip_from=3),
+    Layer(two_lanes=True),
+    Layer(two_lanes=True, value_embed=True),
+    Layer(two_lanes=True, value_embed=True, paired=True),
+    Layer(two_lanes=True, value_embed=True, long=True))
+
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes; the wiring of the layers is in LAYERS."""
+    """Sizes and wiring; `param_table` derives the parameters."""
 
     vocab_size: int = 50257  # token ids; the last one separates documents (GPT-2: 50256)
     model_dim: int = 768  # D, residual width; heads * head width
     num_heads: int = 6  # H, even: a paired layer folds two heads into one stream
     bigram_tables: int = 5  # bigram rows, in units of the padded vocabulary (PR 201)
+    backout_layer: int | None = 7  # the stream after this layer is subtracted at the end (PR 140, classiclarryd)
+    layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
 
     @property
     def separator(self):
         return self.vocab_size - 1
 
     @property
-    def padded_vocab(self):  # K3: the padding classes take part in the softmax
+    def padded_vocab(self):  # K3
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -91,6 +138,10 @@ class Model:
     @property
     def bigram_rows(self):
         return self.bigram_tables * self.padded_vocab
+
+    def where(self, trait) -> list[int]:
+        """Numbers of the layers that have a trait, in order."""
+        return [i for i, layer in enumerate(self.layers) if getattr(layer, trait) not in (False, None)]
 
 
 @dataclass(frozen=True)
@@ -103,37 +154,38 @@ class Stage:
     long_window: int  # look-back of the long-window layers, tokens
     lr_mul: float  # about (batch / first batch) ** 0.5 or 0.6
     mtp_start: tuple[float, ...]  # weights of the next, second next, ... token at the start of the stage
-    mtp_end: tuple[float, ...]  # linearly approached at its end
+    mtp_end: tuple[float, ...]  # the weights at its end; linear in between
+    share: float = 1.0  # of the scheduled steps, relative to the other stages; 0 for the last stage, the extension
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Length of the run, its stages, and what follows the step number; `make_plan` evaluates it."""
 
-    scheduled_steps: int = 1450  # shared equally by all stages but the last
+    scheduled_steps: int = 1450  # divided among all stages but the last by their shares
     extension_steps: int = 40  # the last stage: floor rate, widest windows
-    stages: tuple[Stage, ...] = (
+    stages: tuple[Stage, ...] = (  # counted from 1
         Stage(131072, 896, 128, 384, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(262144, 2048, 384, 896, 1.52, (1.0, 0.5), (1.0, 0.0)),
         Stage(393216, 2048, 640, 1408, 1.73, (1.0,), (1.0,)),
-        Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,)))
+        Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,), share=0.0))
     final_window: int = 2560  # K10: long window of the last validation, no rotary update
     split_stage: int = 3  # head and embedding part at the first odd step of this stage (PR 175, PR 178, varunneal)
     cooldown_frac: float = 0.60  # of the scheduled steps, linear to lr_floor
     lr_floor: float = 0.15  # rate factor at the end of the cool-down and after
-    muon_momentum: tuple[float, float] = (0.85, 0.95)  # at rest, at work
-    muon_warmup: int = 300  # steps from rest to work
-    muon_cooldown: int = 50  # last steps, back to rest
+    muon_momentum: tuple[float, float] = (0.85, 0.95)  # at the first step, after the warm-up
+    muon_warmup: int = 300  # steps in which the momentum rises
+    muon_cooldown: int = 50  # last steps, in which it falls back
 
 
 @dataclass(frozen=True)
 class Optim:
-    """Rates common to all parameters; what differs between them is in PARAM_TABLE."""
+    """Rates common to all parameters; what differs between them is in `param_table`."""
 
-    adam_lr: float = 0.008  # times lr_mul of the parameter's row in PARAM_TABLE
+    adam_lr: float = 0.008  # times lr_mul of the parameter
     adam_eps: float = 1e-10  # not bias-corrected
     adam_wd: float = 0.005  # times rate squared
-    muon_lr: float = 0.023  # times matrix_lr of the bank's row in PARAM_TABLE
+    muon_lr: float = 0.023  # times matrix_lr of the bank
     muon_beta2: float = 0.95  # of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # times rate squared
 
@@ -145,7 +197,7 @@ class Data:
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order; relative to $DATA_PATH or this folder
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # likewise
     val_tokens: int = 10485760  # the first ones of the validation files
-    val_batch_tokens: int = 262144  # tokens of one validation forward
+    val_batch_tokens: int = 262144  # tokens of one validation forward; documents are cut between two of them
     tokens_per_doc: int = 300  # shortest mean document that fits: sets the fixed length of cu_seqlens
     data_end: str = "wrap"  # when the training shards run out: wrap (to the first, with a warning) or stop
 
@@ -157,7 +209,7 @@ class Run:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # of the initial weights
-    micro_batches: int = 8  # forward passes per step of all ranks, one each at least; more need less memory; 0: 8 or what fits
+    micro_batches: int = 8  # forward passes per step of all ranks together; more need less memory; 0: 8, or what fits
     val_every: int = 250  # steps
     dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -169,7 +221,7 @@ class Run:
     save: bool = False  # a checkpoint at the end, in a folder beside the log
     save_every: int = 0  # steps; checkpoints on the way, too (0: none)
     keep: int = 2  # the newest checkpoints of a run stay, so many (0: all)
-    resume: str = ""  # checkpoint to go on from
+    resume: str = ""  # checkpoint to go on from; it brings its settings, --preset does not count
     sample_tokens: int = 0  # generate a text of this length at the end
     sample_prompt: str = ""  # its beginning
 
@@ -190,9 +242,12 @@ class Config:
     run: Run = Run()
 
 
+RECORD74 = Config()
 PRESETS = {
-    "record": Config(),
-    "single": Config(data=Data(val_batch_tokens=65536), run=Run(micro_batches=0)),  # the same run on a GPU of 12 GB or more
+    "record74": RECORD74,  # stays as it is, for comparison
+    "record": RECORD74,  # the best run for 8 GPUs
+    # The best run for one GPU of 12 GB or more. Smaller validation forwards cut more documents, so its loss is not the record's.
+    "single": Config(data=Data(val_batch_tokens=65536), run=Run(micro_batches=0)),
     # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16; bytes as tokens.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
@@ -202,84 +257,260 @@ PRESETS = {
                 Stage(4096, 448, 16, 48, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
                 Stage(8192, 512, 48, 112, 1.52, (1.0, 0.5), (1.0, 0.0)),
                 Stage(12288, 512, 80, 176, 1.73, (1.0,), (1.0,)),
-                Stage(12288, 512, 96, 208, 1.73, (1.0,), (1.0,)))),
+                Stage(12288, 512, 96, 208, 1.73, (1.0,), (1.0,), share=0.0))),
         Optim(),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
         Run(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200, sample_prompt="def ")),
 }
 
+# Knobs of Data and Run that change what is learned; a resumed run has to keep them, like all of Model, Schedule and Optim.
+LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
+NUMBERED = {"layers": ("layer", 0), "stages": ("stage", 1)}  # field that holds several items -> name of an item, first number
+
 
 def flatten(config) -> dict:
-    """Every knob of the config -> its value; stage fields are named stage<n>.<field>, n from 1."""
+    """Every knob of the config -> its value: stage<n>.<field>, a whole Layer as layer<n>, how many there are as stages, layers."""
     flat = {}
     for section in dataclasses.fields(config):
-        for knob in dataclasses.fields(getattr(config, section.name)):
-            value = getattr(getattr(config, section.name), knob.name)
-            if knob.name == "stages":
-                flat |= {f"stage{i}.{k}": v for i, stage in enumerate(value, 1) for k, v in vars(stage).items()}
-            else:
-                flat[knob.name] = value
+        for key, value in vars(getattr(config, section.name)).items():
+            name, first = NUMBERED.get(key, ("", 0))
+            flat[key] = len(value) if name else value
+            if key == "layers":
+                flat |= {f"{name}{i}": layer for i, layer in enumerate(value, first)}
+            elif key == "stages":
+                flat |= {f"{name}{i}.{k}": v for i, stage in enumerate(value, first) for k, v in vars(stage).items()}
     return flat
 
 
-def parse_value(key, text, old):
-    """`text` as a value of the type of `old`."""
+def config_from_dict(tree) -> Config:
+    """The inverse of `dataclasses.asdict`. A knob that is missing has its default, which is neutral; UserError for an unknown knob."""
+    items = {"layers": Layer, "stages": Stage}
     try:
-        if isinstance(old, bool):
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if isinstance(old, tuple):
-            return tuple(float(part) for part in text.split(","))
-        return type(old)(text)
-    except (ValueError, KeyError):
-        kind = "comma-separated numbers" if isinstance(old, tuple) else type(old).__name__
-        raise UserError(f"--{key}={text}: expected {kind}, for example --{key}={render(old)}") from None
+        return Config(**{name: type(getattr(RECORD74, name))(**{
+            key: tuple(items[key](**item) for item in value) if key in items else value for key, value in section.items()})
+            for name, section in tree.items()})
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"these settings are those of another train_gpt.py: {error}") from None
 
 
 def render(value) -> str:
     """A knob's value as it is written on the command line."""
+    if isinstance(value, Layer):
+        plain = vars(Layer())
+        words = [key if v is True else f"{key}={render(v)}" for key, v in vars(value).items() if v != plain[key]]
+        return " ".join(words) or "default"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def parse_value(key, text, kind, example):
+    """`text` as a value of the type `kind`; the message of a UserError shows an example."""
+    def number(part):
+        value = float(part)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
+
+    try:
+        if kind is Layer:
+            words = dict(word.partition("=")[::2] for word in text.split() if word != "default")
+            return Layer(**{word: parse_value(f"{key}.{word}", value or "true", get_type_hints(Layer)[word], True)
+                            for word, value in words.items()})
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind == int | None:
+            return None if text.lower() == "none" else int(text)
+        if kind in (int, str):
+            return kind(text)
+        return number(text) if kind is float else tuple(number(part) for part in text.split(","))
+    except (ValueError, KeyError):
+        words = {int: "int", bool: "bool", float: "float, a finite number", Layer: "words that are fields of Layer"}
+        words = words.get(kind, "a number or none" if kind == int | None else "comma-separated numbers")
+        raise UserError(f"--{key}={text}: expected {words}, for example --{key}={render(example)}") from None
+
+
+def read_arguments(argv) -> dict[str, str]:
+    """--key=value and --key value arguments as {key: value}; the last of equal keys counts."""
+    overrides, arguments = {}, deque(argv)
+    while arguments:
+        argument = arguments.popleft()
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not equals and (not arguments or arguments[0].startswith("--")):
+            raise UserError(f"argument '{argument}': write --key=value (see --help)")
+        overrides[key] = text if equals else arguments.popleft()
+    return overrides
+
+
+def override(config, overrides) -> Config:
+    """The config with other values, {key of `flatten` or layer<n>.<field>: text}. Raises UserError on anything it does not know."""
+    overrides = dict(overrides)
+
+    def number_of_items(key, items):
+        """More stages repeat the last but one, since the last is the extension; more layers are plain ones."""
+        count = parse_value(key, overrides.pop(key, str(len(items))), int, len(items))
+        least, new = (2, items[-2:-1]) if key == "stages" else (1, (Layer(),))
+        if count < least:
+            raise UserError(f"--{key}={count}: must be {least} or more")
+        end = items[-1:] if key == "stages" else ()
+        return (items[:len(items) - len(end)] + new * count)[:count - len(end)] + end
+
+    def updated(item, prefix=""):
+        hints, new = get_type_hints(type(item)), {}
+        for key, old in vars(item).items():
+            if key in NUMBERED:
+                name, first = NUMBERED[key]
+                items = enumerate(number_of_items(key, old), first)
+                new[key] = tuple(updated(whole(f"{name}{i}", one), f"{name}{i}.") for i, one in items)
+            elif prefix + key in overrides:
+                new[key] = parse_value(prefix + key, overrides.pop(prefix + key), hints[key], old)
+        return dataclasses.replace(item, **new)
+
+    def whole(key, item):
+        """A layer given as words."""
+        return parse_value(key, overrides.pop(key), Layer, item) if isinstance(item, Layer) and key in overrides else item
+
+    changed = Config(**{name: updated(section) for name, section in vars(config).items()})
+    if overrides:
+        key, known = next(iter(overrides)), flatten(changed)
+        known |= {f"layer{i}.{field}": 0 for i in range(known["layers"]) for field in vars(Layer())}
+        near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
+        raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
+    return changed
+
+
+def with_run(config, **knobs) -> Config:
+    """The config with other knobs of Run."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, **knobs))
+
+
+def resumed_config(overrides) -> tuple[Config, int]:
+    """(settings of the checkpoint of --resume, its step). Machine and output may be given anew; UserError, with all differences, for
+    the rest."""
+    path = overrides["resume"]
+    state = load_checkpoint(path)
+    base = config_from_dict(state["config"])
+    base = with_run(base, profile="")
+    config = override(base, overrides)
+    free = {*vars(base.data), *vars(base.run)} - LEARNED_KNOBS
+    here, there = flatten(config), flatten(base)
+    apart = [f"{key}: here {render(here.get(key, 'missing'))}, in the checkpoint {render(there.get(key, 'missing'))}"
+             for key in here | there if key not in free and here.get(key) != there.get(key)]
+    if apart:
+        raise UserError(f"--resume={path}: that run has another config; {'; '.join(apart)}")
+    check_weights(state, config.model)
+    step, total = state["step"], stage_starts(config.schedule)[-1]
+    if step >= total:
+        raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: its settings leave nothing to train;"
+                        " resume an earlier checkpoint, or start a longer run")
+    return config, step
 
 
 def parse_config(argv, world=1) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on anything it does not know."""
-    given = {}
-    for arg in argv:
-        key, equals, text = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or not equals:
-            raise UserError(f"argument '{arg}': write --key=value (see --help)")
-        given[key] = text
-    preset = given.pop("preset", "record")
+    overrides = read_arguments(argv)
+    preset = overrides.pop("preset", "record")
     if preset not in PRESETS:
         raise UserError(f"--preset={preset}: known presets are {', '.join(PRESETS)}")
-    config = PRESETS[preset]
-    known = flatten(config)
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
-            raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
-    new = {key: parse_value(key, text, known[key]) for key, text in given.items()}
-    if 0 < new.get("micro_batches", config.run.micro_batches) < world:
-        new["micro_batches"] = world
-
-    def updated(item, prefix=""):
-        names = [f.name for f in dataclasses.fields(item)]
-        return dataclasses.replace(item, **{n: new[prefix + n] for n in names if prefix + n in new})
-
-    new["stages"] = tuple(updated(stage, f"stage{i}.") for i, stage in enumerate(config.schedule.stages, 1))
-    config = Config(*(updated(getattr(config, f.name)) for f in dataclasses.fields(config)))
-    from records import check
-    check.check_config(config, world)
+    if overrides.get("resume"):
+        config, first_step = resumed_config(overrides)
+    else:
+        config, first_step = override(PRESETS[preset], overrides), 0
+        if 0 < config.run.micro_batches < world:
+            config = with_run(config, micro_batches=world)
+    check_config(config, world)
+    if config.run.profile and config.run.profiled.start < first_step:
+        raise UserError(f"--profile={config.run.profile}: the run goes on at step {first_step}")
     return config
 
 
+def check_config(config, world=1):
+    """UserError when the numbers of a config do not make sense or do not fit together."""
+    def require(ok, message):
+        if not ok:
+            raise UserError(message)
+
+    zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer")
+    for key, value in flatten(config).items():
+        require(type(value) is not int or value >= (least := int(key not in zero)), f"--{key}={value}: must be {least} or more")
+    model, schedule, run, data = config.model, config.schedule, config.run, config.data
+    stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
+
+    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
+    require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
+    require(model.backout_layer is None or model.backout_layer < len(layers),
+            f"--backout_layer={model.backout_layer}: the layers are 0 to {len(layers) - 1}; or none")
+    require(any(layer.attention for layer in layers), "all layers are without attention: one at least needs it")
+    for i, layer in enumerate(layers):
+        require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
+                f"--layer{i}={render(layer)!r}: paired, long and value_embed are about attention, which this layer lacks")
+        require(layer.skip_from is None or 0 <= layer.skip_from < i,
+                f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
+        require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
+                f"--layer{i}.two_lanes=False: after layer {i - 1}, which has two lanes, all layers need them")
+
+    require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
+            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; all must be above 0, but the last,"
+            " which is the extension, 0")
+    starts = stage_starts(schedule)
+    require(all(a < b for a, b in zip(starts, starts[1:-1])), f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
+    require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
+            f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
+    require(schedule.split_stage <= len(stages), f"--split_stage={schedule.split_stage}: there are {len(stages)}")
+    require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after")
+    for i, stage in enumerate(stages, 1):
+        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
+
+    require(run.seed < 2**63, f"--seed={run.seed}: must be below 2 ** 63")
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", run.profile), f"--profile={run.profile}: expected START:COUNT, for example 20:4")
+    require(run.profiled.stop <= total, f"--profile={run.profile}: the run has steps 0 to {total - 1}")
+    require(not any(step % every == 0 for step in run.profiled[1:] for every in (run.val_every, run.save_every or total)),
+            f"--profile={run.profile}: a pause comes in between; take other steps, or change --val_every={run.val_every}"
+            f" or --save_every={run.save_every}")
+    require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
+    require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
+    require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
+    plain_attention = run.device == "cpu" or run.kernels == "torch" or "attention:torch" in run.kernels
+    require(plain_attention or run.dtype == "bfloat16",
+            f"--dtype={run.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
+    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32, 64, 128, ..."
+            " channels; or add --kernels=attention:torch")
+    require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
+    require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
+            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
+    if not run.micro_batches:  # chosen later, and checked then
+        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
+        return
+    require(run.micro_batches % world == 0,
+            f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it"
+            + ("" if run.resume else ", or more than that"))
+    for i, stage in enumerate(stages, 1):
+        require(stage.batch_tokens % (16 * run.micro_batches) == 0,
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}"
+                + (f", one for each of {world} processes" if world == run.micro_batches > 1 else ""))
+
+
+def stage_starts(schedule: Schedule) -> list[int]:
+    """First step of every stage, and the number of steps at the end."""
+    shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
+    starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
+    return [*starts, schedule.scheduled_steps + schedule.extension_steps]
+
+
 def help_text() -> str:
-    """The module docstring and one line per knob: name, default, and the comment that stands beside it in the source."""
-    knob_source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", knob_source, re.M))
-    knobs = flatten(PRESETS["record"])
-    lines = [f"  --{key}={render(value)}".ljust(46) + "  " + comments.get(key.split(".")[-1], "") for key, value in knobs.items()]
-    return f"{__doc__}\nKnobs with the values of --preset=record (the others: {', '.join(list(PRESETS)[1:])}):\n" + "\n".join(lines)
+    """The module docstring and one line per knob: name, values, and the comment that stands beside it in the source."""
+    source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
+    config, knobs = PRESETS["record"], {}
+    for key, value in flatten(config).items():
+        name = re.sub(r"^stage\d+", "stage<n>", key)
+        knobs[name] = f"{knobs[name]} {render(value)}" if name in knobs else f"  --{name}={render(value)}"
+        if key == f"layer{len(config.model.layers) - 1}":
+            knobs |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(Layer())}
+    lines = [f"{knob:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, knob in knobs.items()]
+    return (f"{__doc__}\nKnobs with the values of --preset=record (the others: {', '.join(n for n in PRESETS if n != 'record')});"
+            " of stage<n> those of all stages:\n" + "\n".join(lines))
 
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
@@ -292,20 +523,24 @@ class Runtime(NamedTuple):
     device: torch.device
 
 
-def place() -> tuple[int, int, int]:
+def rank_from_env() -> tuple[int, int, int]:
     """(rank, number of ranks, rank on this machine), which torchrun puts into the environment; a process without them is alone."""
-    given = {key: os.environ.get(key, default) for key, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
-    if not all(map(str.isdecimal, given.values())) or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        given = " ".join(map("=".join, given.items()))
-        raise UserError(f"{given}: ranks are numbers from 0 up to below WORLD_SIZE; use torchrun, or set none of these")
-    return tuple(map(int, given.values()))
+    defaults = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
+    env = {key: os.environ.get(key, default) for key, default in defaults}
+    if not all(map(str.isdecimal, env.values())) or int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        env = " ".join(map("=".join, env.items()))
+        raise UserError(f"{env}: ranks are numbers from 0 up to below WORLD_SIZE; use torchrun, or set none of these")
+    return tuple(map(int, env.values()))
 
 
 def find_device(config) -> torch.device:
     """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
     if config.run.device == "cpu":
         return torch.device("cpu")
-    local = place()[2]
+    if torch.version.hip:
+        raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA's;"
+                        " try --preset=cpu")
+    local = rank_from_env()[2]
     if not torch.cuda.is_initialized():  # not found before
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
         count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
@@ -318,14 +553,15 @@ def find_device(config) -> torch.device:
         except (AssertionError, RuntimeError) as error:  # no CUDA in this torch, an old driver, a GPU in exclusive use
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             raise UserError("CUDA was asked for but this machine has no usable GPU"
-                            f" ({one_line(error)}): see to it, or try --preset=cpu") from error
+                            f" ({one_line(error)}): see to it, or train on the CPU: --preset=cpu, or --device=cpu"
+                            " for a checkpoint") from error
     torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def init_runtime(config) -> Runtime:
     """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
-    (rank, world, _), device = place(), find_device(config)
+    (rank, world, _), device = rank_from_env(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
@@ -354,8 +590,7 @@ def choose_kernels(config, device):
         ops, names = kernels.choose_ops(device, config.run.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return (dataclasses.replace(config, run=dataclasses.replace(config.run, fp8=fp8)), ops,
-            names | {"head": "fp8" if fp8 else config.run.dtype})
+    return (with_run(config, fp8=fp8), ops, names | {"head": "fp8" if fp8 else config.run.dtype})
 
 
 def region(name):
@@ -370,35 +605,93 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
-class Layer(NamedTuple):
-    """What one layer does. Bank rows, gates and windows follow from the table below."""
-
-    attention: bool = True
-    paired: bool = False  # heads of a token become consecutive positions (PR 191, classiclarryd)
-    long: bool = False  # long window, and partial key offset: half of a key is the previous token's (PR 169, classiclarryd)
-    value_table: int | None = None  # value embedding added to v (PR 209 and PR 218, photon_mz)
-    two_lanes: bool = False  # attention reads lane 0, the MLP lane 1, both write both (PR 230, sisovicm)
-    keep: str | None = None  # "skip": keep the stream after attention; "backout": keep it after the MLP
-    add_skip: bool = False
-
-
-LAYERS = (
-    Layer(paired=True),
-    Layer(value_table=0),
-    Layer(value_table=1, paired=True),
-    Layer(long=True, keep="skip"),
-    Layer(),
-    Layer(paired=True),
-    Layer(attention=False, add_skip=True),
-    Layer(two_lanes=True, keep="backout"),
-    Layer(two_lanes=True, value_table=2),
-    Layer(two_lanes=True, value_table=3, paired=True),
-    Layer(two_lanes=True, value_table=4, long=True))
-
-ATTENTION_ROWS = sum(layer.attention for layer in LAYERS)
-VALUE_TABLES = sum(layer.value_table is not None for layer in LAYERS)
-MLP_ROWS = -(-len(LAYERS) // 4) * 4  # padded, so that 2 matrices per layer divide among 8 ranks
 GATE_CHANNELS = 12  # the gates look at the first channels of the stream only (PR 117, classiclarryd)
+
+
+class Param(NamedTuple):
+    """All there is to say about one parameter: what it is, how it begins, who updates it, and when it travels."""
+
+    label: str  # name in the model, the optimizer, checkpoints
+    shape: tuple[int, ...]
+    optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
+    comms: str  # replicated: all ranks update; sharded: the owner does; sharded_sparse: likewise, touched rows travel
+    reduce: int = 2  # place in the order in which reductions are launched; all replicated parameters share one
+    work: int = 0  # place in the order of the updates
+    init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
+    betas: tuple[float, float] | None = None  # of Adam
+    lr_mul: float = 1.0  # of Adam
+    wd_mul: float = 1.0  # of Adam
+    matrix_lr: tuple[float, ...] = ()  # normuon: rate multiplier of each matrix in one row of the bank
+    dtype: torch.dtype = torch.bfloat16
+
+
+def param_table(model: Model) -> tuple[Param, ...]:
+    """The parameters of a model, in the order in which their initial values are drawn.
+
+    V and O begin at random (PR 214, srashedll), the MLP's W2 at zero (muP-like). Orders of reductions and updates: the banks
+    first, whose gradients are ready first; small parameters are updated while the big reductions run, then the tables, so that
+    their gathers overlap with the orthogonalisation of the banks, which is last; lm_head before embed, which is copied from it
+    while they are tied. Higher beta2 smooths scalars and gates (PR 177).
+    """
+    D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
+    with_attention, with_values, with_skip = (model.where(trait) for trait in ("attention", "value_embed", "skip_from"))
+    lanes_from = min(model.where("two_lanes"), default=len(layers))
+    mlp_rows = -(-len(layers) // 4) * 4  # padded, so that 2 matrices per layer divide among 8 ranks
+    bound = 3**0.5 * 0.5 * D**-0.5
+
+    def uniform(p, generator):
+        p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
+
+    def qkv_and_o(p, generator):
+        p.copy_(torch.tensor([0.5, 1.0]))
+
+    def post(p, generator):
+        p.fill_(1.0)
+        p[lanes_from:, 0, 1] = 1.5
+
+    def lambdas(label, shape, init, beta2, lr_mul):
+        return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
+                     dtype=torch.float32)
+
+    def gates(label, *shape, lr_mul=1.0, wd_mul=1.0):
+        return Param(label, (*shape, GATE_CHANNELS), "adam", "replicated", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
+
+    table = [
+        # Rows of a layer: Q, K, V, O.
+        Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce=0, work=5, init=uniform,
+              matrix_lr=(1.0, 1.0, 1.0, 1.0)),
+        # W1 up, W2 down, both hidden-major. K9 (PR 168, nanochat PR 492)
+        Param("mlp_bank", (mlp_rows, 2, 4 * D, D), "normuon", "sharded", reduce=1, work=6,
+              init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0)),
+        Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce=5, work=1,
+              init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
+        # Transposed: its gradient comes out of the GEMM in this layout (PR 200).
+        Param("lm_head", (D, V), "adam", "sharded", reduce=3, work=3,
+              init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, 0.95), wd_mul=150.0),
+        Param("embed", (V, D), "adam", "sharded", reduce=6, work=4, betas=(0.5, 0.95), wd_mul=150.0),  # begins as the head
+        Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce=4, work=2, betas=(0.75, 0.95),
+              lr_mul=75.0, wd_mul=5.0),
+        gates("attn_gate_bank", len(with_attention), H),
+        gates("ve_gate_bank", len(with_values), H),
+        gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
+        gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
+        lambdas("sa_lambdas", (len(layers), 2), qkv_and_o, 0.99, 5.0),
+        lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
+        lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
+        lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
+        lambdas("post_lambdas", (len(layers), 2, 2), post, 0.95, 1.0),  # (attention, MLP) output into (lane 0, lane 1)
+        lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
+        lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
+        lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0)]  # before attention, before the MLP
+    return tuple(param for param in table if math.prod(param.shape))  # without those that no layer uses
+
+
+def check_weights(state, model: Model):
+    """UserError when the weights of a checkpoint are not those of `model`: its train_gpt.py had another param_table."""
+    here = {param.label: tuple(param.shape) for param in param_table(model)}
+    there = {label: tuple(x.shape) for label, x in state["model"].items()}
+    if apart := sorted(label for label in here | there if here.get(label) != there.get(label)):
+        raise UserError(f"the checkpoint is of a train_gpt.py with other weights: {', '.join(apart)}")
 
 
 def rms_norm(x):
@@ -451,135 +744,138 @@ def stage_views(config, device, dtype, number=torch.tensor) -> list[View]:
     return [*views, views[-1]._replace(long_window=number(config.schedule.final_window))]
 
 
+class Mix(NamedTuple):
+    """Factors of what one layer adds up: each a scalar, or one number per token (N, 1), or None, whose meaning is given here."""
+
+    resid_attn: Tensor  # of the stream, where attention is added; of both lanes
+    attn: Tensor | None  # of attention's output into lane 0; None: 1
+    attn_lane1: Tensor | None  # of the same into lane 1; None: there is one lane
+    x0: Tensor | None  # of the token embedding, injected with attention; None: not injected
+    bigram: Tensor | None  # of the bigram embedding, likewise
+    resid_mlp: Tensor  # of the stream, where the MLP is added; of both lanes
+    mlp: Tensor  # of the MLP's output into lane 0
+    mlp_lane1: Tensor | None  # of the same into lane 1; None: there is one lane
+
+
 class GPT(nn.Module):
-    """The parameters and a flat forward pass. Parameter names are the labels of the optimizer's table."""
+    """The parameters of `param_table` and a flat forward pass."""
 
     def __init__(self, config: Model, ops, dtype, device):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        D, H, V = config.model_dim, config.num_heads, config.padded_vocab
-
-        def parameter(*shape, dtype=torch.bfloat16):
-            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-
-        self.attn_bank = parameter(ATTENTION_ROWS, 4 * D, D)  # rows of a layer: Q, K, V, O
-        self.mlp_bank = parameter(MLP_ROWS, 2, 4 * D, D)  # W1 up, W2 down, both hidden-major
-        self.attn_gate_bank = parameter(ATTENTION_ROWS, H, GATE_CHANNELS)
-        self.ve_gate_bank = parameter(VALUE_TABLES, H, GATE_CHANNELS)
-        self.smear_gate = parameter(1, GATE_CHANNELS)
-        self.skip_gate = parameter(1, GATE_CHANNELS)
-        self.value_embeds = parameter(VALUE_TABLES * V, D)
-        self.lm_head = parameter(D, V)  # transposed: its gradient comes out of the GEMM in this layout (PR 200)
-        self.embed = parameter(V, D)
-        self.bigram_embed = parameter(config.bigram_rows, D)
-        self.post_lambdas = parameter(len(LAYERS), 2, 2, dtype=torch.float32)  # (attention, MLP) output into (lane 0, lane 1)
-        self.x0_lambdas = parameter(len(LAYERS), dtype=torch.float32)
-        self.bigram_lambdas = parameter(len(LAYERS), dtype=torch.float32)
-        self.resid_lambdas = parameter(len(LAYERS), 2, dtype=torch.float32)  # before attention, before the MLP
-        self.scalars = parameter(2 * len(LAYERS) + 3, dtype=torch.float32)  # sa pairs, smear, backout, skip
+        self.table = param_table(config)
+        self.with_attention, self.with_values, self.with_skip = map(config.where, ("attention", "value_embed", "skip_from"))
+        for param in self.table:
+            self.register_parameter(param.label, nn.Parameter(torch.zeros(param.shape, dtype=param.dtype, device=device)))
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Initial values; the rest stays zero, as the MLP's W2 (muP-like). V and O are not zero (PR 214, srashedll)."""
+        """Initial values, drawn in the order of the table; the embedding is the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
-        bound = 3**0.5 * 0.5 * self.config.model_dim**-0.5
-        for weights in (self.attn_bank, self.mlp_bank[:, 0]):
-            weights.copy_(torch.empty(weights.shape, device=weights.device).uniform_(-bound, bound, generator=generator))
-        self.value_embeds.normal_(generator=generator).mul_(0.01)
-        self.lm_head.normal_(std=0.005, generator=generator)
+        for param in self.table:
+            tensor = self.get_parameter(param.label)
+            if callable(param.init):
+                param.init(tensor, generator)
+            else:
+                tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
-        self.post_lambdas.fill_(1.0)
-        first = next(i for i, layer in enumerate(LAYERS) if layer.two_lanes)
-        self.post_lambdas[first:, 0, 1] = 1.5
-        self.bigram_lambdas.fill_(0.05)
-        self.resid_lambdas.fill_(1.1**0.5)
-        sa_pairs = self.scalars[:-3].view(-1, 2)
-        sa_pairs.copy_(torch.tensor([0.5, 1.0]))
-        self.scalars[-3:] = torch.tensor([0.0, 0.5, -1.5])
 
-    def forward(self, tokens, cu_seqlens, bigram_rows, view: View):
-        """tokens, bigram_rows (N,) int32, cu_seqlens (K,) int32 -> normed final stream (N, D); the head is in HeadLoss."""
-        return self.layers(self.lookup(tokens, bigram_rows), cu_seqlens, view)
+    def forward(self, tokens, cu_seqlens, rows, view: View):
+        """tokens (N,) int32, cu_seqlens (K,) int32, rows {table: (N,) int32} -> normed final stream (N, D); the head is in HeadLoss."""
+        return self.layers(self.lookup(tokens, rows), cu_seqlens, view)
 
-    def lookup(self, tokens, bigram_rows):
-        """Rows of the tables, each (N, D): token embedding, bigram embedding, VALUE_TABLES value embeddings.
+    def lookup(self, tokens, rows):
+        """Rows of the tables, each (N, D): token embedding, bigram embedding, one value embedding for each layer that has one.
 
         Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows. As a side effect, so
         this part is not compiled.
         """
-        by_token, by_bigram = kernels.Groups(tokens), kernels.Groups(bigram_rows)
-        return [rows for table, planes, groups in ((self.embed, 1, by_token), (self.bigram_embed, 1, by_bigram),
-                                                   (self.value_embeds, VALUE_TABLES, by_token))
-                for rows in kernels.lookup(table, planes, groups, self.ops.embedding_grad)]
+        by_token, by_bigram = kernels.Groups(tokens), kernels.Groups(rows["bigram_embed"])
+        tables = [(self.embed, 1, by_token), (self.bigram_embed, 1, by_bigram)]
+        if self.with_values:
+            tables.append((self.value_embeds, len(self.with_values), by_token))
+        return [x for table, planes, groups in tables for x in kernels.lookup(table, planes, groups, self.ops.embedding_grad)]
+
+    def mixes(self) -> list[Mix]:
+        """The Mix of every layer, from the static lambdas."""
+        post, x0, bigram, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
+            self.post_lambdas, self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
+        mixes = []
+        for i, layer in enumerate(self.config.layers):
+            (resid_attn, resid_mlp), (attn, attn_lane1, mlp, mlp_lane1) = resid[2 * i:2 * i + 2], post[4 * i:4 * i + 4]
+            if not layer.two_lanes:
+                attn = attn_lane1 = mlp_lane1 = None
+            mixes.append(Mix(resid_attn, attn, attn_lane1, x0[i], bigram[i], resid_mlp, mlp, mlp_lane1))
+        return mixes
 
     def layers(self, rows, cu_seqlens, view: View):
-        """All that follows the tables; this is what is compiled."""
-        dtype, ops = self.dtype, self.ops
+        """All that follows the tables; this is what is compiled. rows: what `lookup` gives."""
+        model, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in rows)
         N, D = e.shape
 
         # One unbind per bank: its backward is one stack, where selects would add a full bank of zeros per layer (PR 233).
-        attn_weights = iter(self.attn_bank.to(dtype).unbind(0))
+        attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
         mlp_weights = self.mlp_bank.to(dtype).view(-1, 4 * D, D).unbind(0)
-        attn_gates = iter(self.attn_gate_bank.to(dtype).unbind(0))
-        value_gates = iter(self.ve_gate_bank.to(dtype).unbind(0))
-        # K6: these act with bf16 precision (1.1 ** 0.5 becomes 1.046875).
-        post, x0_mix, bigram_mix, resid = (p.bfloat16().view(-1).unbind(0) for p in (
-            self.post_lambdas, self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
-        sa = self.scalars[:-3].view(-1, 2)
-        smear_lambda, backout_lambda, skip_lambda = self.scalars[-3:]
+        attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
+        values, value_gates, skips, kept = dict(zip(self.with_values, values)), {}, {}, {}
+        if self.with_values:
+            value_gates = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
+        if self.with_skip:  # layer -> (lambda, gate)
+            skips = dict(zip(self.with_skip, zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))))
+        skip_sources = {layer.skip_from for layer in model.layers}
+        mixes = self.mixes()
 
-        # Token embedding, smeared one token forward (PR 130, classiclarryd; K1: across document borders).
+        # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
-        x0 = rms_norm(torch.cat((e[:1], e[1:] + smear_lambda * gate * e[:-1])))
+        x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
 
         def attention(x, i, layer):
             """rms-normed stream (N, D) -> output of the attention block (N, D)."""
-            weights = next(attn_weights)
-            ve = w_ve = None
-            if layer.value_table is not None:
-                ve, w_ve = values[layer.value_table], next(value_gates)
-            window = view.long_window if layer.long else view.short_window
+            weights, window = attn_weights[i], view.long_window if layer.long else view.short_window
             # Scaling weights is cheaper than scaling x (PR 166).
-            y = ops.attention(x, sa[i, 0] * weights[:3 * D], view.rotary, ve, w_ve, next(attn_gates), cu_seqlens, view.max_doc_len,
-                              window, view.attn_scale, layer.paired, layer.long)
-            return F.linear(y.view(N, D), sa[i, 1] * weights[3 * D:])
+            y = ops.attention(x, self.sa_lambdas[i, 0] * weights[:3 * D], view.rotary, values.get(i), value_gates.get(i),
+                              attn_gates[i], cu_seqlens, view.max_doc_len, window, view.attn_scale, layer.paired, layer.long)
+            return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
-        lane0 = x0 + bigram_mix[0] * bigram
+        lane0 = x0 + mixes[0].bigram * bigram  # layer 0 gets the bigram embedding before attention, all others after it
         lane1 = None
-        kept = {}
-        for i, layer in enumerate(LAYERS):
+        for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
                 with region(f"layer {i}"):  # a mark: the layer's operations follow
                     pass
-            if layer.add_skip:
-                gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], self.skip_gate.to(dtype)))
-                lane0 = lane0 + gate * kept["skip"]
+            if layer.skip_from is not None:
+                skip_lambda, skip_gate = skips[i]
+                gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
+                lane0 = lane0 + gate * kept[layer.skip_from]
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.attention:
                 a = attention(rms_norm(lane0), i, layer)
-                inject = x0_mix[i] * x0 if i == 0 else x0_mix[i] * x0 + bigram_mix[i] * bigram
-                if layer.two_lanes:
-                    lane0 = resid[2 * i] * lane0 + post[4 * i] * a + inject
-                    lane1 = resid[2 * i] * lane1 + post[4 * i + 1] * a  # K5: no injection here, nor in layer 6
-                else:
-                    lane0 = resid[2 * i] * lane0 + a + inject
-            if layer.keep == "skip":
-                kept["skip"] = lane0
+                lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)
+                inject = [factor * x for factor, x in ((mix.x0, x0), (mix.bigram if i else None, bigram)) if factor is not None]
+                if inject:
+                    lane0 = lane0 + sum(inject[1:], start=inject[0])
+                if lane1 is not None:
+                    lane1 = mix.resid_attn * lane1 + mix.attn_lane1 * a  # K5
+            if i in skip_sources:
+                kept[i] = lane0
             W1, W2 = mlp_weights[2 * i], mlp_weights[2 * i + 1]
-            if layer.two_lanes:
+            if lane1 is not None:
                 m = ops.mlp(rms_norm(lane1), W1, W2)
-                lane0 = resid[2 * i + 1] * lane0 + post[4 * i + 2] * m
-                lane1 = resid[2 * i + 1] * lane1 + post[4 * i + 3] * m
-            else:  # scaling W2 saves two passes over (N, D) in the backward
-                lane0 = resid[2 * i + 1] * lane0 + ops.mlp(rms_norm(lane0), W1, post[4 * i + 2] * W2)
-            if layer.keep == "backout":
-                kept["backout"] = lane0
-        return rms_norm(0.5 * (lane0 + lane1) - backout_lambda * kept["backout"])
+                lane0 = mix.resid_mlp * lane0 + mix.mlp * m
+                lane1 = mix.resid_mlp * lane1 + mix.mlp_lane1 * m
+            elif mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward
+                lane0 = mix.resid_mlp * lane0 + ops.mlp(rms_norm(lane0), W1, mix.mlp * W2)
+            else:
+                lane0 = mix.resid_mlp * lane0 + mix.mlp * ops.mlp(rms_norm(lane0), W1, W2)
+            if i == model.backout_layer:
+                backout = lane0
+        x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
+        return rms_norm(x if model.backout_layer is None else x - self.backout_lambda[0] * backout)
 
 
-# ---- Optimizer: Adam's rule (NorMuon's are kernels), who is updated how, and when it travels -------------------------
+# ---- Optimizer: Adam's rule (NorMuon's are kernels), and what travels when ---------------------------------------------
 
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     """Adam with cautious decay on p (any dtype); m, v fp32. step_size and weight_decay broadcast against p; betas too."""
@@ -591,42 +887,6 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     p.copy_(w - u - weight_decay * w * (u * w > 0))
 
 
-class Row(NamedTuple):
-    """How one parameter is optimized."""
-
-    label: str
-    optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
-    comms: str  # replicated: all ranks update; sharded: the owner does; sharded_sparse: likewise, touched rows travel
-    betas: tuple[float, float] | None = None
-    lr_mul: float = 1.0
-    wd_mul: float = 1.0
-    matrix_lr: tuple[float, ...] = ()  # normuon: rate multiplier of each matrix in one row of the bank
-
-
-PARAM_TABLE = (
-    Row("attn_bank", "normuon", "sharded", matrix_lr=(1.0, 1.0, 1.0, 1.0)),  # Q, K, V, O
-    Row("mlp_bank", "normuon", "sharded", matrix_lr=(2.0, 4.0)),  # K9: W1, W2 (PR 168, nanochat PR 492)
-    Row("scalars", "adam", "replicated", (0.9, 0.99), 5.0, 0.0),  # higher beta2 smooths scalars and gates (PR 177)
-    Row("smear_gate", "adam", "replicated", (0.9, 0.99), 0.01, 0.0),
-    Row("skip_gate", "adam", "replicated", (0.9, 0.99), 0.05, 0.0),
-    Row("attn_gate_bank", "adam", "replicated", (0.9, 0.99)),
-    Row("ve_gate_bank", "adam", "replicated", (0.9, 0.99)),
-    Row("lm_head", "adam", "sharded", (0.5, 0.95), 1.0, 150.0),
-    Row("bigram_embed", "adam", "sharded_sparse", (0.75, 0.95), 75.0, 5.0),
-    Row("post_lambdas", "adam", "replicated", (0.9, 0.95), 1.0, 0.0),
-    Row("x0_lambdas", "adam", "replicated", (0.9, 0.95), 1.0, 0.0),
-    Row("bigram_lambdas", "adam", "replicated", (0.9, 0.95), 1.0, 0.0),
-    Row("resid_lambdas", "adam", "replicated", (0.9, 0.95), 5.0, 0.0),
-    Row("value_embeds", "adam", "sharded", (0.75, 0.95), 75.0, 5.0),
-    Row("embed", "adam", "sharded", (0.5, 0.95), 1.0, 150.0))
-
-# Launch order of the reductions, that of the table. "replicated" stands for all replicated rows: one reduction, one update.
-SCATTER_ORDER = ("attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds", "embed")
-# Small ones while the big reductions run; tables next, so that their gathers overlap with the orthogonalisation, which is
-# last; lm_head before embed, which is copied from it while tied.
-WORK_ORDER = ("replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank")
-
-
 class SparseRows:
     """Averages a table's gradient over ranks by sending only the rows that were touched (PR 221, roeeshenberg).
 
@@ -634,8 +894,8 @@ class SparseRows:
     agreed on the CPU (gloo) while the device computes, which is never waited for.
     """
 
-    def __init__(self, rows, rt):
-        self.rt, self.owned = rt, -(-rows // rt.world)
+    def __init__(self, table, rows, rt):
+        self.table, self.rt, self.owned = table, rt, -(-rows // rt.world)
         self.touched = np.zeros(rows, dtype=bool)
 
     def send_counts(self):
@@ -653,7 +913,7 @@ class SparseRows:
 
     def send_rows(self):
         """After the micro-step has been launched: the host waits for the counts while the device computes, the rows follow."""
-        with region("wait bigram_embed"):
+        with region(f"wait {self.table}"):
             self.work.wait()
         self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
         self.rows_in = self.rows.new_empty(sum(self.counts_in))
@@ -682,19 +942,19 @@ def flat_views(flat, like):
 
 
 class NorMuonAndAdam:
-    """State and communication of all parameters. The rules are adam_update and kernels, the numbers in PARAM_TABLE.
+    """State and communication of all parameters. The rules are adam_update and kernels, the numbers in `param_table`.
 
     named_params: {label: parameter}. One object with explicit orders in place of hooks: Chris McCormick (PR 200).
     """
 
     def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
         self.params, self.config, self.rt, self.ops = dict(named_params), config.optim, rt, ops
-        self.table = {row.label: row for row in PARAM_TABLE}
-        if len(self.table) != len(PARAM_TABLE) or set(self.table) != set(self.params):
-            raise ValueError(f"PARAM_TABLE needs one row per parameter; differing: {sorted(set(self.table) ^ set(self.params))}")
-        travelling = sorted({row.label if row.comms != "replicated" else row.comms for row in PARAM_TABLE})
-        if not travelling == sorted(SCATTER_ORDER) == sorted(WORK_ORDER):
-            raise ValueError(f"SCATTER_ORDER and WORK_ORDER need each of {', '.join(travelling)} once")
+        self.table = {param.label: param for param in param_table(config.model)}
+        if set(self.table) != set(self.params):
+            raise ValueError(f"param_table needs one row per parameter; differing: {sorted(set(self.table) ^ set(self.params))}")
+        rows = {"replicated" if row.comms == "replicated" else row.label: row for row in self.table.values()}
+        self.reduce_order = sorted(rows, key=lambda name: rows[name].reduce)  # "replicated" stands for all replicated parameters
+        self.work_order = sorted(rows, key=lambda name: rows[name].work)
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape and padded, for the collectives
         self.shards = {}  # label -> the part of the parameter this rank updates, in the optimizer's shape; a view
@@ -717,7 +977,7 @@ class NorMuonAndAdam:
                 self.matrix_lr[label] = self._own(label, rates).view(-1, 1, 1)
 
         # Replicated parameters share one flat fp32 buffer, one reduction and one update; coefficients are vectors over it.
-        self.flat_labels = [row.label for row in PARAM_TABLE if row.comms == "replicated"]
+        self.flat_labels = [row.label for row in self.table.values() if row.comms == "replicated"]
         self.flat_params = [self.shards[label] for label in self.flat_labels]
         sizes = torch.tensor([p.numel() for p in self.flat_params])
         self.state["replicated"] = {key: torch.zeros(int(sizes.sum()), device=rt.device) for key in ("m", "v")}
@@ -728,7 +988,8 @@ class NorMuonAndAdam:
         self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
 
         # Exchanging touched rows pays for the gradient of a single micro-batch only.
-        self.sparse = SparseRows(self.params["bigram_embed"].size(0), rt) if rt.world == config.run.micro_batches > 1 else None
+        self.sparse = {label: SparseRows(label, self.params[label].size(0), rt) for label, row in self.table.items()
+                       if row.comms == "sharded_sparse" and rt.world == config.run.micro_batches > 1}
 
     def _matrices(self, label, tensor):
         """The optimizer's view of a parameter-shaped tensor: banks (n, R, C), all else as it is."""
@@ -753,15 +1014,17 @@ class NorMuonAndAdam:
         all_gather(full, octets)
         return full.view(part.dtype)[:len(self._matrices(label, self.params[label]))]
 
-    def before_micro_step(self, plan, bigram_rows_cpu):
-        if self.sparse is not None:
-            self.sparse.touched[bigram_rows_cpu] = True
+    def before_micro_step(self, plan, touched):
+        """touched {table: rows that the micro-batch reads}, on the host."""
+        for table, sparse in self.sparse.items():
+            sparse.touched[touched[table]] = True
             if plan.adam:
-                self.sparse.send_counts()
+                sparse.send_counts()
 
     def after_micro_step(self, plan):
-        if self.sparse is not None and plan.adam:
-            self.sparse.send_rows()
+        for sparse in self.sparse.values():
+            if plan.adam:
+                sparse.send_rows()
 
     @torch.no_grad()
     def step(self, plan):
@@ -771,7 +1034,7 @@ class NorMuonAndAdam:
 
         # Phase 1: start the reductions. Tied: the embedding's gradient joins that of the head.
         pending = {}
-        for name in filter(due, SCATTER_ORDER):
+        for name in filter(due, self.reduce_order):
             with region(f"reduce {name}"):
                 if name == "lm_head" and plan.tied:
                     self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
@@ -779,7 +1042,7 @@ class NorMuonAndAdam:
 
         # Phase 2: wait for each, update, start its gather.
         gathers = {}
-        for name in filter(due, WORK_ORDER):
+        for name in filter(due, self.work_order):
             with region(f"wait {name}"):
                 grad = pending.pop(name)()
             with region(f"update {name}"):
@@ -814,9 +1077,9 @@ class NorMuonAndAdam:
             return lambda: grad
         if name == "replicated":
             part, work = grad, dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)
-        elif self.sparse is not None and self.table[name].comms == "sharded_sparse":
-            self.sparse.send_values(grad)
-            return lambda: self.sparse.receive(grad)
+        elif name in self.sparse:
+            self.sparse[name].send_values(grad)
+            return lambda: self.sparse[name].receive(grad)
         else:
             part = torch.empty_like(self.shards[name])
             work = reduce_scatter(part, grad, op=dist.ReduceOp.AVG, async_op=True)
@@ -865,8 +1128,8 @@ class NorMuonAndAdam:
                     place.zero_()
                 else:
                     place.copy_(tensor if key == "grad" else self._own(label, tensor))
-        if self.sparse is not None:
-            self.sparse.touched = self.params["bigram_embed"].grad.any(1).cpu().numpy()
+        for label, sparse in self.sparse.items():
+            sparse.touched = self.params[label].grad.any(1).cpu().numpy()
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -876,7 +1139,7 @@ class StepPlan(NamedTuple):
 
     step: int
     stage: int  # index into schedule.stages
-    row_tokens: int  # N of a training forward pass
+    micro_batch_tokens: int  # N of a training forward pass
     max_doc_len: int
     lr_factor: float
     momentum: float  # of NorMuon
@@ -885,12 +1148,15 @@ class StepPlan(NamedTuple):
     tied: bool  # embedding and head are one
     split: bool  # they part after this step
 
+    @property
+    def forward_key(self):
+        """A recorded forward and backward pass serves the steps of one key: of one length, one set of windows."""
+        return self.stage
 
-def stage_starts(schedule: Schedule) -> list[int]:
-    """First step of every stage, and the number of steps at the end."""
-    equal = len(schedule.stages) - 1
-    starts = [round(schedule.scheduled_steps * i / equal) for i in range(equal + 1)]
-    return [*starts, schedule.scheduled_steps + schedule.extension_steps]
+    @property
+    def update_key(self):
+        """The optimizer does the same work at the steps of one key."""
+        return self.adam, self.tied, self.split
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
@@ -902,7 +1168,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     progress = (step - start) / ([*starts, total][index + 1] - start) if step < total else 0.0
 
     cooldown = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
-    t = min(1.0, max(0.0, (step - cooldown) / (schedule.scheduled_steps - cooldown)))  # K11: base jumps inside the cool-down
+    t = min(1.0, max(0.0, (step - cooldown) / (schedule.scheduled_steps - cooldown)))  # K11
     low, high = schedule.muon_momentum
     if step < schedule.muon_warmup:
         work = step / schedule.muon_warmup
@@ -910,69 +1176,130 @@ def make_plan(config: Config, step: int) -> StepPlan:
         work = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
     split_step = starts[schedule.split_stage - 1] | 1
     return StepPlan(
-        step=step, stage=index, row_tokens=stage.batch_tokens // config.run.micro_batches, max_doc_len=stage.max_doc_len,
+        step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.run.micro_batches, max_doc_len=stage.max_doc_len,
         lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t, momentum=low + (high - low) * work,
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
-        adam=step % 2 == 1,  # K12: the two gradients may come from different stages
+        adam=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
 
 
-# ---- Log and evaluation ----------------------------------------------------------------------------------------------
+# ---- Memory and folders: what a start refuses, or chooses, before anything is compiled -------------------------------
 
-class Log:
-    """The log file and the console of rank 0; other ranks write nothing. Lines are written at once: a killed run loses none."""
-
-    def __init__(self, config, rt):
-        self.path = Path(__file__).parent / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
-        self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
-        self.sorry = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
-        if self.is_main:
-            with user_error(self.sorry):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.path, "w", encoding="utf-8", buffering=1)
-            self.line(str(self.path), file=False)
-
-    def line(self, text, console=True, file=True, end="\n"):
-        if not self.is_main:
-            return
-        with user_error(self.sorry):  # a run that is not written down is worth nothing
-            if file:
-                self.file.write(text + "\n")  # one write (2.4 µs, Xeon at 2.5 GHz): the loader's thread writes, too
-            if console:
-                print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
-
-    def progress(self, text, seconds_left):
-        """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""
-        self.line(text, console=not self.terminal)
-        if self.terminal:
-            self.line(f"{text} eta:{seconds_left // 60:.0f}m{seconds_left % 60:02.0f}s", file=False, end="")
+LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
 
 
-def log_header(log, config, rt, choices, sources):
-    """Sources, versions, machine, resolved config: what is needed to repeat the run."""
-    try:
-        gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
-        gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # logs are published: nobody's processes and paths
-    except FileNotFoundError:
-        gpus = "nvidia-smi: not found"
-    rule, short_rule = "=" * 100, "-" * 40
-    settings = capability(rt.device) | {"ranks": rt.world, "cores": os.cpu_count(), "platform": platform.platform()}
-    script, *others = sources.items()
-    for text in (script[1], *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,
-                 f"Running Python {sys.version}",
-                 f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
-                 f"Running Triton version {kernels.triton.__version__}", gpus, rule,
-                 *(f"{key}: {render(value)}" for key, value in (settings | flatten(config)).items()), rule):
-        log.line(text, console=False)
-    log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
-    rows = [str(stage.batch_tokens // config.run.micro_batches) for stage in config.schedule.stages]
-    log.line(f"tokens per micro-batch: {' '.join(rows)}; micro-batches per rank: {config.run.micro_batches // rt.world}")
+def state_bytes(model: Model) -> tuple[int, int]:
+    """(weights, optimizer state) of all ranks together, but for the second moments of NorMuon, which are small."""
+    each = {"adam": 4 + 4, "normuon": 4 + 2}  # m, v; m, mantissa
+    sizes = [(math.prod(param.shape), param) for param in param_table(model)]
+    return sum(n * param.dtype.itemsize for n, param in sizes), sum(n * each[param.optim] for n, param in sizes)
 
+
+def estimate_memory(config, world) -> tuple[float, float]:
+    """MiB (allocated, reserved) on each GPU at the peak, with the default kernels.
+
+    Within 0.3 % and 2 % of what 1, 2, 4, 8 H200s took (records/2026-11-20_one_to_eight: one 23470 and 39806, eight 20035 and
+    36386), and 16 micro-batches on one (15898). To those 14.2 is fitted, about what autograd keeps per layer; the 18 of
+    validation is counted.
+    """
+    (weights, state), run, V = state_bytes(config.model), config.run, config.model.padded_vocab
+    N = max(stage.batch_tokens for stage in config.schedule.stages) // run.micro_batches
+    plane = config.model.model_dim * getattr(torch, run.dtype).itemsize  # one activation of one token
+    # The head has its gradient, in bytes or bf16, and either a block of bf16 logits or (bytes) the gradient transposed.
+    head = (1 if run.fp8 else 2) * N * V + max(run.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
+    kept = 14.2 * len(config.model.layers) * N * plane + head
+    # Weights, gradients, while warming up the initial weights; rotary tables, codes of the head, workspaces.
+    allocated = (2 + run.compile) * weights + state / world + 430 * 2**20 + max(kept, 18 * config.data.val_batch_tokens * plane)
+    return allocated / 2**20, (allocated + run.cuda_graphs * kept) / 2**20  # the graphs keep their memory to themselves
+
+
+def free_memory(device) -> float:
+    """MiB that the GPU has free; a CPU has as much as it takes."""
+    return torch.cuda.mem_get_info(device)[0] / 2**20 if device.type == "cuda" else math.inf
+
+
+def memory_warning(config, device, world) -> str:
+    """What to do when the estimate is more than the GPU has free; nothing when it is less."""
+    (least, most), free = estimate_memory(config, world), free_memory(device)
+    return "" if most <= free else (
+        f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with --micro_batches="
+        f"{config.run.micro_batches}: {LESS_MEMORY}")
+
+
+def choose_micro_batches(config, device, world) -> Config:
+    """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory, or with the most."""
+    chosen = None if not config.run.micro_batches else config
+    for count in (8, 16, 32, 64, 128) if chosen is None else ():
+        candidate = with_run(config, micro_batches=count)
+        try:
+            check_config(candidate, world)
+        except UserError:
+            if chosen is None:
+                raise
+            break  # so many do not divide the batches
+        chosen = candidate
+        if not memory_warning(chosen, device, world):
+            break
+    return chosen
+
+
+def torch_version() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
+def require_torch():
+    if torch_version() < (2, 11):
+        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
+
+
+def require_caches(config, device) -> list[str]:
+    """The folders in which the compilers keep what they made; UserError, with the variable that names it, if one cannot be written."""
+    folders = {}
+    if device.type == "cuda" and not kernels.NO_TRITON:
+        folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
+    if config.run.compile:  # by default a folder in that of temporary files; torch could say which, but makes it when asked
+        folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    for name, folder in folders.items():
+        if not is_writable(Path(folder).absolute()):
+            raise UserError(f"{folder} cannot be written: set {name} to a folder for what is compiled")
+    return list(folders.values())
+
+
+def require_disk(config) -> str:
+    """How much room there is for what rank 0 writes; UserError when that is too little."""
+    if os.environ.get("RANK", "0") != "0":
+        return "rank 0 writes"
+    run, need, purpose = config.run, 2**20, "the log"
+    if run.save or run.save_every:
+        weights, state = state_bytes(config.model)
+        saves = -(-stage_starts(config.schedule)[-1] // run.save_every) if run.save_every else 1
+        count = min(saves, run.keep + 1) if run.keep else saves  # the oldest goes when the newest is complete
+        need, purpose = need + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients and state at most
+    return require_room(Path(__file__).parent / run.log_dir, need, purpose)
+
+
+def check_start(config, world) -> Config:
+    """Raises UserError for what would fail later. Returns the config with its micro-batches chosen; warns about what may fail."""
+    require_torch()
+    device = find_device(config)
+    config = choose_kernels(config, device)[0]
+    config = choose_micro_batches(config, device, world)
+    found, lasts = survey_training_data(config, np.diff(stage_starts(config.schedule)))
+    survey_validation_data(config)
+    require_caches(config, device)
+    require_disk(config)
+    for warning in ("" if lasts else found, memory_warning(config, device, world)):
+        if warning and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return config
+
+
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def summed_loss(forward, head, batch, view) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32; the head unquantised, its logits in blocks of rows."""
-    h = forward(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view._replace(max_doc_len=len(batch.tokens)))
+    h = forward(batch.tokens, batch.cu_seqlens, batch.rows, view._replace(max_doc_len=len(batch.tokens)))
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
 
 
@@ -995,56 +1322,64 @@ def require_finite(value, what):
 class MicroStep:
     """Forward pass, loss and backward pass of one micro-batch; gradients add up in `.grad`. Returns the loss, κ * sum.
 
-    On a GPU the first call of a stage also records a CUDA graph, which replays the hundreds of launches of all later calls at once:
-    the host would need 30 to 39 ms for them, the GPU needs 21 (stage 1, H200). Whatever a graph reads or writes stays in its place.
+    On a GPU the first call of a key also records a CUDA graph, which replays the hundreds of launches of all later calls at
+    once: the host would need 30 to 39 ms for them, the GPU needs 21 (stage 1, H200). Whatever a graph reads or writes stays
+    in its place.
     """
 
     def __init__(self, forward, head, kappa, record):
         self.forward, self.head, self.kappa, self.record = forward, head, kappa, record
-        self.graphs = {}  # stage -> (graph, its inputs, its view, its loss)
+        self.graphs = {}  # StepPlan.forward_key -> (graph, its batch, its MTP weights, its view, its loss)
         # Autograd adds up gradients on the stream on which it first met a parameter, so all runs of a parameter use one stream.
         # One graph runs at a time: they share their memory.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if record else (None, None)
 
-    def run(self, tokens, targets, cu_seqlens, bigram_rows, mtp_weights, view):
+    def run(self, batch: Batch, mtp_weights, view):
         with region("forward"):
-            h = self.forward(tokens, cu_seqlens, bigram_rows, view)
+            h = self.forward(batch.tokens, batch.cu_seqlens, batch.rows, view)
         with region("loss"):
-            loss = self.head(h, targets, mtp_weights, self.kappa)
+            loss = self.head(h, batch.targets, mtp_weights, self.kappa)
         with region("backward"):
             loss.backward()
         return loss.detach()
 
-    def __call__(self, batch, mtp_weights, view, stage):
-        given = (*batch[:4], mtp_weights)
+    def launched(self, batch, mtp_weights, view):
+        """`run`, kernel by kernel, on the stream of the graphs."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            loss = self.run(batch, mtp_weights, view)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return loss
+
+    def __call__(self, batch, mtp_weights, view, key, launch=False):
+        """launch: what the graph would do, kernel by kernel."""
         if not self.record:
-            return self.run(*given, view)
-        if stage not in self.graphs:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                first_loss = self.run(*given, view)  # compiles, which nothing recorded may do
-            torch.cuda.current_stream().wait_stream(self.stream)
-            inputs, graph = [x.clone() for x in given], torch.cuda.CUDAGraph()
+            return self.run(batch, mtp_weights, view)
+        if key not in self.graphs:
+            first_loss = self.launched(batch, mtp_weights, view)  # compiles, which nothing recorded may do
+            batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
             # thread_local: the loader's threads may go on.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                loss = self.run(*inputs, view)
-            self.graphs[stage] = graph, inputs, view, loss
+                loss = self.run(batch, mtp_weights, view)
+            self.graphs[key] = graph, batch, mtp_weights, view, loss
             return first_loss
-        graph, inputs, _, loss = self.graphs[stage]
-        for place, value in zip(inputs, given):
+        graph, its_batch, its_weights, its_view, loss = self.graphs[key]
+        for place, value in zip((*its_batch.tensors, its_weights), (*batch.tensors, mtp_weights)):
             place.copy_(value)
+        if launch:
+            return self.launched(its_batch, its_weights, its_view)
         graph.replay()
         return loss
 
 
-def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_steps):
-    """All micro-batches, then the optimizer. Returns the last micro-batch's loss (κ * sum)."""
-    for _ in range(micro_steps):
+def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_steps, launch=False):
+    """All micro-batches, then the optimizer. Returns the last micro-batch's loss (κ * sum). launch: the first without its graph."""
+    for number in range(micro_steps):
         with region("data"):
             batch = loader.next_batch()
-        optimizer.before_micro_step(plan, batch.bigram_rows_cpu)
+        optimizer.before_micro_step(plan, batch.touched)
         with region("micro-step"):
-            loss = micro_step(batch, mtp_weights, view, plan.stage)
+            loss = micro_step(batch, mtp_weights, view, plan.forward_key, launch and number == 0)
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
     if plan.adam:
@@ -1054,13 +1389,13 @@ def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_ste
 
 
 def warmup_steps(plans) -> list[int]:
-    """The first step of every stage, and of every kind of update: so every graph is made before the clock starts."""
+    """The first step of every key, so that every graph is made before the clock starts."""
     seen, steps = set(), []
     for plan in plans:
-        met = {plan.stage, (plan.adam, plan.tied, plan.split)}
-        if not met <= seen:
+        keys = {("forward", plan.forward_key), ("update", plan.update_key)}
+        if not keys <= seen:
             steps.append(plan.step)
-        seen |= met
+        seen |= keys
     return steps
 
 
@@ -1077,11 +1412,71 @@ class Stopwatch(dict):
         self[phase], self.last = now - self.last, now
 
 
+class Clock:
+    """The seconds that count, and those of pauses by their phase."""
+
+    def __init__(self, seconds=0.0):
+        self.counted, self.paused_seconds, self.began = seconds, {}, time.perf_counter()
+
+    def start(self):
+        self.began = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self.counted + time.perf_counter() - self.began
+
+    @contextmanager
+    def paused(self, phase):
+        """What happens inside does not count; gives the seconds that do."""
+        self.counted, pause = self.seconds(), time.perf_counter()
+        yield self.counted
+        self.start()
+        self.paused_seconds[phase] = self.paused_seconds.get(phase, 0.0) + self.began - pause
+
+
+class Profiler:
+    """torch's profiler around the steps of --profile; `report`, the module records/trace.py, makes tables of what it saw.
+
+    The first micro-step of these steps is launched kernel by kernel, which tells the layers of all others apart.
+    """
+
+    def __init__(self, trainer, report):
+        self.trainer, self.report = trainer, report
+
+    def start(self):
+        from torch.profiler import ProfilerActivity, profile  # a run without --profile does without
+        self.loader_state = self.trainer.loader.state_dict()
+        gpu = self.trainer.rt.device.type == "cuda"
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
+        self.profiler.start()
+        self.began = time.perf_counter()
+
+    def stop(self):
+        """Writes this rank's trace beside the log, and what it says into the log."""
+        self.seconds, trainer = time.perf_counter() - self.began, self.trainer
+        self.profiler.stop()
+        plans = [trainer.plans[step] for step in trainer.config.run.profiled]
+        batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.loader_state), len(plans) * trainer.micro_steps)]
+        trainer.synchronize()  # the copies ran on a side stream
+        log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
+        dist.broadcast_object_list(log)
+        path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
+        trainer.log.line(self.report.report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
+                                            trainer.head, len(kernels.POLAR_EXPRESS)))
+        dist.barrier()
+
+    def cost(self) -> str:
+        """One line, when the run is over."""
+        trainer, profiled = self.trainer, self.trainer.config.run.profiled
+        keys = [(plan.forward_key, plan.update_key) for plan in trainer.plans[trainer.first:]]
+        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
+        return self.report.cost(self.seconds, times, keys, range(profiled.start - trainer.first, profiled.stop - trainer.first))
+
+
 class Trainer:
     """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
 
-    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None):
-        self.config, self.rt, self.log, self.watch, self.sources = config, rt, log, watch, sources
+    def __init__(self, config, rt, log, ops, watch, resumed=None, report=None):
+        self.config, self.rt, self.log, self.watch = config, rt, log, watch
         self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
         self.dtype = getattr(torch, config.run.dtype)
         compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
@@ -1090,7 +1485,6 @@ class Trainer:
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         self.tokens = list(accumulate(config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]))  # seen by then
         self.losses = deque()  # (step, event after its copy, loss on the host) of steps that are not known to have gone well
-        self.seconds = {}  # phase -> seconds outside the clock
         self.clock_ms = []  # the clock at the end of every step
 
         self.validation = ValidationData(config, rt)
@@ -1108,28 +1502,26 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
         self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
-        if config.run.profile:
-            from records import trace
-            self.profile = trace.Profile(self, LAYERS, len(kernels.POLAR_EXPRESS))
+        self.profiler = Profiler(self, report) if config.run.profile else None
         width = max(len(plan.mtp_weights) for plan in self.plans)
         self.mtp_table = torch.tensor([(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans], device=rt.device)
         self.synchronize()
         watch.lap("model")
 
-    def forward(self, tokens, cu_seqlens, bigram_rows, view):
+    def forward(self, tokens, cu_seqlens, rows, view):
         """What `GPT.forward` gives, compiled."""
-        rows = self.model.lookup(tokens, bigram_rows)
-        for x in (*rows, cu_seqlens) if self.config.run.compile else ():
+        found = self.model.lookup(tokens, rows)
+        for x in (*found, cu_seqlens) if self.config.run.compile else ():
             torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
-        return self.layers(rows, cu_seqlens, view)
+        return self.layers(found, cu_seqlens, view)
 
     def new_loader(self, plans, config):
         return Loader(config, self.rt, plans, warn=lambda text: self.log.line("warning: " + text))
 
-    def step(self, loader, plan, micro_steps):
+    def step(self, loader, plan, micro_steps, launch=False):
         mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with region(f"step {plan.step}"):
-            return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights, micro_steps)
+            return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights, micro_steps, launch)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
@@ -1151,7 +1543,7 @@ class Trainer:
             with torch.no_grad():
                 summed_loss(self.model, self.head, batch, view)
             for width in {len(plan.mtp_weights) for plan in self.plans}:
-                h = self.model(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view)
+                h = self.model(batch.tokens, batch.cu_seqlens, batch.rows, view)
                 self.head(h, batch.targets, self.mtp_table[0, :width], 1.0).backward()
             for label in self.optimizer.matrix_lr:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
@@ -1162,8 +1554,7 @@ class Trainer:
         steps = warmup_steps(self.plans[self.first:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
-        one_each = dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, micro_batches=self.rt.world))
-        loader = self.new_loader([self.plans[step] for step in steps], one_each)
+        loader = self.new_loader([self.plans[step] for step in steps], with_run(self.config, micro_batches=self.rt.world))
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
@@ -1185,54 +1576,57 @@ class Trainer:
         self.optimizer.load_state_dict({})
         self.head.refresh()
 
-    def run(self):
-        """The timed run -> (final validation loss, seconds inside the clock)."""
-        from records import evaluate
-        run, pause_seconds = self.config.run, 0.0
+    def run(self) -> tuple[float, Clock]:
+        """The timed run -> (final validation loss, the clock)."""
+        run, clock = self.config.run, Clock(self.before)
         gc.disable()  # collected in pauses, outside the clock
         self.loader.ready.exception()  # waits for the first batch
         self.settle()
-        elapsed, start = self.before, time.perf_counter()  # the clock starts: first batch ready, everything compiled
+        clock.start()  # first batch ready, everything compiled
         for step, plan in enumerate(self.plans[self.first:], self.first):
             if step == run.profiled.stop:
-                start += self.profile.stop()  # outside the clock
+                with clock.paused("profile"):
+                    self.profiler.stop()
             last = step == self.total
             validates = last or step % run.val_every == 0
             saves = run.save_every and self.first < step < self.total and step % run.save_every == 0
             if validates or saves:
                 self.synchronize()
-                elapsed += time.perf_counter() - start  # the clock stops
-                pause = time.perf_counter()
-                self.check_losses(keep=0)
-                if validates:
-                    loss = validate(self.forward, self.head, self.validation, self.views[-1 if last else plan.stage], self.rt)
-                    ms = 1000 * elapsed
-                    self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms"
-                                  f" step_avg:{ms / max(step, 1):.2f}ms")
-                    require_finite(loss, f"validation loss before step {step}")
-                if saves:
-                    evaluate.save(self, step, elapsed)
-                self.settle()
-                start = time.perf_counter()
-                pause_seconds += start - pause
+                with clock.paused("validation") as seconds:
+                    self.check_losses(keep=0)
+                    if validates:
+                        loss = self.validate(step, plan, seconds)
+                    if saves:
+                        self.save(step, seconds)
+                    self.settle()
                 if last:
                     break
             if step == run.profiled.start:
-                start += self.profile.start()
-            host_loss = self.step(self.loader, plan, self.micro_steps).detach().to("cpu", non_blocking=True)
+                with clock.paused("profile"):
+                    self.synchronize()
+                    self.profiler.start()
+            host_loss = self.step(self.loader, plan, self.micro_steps, launch=step == run.profiled.start)
+            host_loss = host_loss.detach().to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, host_loss))
             self.check_losses(keep=2)
             if run.profile and step + 1 not in run.profiled:
                 self.synchronize()  # so that the time of this step is its own, to compare the profiled ones with
-            ms = 1000 * (elapsed + time.perf_counter() - start)
+            ms = 1000 * clock.seconds()
             self.clock_ms.append(ms)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
                               ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
-        self.seconds["validation"] = pause_seconds
         if run.profile:
-            self.log.line(self.profile.cost())
-        return loss, elapsed
+            self.log.line(self.profiler.cost())
+        return loss, clock
+
+    def validate(self, step, plan, seconds) -> float:
+        """Validation loss before a step, logged with the seconds inside the clock."""
+        view = self.views[-1 if step == self.total else plan.stage]
+        loss, ms = validate(self.forward, self.head, self.validation, view, self.rt), 1000 * seconds
+        self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms")
+        require_finite(loss, f"validation loss before step {step}")
+        return loss
 
     def check_losses(self, keep):
         """Stop at a training loss that is not finite. The last `keep` steps may be under way: the host does not wait for them."""
@@ -1242,40 +1636,78 @@ class Trainer:
                 copied.synchronize()
             require_finite(loss.item(), f"training loss of step {step}")
 
+    def save(self, step, seconds):
+        """All that `load_state_dict` needs before this step, into a file beside the log; every rank must call it."""
+        state = {"step": step, "seconds": seconds, "sources": loaded_sources(), "config": dataclasses.asdict(self.config),
+                 "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
+                 "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.rt.rank == 0:
+            state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
+            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
+            write_checkpoint(state, path, self.config.run.keep)
+            self.log.line(f"checkpoint: {os.path.relpath(path)}")
 
-def train(config, rt, log, watch, sources):
-    """Everything after the process group exists."""
-    from records import evaluate
+    def load_state_dict(self, state):
+        """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        self.head.refresh()
+        torch.set_rng_state(state["rng"])
+
+
+def train(config, rt, log, argv, watch, report=None, sample=None):
+    """Everything after the process group exists. report: records/trace.py, if steps are profiled; sample: the function of that name
+    in records/evaluate.py, if a text shall be generated."""
     config, ops, choices = choose_kernels(config, rt.device)
-    log_header(log, config, rt, choices, sources)
-    run = config.run
-    resumed = evaluate.load_to_resume(config) if run.resume else None
+    run, machine = config.run, capability(rt.device) | {"ranks": rt.world}
+    write_header(log, argv, config.data, machine, {key: render(value) for key, value in flatten(config).items()})
+    log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
+    tokens = [str(stage.batch_tokens // run.micro_batches) for stage in config.schedule.stages]
+    log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {run.micro_batches // rt.world}")
+    resumed = load_checkpoint(run.resume) if run.resume else None
     watch.lap("log")
-    trainer = Trainer(config, rt, log, ops, watch, sources, resumed)
+    trainer = Trainer(config, rt, log, ops, watch, resumed, report)
     ready = time.perf_counter()
     if run.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
         trainer.warm_up()
     if resumed:
-        evaluate.load(trainer, resumed)
+        trainer.load_state_dict(resumed)
+        log.line(f"resumed: step {trainer.first}, {trainer.before:.3f} s inside the clock, from {published(run.resume)}")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
-    trainer.seconds |= {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
-    loss, seconds = trainer.run()
+    seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
+    loss, clock = trainer.run()
+    seconds |= clock.paused_seconds
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20  # without a GPU 0
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if run.sample_tokens and rt.rank == 0:
+    if sample and rt.rank == 0:
         try:
-            log.line("sample:\n" + "".join(evaluate.sample(trainer.model, config)))
+            log.line("sample:\n" + "".join(sample(trainer.model, config)))
         except (UserError, RuntimeError) as error:  # out of memory, too: what was trained is not lost for it
             log.line(f"warning: no sample: {one_line(error)}")
-    summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{seconds:.3f}"}
-    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in trainer.seconds.items()}
-    summary |= {"total_seconds": f"{time.perf_counter() - watch.start:.3f}", "steps": trainer.total,
-                "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
+    seconds["total"] = time.perf_counter() - watch.start
+    summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
+    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
+    gpus = rt.world if rt.device.type == "cuda" else 0
+    summary |= {"gpu_seconds": f"{gpus * seconds['total']:.3f}",  # the price of the run: all phases, all ranks
+                "steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
     if run.save or run.save_every:
-        evaluate.save(trainer, trainer.total, seconds)
+        trainer.save(trainer.total, clock.counted)
+
+
+def should_report(local) -> bool:
+    """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough."""
+    time.sleep(local > 0)  # the first one usually has the same to say
+    try:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()  # it gave each a folder, side by side
+    except FileExistsError:
+        return False
+    except (KeyError, IndexError, OSError):  # without torchrun, or its folders: better twice than never
+        pass
+    return True
 
 
 def main(argv) -> int:
@@ -1284,42 +1716,45 @@ def main(argv) -> int:
     if "--help" in argv:
         print(help_text())
         return 0
-    root, names = Path(__file__).parent, (Path(__file__).name, "data/loader.py", "triton_kernels.py")
-    sources = {name: (root / name).read_text(encoding="utf-8") for name in names}  # before anybody edits them
-    from records import check, evaluate
     rank = local = 0
     try:
-        if any(arg.startswith("--sample=") for arg in argv):
-            return evaluate.speak(argv)
-        rank, world, local = place()
-        only_check = "--check" in argv
+        if any(arg.partition("=")[0] == "--sample" for arg in argv):
+            from records.evaluate import sample_command
+            return sample_command(argv)
+        rank, world, local = rank_from_env()
         config = parse_config([arg for arg in argv if arg != "--check"], world)
-        config, fine = check.run_checks(config, world, show=only_check and local == 0)  # before anything is compiled
-        if only_check:
-            return int(not fine)
+        if "--check" in argv:
+            from records.check import check_table
+            return check_table(config, world, show=local == 0)
+        config = check_start(config, world)
+        report = sample = None
+        if config.run.profile:
+            from records import trace as report
+        if config.run.sample_tokens:
+            from records.evaluate import sample
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        train(config, rt, Log(config, rt), watch, sources)
+        train(config, rt, Log(config, rt), argv, watch, report, sample)
         dist.destroy_process_group()
         return 0
     except UserError as error:
         message = str(error)
     except torch.OutOfMemoryError as error:
-        message = f"out of GPU memory: {check.LESS_MEMORY} ({one_line(error)})"
+        message = f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
     except RuntimeError as error:
         if not re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
             raise
         message = f"lost the connection to another process, or waited for it in vain; it may say why ({one_line(error)})"
     finally:
         gc.enable()
-    if check.first_to_say(local):
+    if should_report(local):
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1
 
 
 if __name__ == "__main__":
-    sys.modules["train_gpt"] = sys.modules[__name__]  # for those in records/ that import it
+    sys.modules["train_gpt"] = sys.modules[__name__]  # one copy of every class, also for tools in records/ that import it
     sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of a sample
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not so after nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, like at SIGTERM, also while waiting for another process

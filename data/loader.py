@@ -1,89 +1,18 @@
 """Token shards -> packed documents -> batches on the device: what `train_gpt.py` trains and validates on.
 
-Contents: errors; files and shards (README.md beside this has their format); what a forward pass takes; Loader; ValidationData.
-Shape letters: N tokens of one forward pass, G ranks. K1, K2 mark quirks of the reference that the learned function depends on.
+Contents: what a forward pass takes; training shards; Loader; ValidationData.
+Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the quirks K1, K2.
 """
 
-import glob
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class UserError(Exception):
-    """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
-
-
-def one_line(error) -> str:
-    """What an error says, without line ends; of an OSError only the reason."""
-    return " ".join((getattr(error, "strerror", None) or str(error)).split())
-
-
-@contextmanager
-def user_error(message, *kinds):
-    """An OSError or one of `kinds` becomes a UserError: the message, and what the error said."""
-    try:
-        yield
-    except (OSError, *kinds) as error:
-        raise UserError(f"{message} ({one_line(error)})") from error
-
-
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
-REMAKE = "fetch or make it again with data/prepare.py"
-
-
-def read_shard_header(path: Path) -> int:
-    """Number of tokens of a shard: 256 int32 (magic, version, number of tokens, then unused), then one uint16 per token.
-
-    Raises UserError when the file is not a shard, has another version, or is shorter or longer than it says.
-    """
-    if not os.path.isfile(path):
-        raise UserError(f"{path}: a folder, or a link to nothing, but no shard; give a pattern such as data/mine/mine_train_*.bin")
-    with user_error(f"{path}: cannot be read"):
-        size, header = os.path.getsize(path), np.fromfile(path, "<i4", 3)
-    magic, version, count = (*map(int, header), 0, 0, 0)[:3]
-    if magic != SHARD_MAGIC:
-        raise UserError(f"{path}: magic number {magic} instead of {SHARD_MAGIC}; not a token shard (data/prepare.py makes them)")
-    if version != SHARD_VERSION:
-        raise UserError(f"{path}: version {version} instead of {SHARD_VERSION}; {REMAKE}")
-    if count < 0 or size != SHARD_HEADER_BYTES + 2 * count:
-        raise UserError(f"{path}: header promises {count} tokens but the file holds {max(0, size - SHARD_HEADER_BYTES) // 2};"
-                        f" truncated or damaged: {REMAKE}")
-    return count
-
-
-def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
-    """The tokens of a shard, the first `most` of them, uint16, checked against the vocabulary."""
-    count = min(read_shard_header(path), most)
-    with user_error(f"{path}: cannot be read"):
-        tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
-        if len(tokens) < count:
-            raise OSError("it ends early")
-    if count and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
-                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
-    return tokens
-
-
-def data_root() -> Path:
-    """Where relative patterns begin."""
-    return Path(os.environ.get("DATA_PATH") or Path(__file__).parents[1])
-
-
-def find_files(pattern: str) -> list[Path]:
-    """Files that match, in name order; relative to $DATA_PATH or this folder. UserError when there are none."""
-    pattern = os.path.expanduser(pattern)  # an absolute one drops the root below
-    files = sorted(map(Path, glob.glob(os.path.join(glob.escape(str(data_root())), pattern))))
-    if not files:
-        raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py, or run ./run.sh")
-    return files
+from data.files import UserError, find_files, read_shard, read_shard_header
 
 
 def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
@@ -119,18 +48,30 @@ class Batch(NamedTuple):
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens
     cu_seqlens: Tensor  # (K,) int32
-    bigram_rows: Tensor  # (N,) int32
-    bigram_rows_cpu: np.ndarray  # the same on the host, for the exchange of touched rows
+    rows: dict[str, Tensor]  # table -> (N,) int32, its row for every token; tables by token id are not listed
+    touched: dict[str, np.ndarray]  # table -> the same rows on the host, for the exchange of touched rows
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors on the device, in a fixed order."""
+        return [self.tokens, self.targets, self.cu_seqlens, *self.rows.values()]
+
+    def clone(self):
+        """A batch whose tensors are copies."""
+        rows = {table: rows.clone() for table, rows in self.rows.items()}
+        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), rows, self.touched)
 
 
-def make_batch(run_of_tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
-    """N + 1 consecutive tokens -> a Batch on the device; through pinned memory when that is a GPU."""
-    inputs, targets = run_of_tokens[:-1], run_of_tokens[1:]
-    hashed = bigram_rows(inputs, config.model.bigram_rows)
-    host = [torch.from_numpy(a) for a in (inputs.astype(np.int32), targets.astype(np.int64), cu, hashed)]
-    if device.type == "cuda":
-        host = [t.pin_memory().to(device, non_blocking=True) for t in host]
-    return Batch(*host, hashed)
+def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
+    """N + 1 consecutive tokens -> a Batch on the device; through pinned memory when the device is a GPU."""
+    def on_device(array):
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+    inputs, targets = tokens[:-1], tokens[1:]
+    touched = {"bigram_embed": bigram_rows(inputs, config.model.bigram_rows)}
+    return Batch(on_device(inputs.astype(np.int32)), on_device(targets.astype(np.int64)), on_device(cu),
+                 {table: on_device(rows) for table, rows in touched.items()}, touched)
 
 
 class Shard:
@@ -156,6 +97,37 @@ class Shard:
             return None
         lengths[last] -= total[last] - (tokens + 1)
         return self.starts[cursor:cursor + last + 1], lengths[:last + 1], cursor + last + 1
+
+
+def survey_training_data(config, stage_steps) -> tuple[str, bool]:
+    """(what was found in the headers and in the beginning of the first shard, whether it surely lasts for the run).
+
+    stage_steps: steps of every stage. Raises UserError when no run can train on these files.
+    """
+    files, stages = find_files(config.data.train_files), config.schedule.stages
+    have, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
+    lengths = Shard(files[0], config.model, 2**22).lengths
+    longest = batches.max() // config.run.micro_batches + 1
+    if longest > max(have):
+        raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch {longest}:"
+                        " use more data, a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
+    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]
+    least, about = (stage_steps @ tokens for tokens in (batches, batches / kept))
+    found = (f"{len(files)} files, {sum(have):,} tokens; the run takes {least:,}, with what is cut off long documents about"
+             f" {about:,.0f}: {about / sum(have):.2f} passes")
+    if config.data.data_end == "wrap" or about <= sum(have):
+        return found, True
+    found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
+    if least > sum(have):
+        raise UserError(found)
+    return found, False
+
+
+def survey_validation_data(config) -> str:
+    """What the headers say; UserError when the files hold fewer tokens than validation takes."""
+    counts = [read_shard_header(path) for path in find_files(config.data.val_files)]
+    require_validation_tokens(config, sum(counts))
+    return f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
 
 
 class Loader:
@@ -192,7 +164,7 @@ class Loader:
         if copied is not None:  # the copies ran on a side stream
             current = torch.cuda.current_stream()
             current.wait_event(copied)
-            for tensor in batch[:4]:
+            for tensor in batch.tensors:
                 tensor.record_stream(current)
         self.ready = self.builder.submit(next, self.batches, None)
         return batch
@@ -204,7 +176,7 @@ class Loader:
         """Yields (batch, event after its copies, state after it), from a state on."""
         current, coming = self._shard(shard), self.reader.submit(self._shard, shard + 1)
         while index < len(self.plans):
-            tokens, max_doc_len = self.plans[index].row_tokens, self.plans[index].max_doc_len
+            tokens, max_doc_len = self.plans[index].micro_batch_tokens, self.plans[index].max_doc_len
             for rank in range(self.rt.world):
                 tried = 0
                 while (row := current.pack(cursor, tokens, max_doc_len)) is None:

@@ -25,10 +25,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import train_gpt  # noqa: E402
-from records import check  # noqa: E402
+from data.files import (  # noqa: E402
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, data_root, find_files, read_shard)
 from data import loader  # noqa: E402
-from data.loader import SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, read_shard  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
@@ -52,7 +51,7 @@ STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-package
 
 def folder_of(name: str) -> Path:
     """Where the shards of that name lie: where the trainer looks for them."""
-    return loader.data_root() / "data" / name
+    return data_root() / "data" / name
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -107,13 +106,14 @@ def training_arguments(name: str, separator: int) -> list[str]:
     """The trainer's arguments for the shards of data/NAME: the preset of their tokenizer, and what has to differ from it for the
     amount of text there is and the lengths of its documents."""
     preset = "cpu" if separator == BYTE_SEPARATOR else "record"
+    import train_gpt  # the knobs of the presets; the other commands do without
     config = train_gpt.PRESETS[preset]
     data, stages, micro_batches = config.data, config.schedule.stages, config.run.micro_batches
     given = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
 
     # Of a shard's end that fills no row nothing is seen, so the longest row is an eighth of the longest shard at most, or 2048.
     cut = min(stage.max_doc_len for stage in stages)
-    lengths = [np.minimum(loader.Shard(path, config.model).lengths, cut) for path in loader.find_files(given["train_files"])]
+    lengths = [np.minimum(loader.Shard(path, config.model).lengths, cut) for path in find_files(given["train_files"])]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
         micro_batches *= 2
@@ -122,7 +122,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
                         f" {largest // micro_batches + 1}: more text is needed")
 
     # All validation tokens, but for a few, in as few pieces as the preset allows.
-    validation = [read_shard(path, separator + 1) for path in loader.find_files(given["val_files"])]
+    validation = [read_shard(path, separator + 1) for path in find_files(given["val_files"])]
     have, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
     if have < 16:
         raise UserError(f"{have + 1} validation tokens, at least 17 are needed: more text, or a larger --val-fraction")
@@ -147,11 +147,12 @@ def training_arguments(name: str, separator: int) -> list[str]:
 
 def report_command(name: str, separator: int) -> None:
     """Prints how to train on the shards of data/NAME, after the trainer's own checks of the data, as the last line."""
+    import train_gpt
     try:
         arguments = training_arguments(name, separator)
         config = train_gpt.parse_config(arguments)
-        found = check.check_training_data(config, 1)
-        check.check_validation_data(config, 1)
+        found, _ = loader.survey_training_data(config, np.diff(train_gpt.stage_starts(config.schedule)))
+        loader.survey_validation_data(config)
     except UserError as error:
         print(f"warning: no run can start on this: {error}")
         return

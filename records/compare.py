@@ -2,6 +2,8 @@
 
     python records/compare.py base='logs/base_*.txt' wide=logs/wide      statistics, losses, step times, warnings
     python records/compare.py --diff logs/base_1.txt logs/wide_1.txt     what was changed: settings, machine, source
+    python records/compare.py --exchange=base,long base='logs/base_*.txt' long='logs/long_*.txt' wide='logs/wide_*.txt'
+    python records/compare.py -a-b=logs/none +a-b=logs/a -a+b=logs/b +a+b=logs/both
     python records/compare.py --help                                     the options
 
 A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; what follows without a label joins the
@@ -10,6 +12,21 @@ step, or mixed with another in one file, stay out of all numbers and are named.
 
 sd is over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is the speedrun's, a one-sided
 t-test: the chance of losses this low if their true mean were the target. Groups are compared by Welch's t-test, two-sided.
+
+--exchange=SHORT,LONG says what a change is worth in tokens and in seconds. SHORT and LONG are two groups with the same
+settings and different lengths. They give the exchange rate, which is the loss that one e-fold of tokens saves, and the
+baseline: its loss is linear in the logarithm of the tokens, its seconds are linear in the tokens. Every other group
+(arm) is compared with the baseline at the arm's own number of tokens. Tokens saved: the share of its tokens that the
+arm could do without if it should only reach the baseline's loss. Net seconds: the arm's seconds, cut by that share,
+minus the baseline's. Intervals are of 95 % (delta method, Welch and Satterthwaite) and include the uncertainty of the
+rate.
+
+Labels of signed factors, as +a-b above, make a factorial set. Two or more of them add a table of main
+effects: the mean with the factor minus the mean without it, by least squares over all their runs, so the set may be
+incomplete or uneven. The effects are assumed to add up: what they do not explain counts as chance. All runs count as
+independent, also those that share a seed: where a seed shifts the loss of all labels alike, the intervals are too wide,
+not too narrow.
+
 Needs Python's standard library only; --plot=x.png also matplotlib.
 """
 
@@ -22,7 +39,9 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise, product
+from fractions import Fraction
+from functools import cache
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import mean, stdev  # exact: equal numbers have a standard deviation of 0
 from typing import NamedTuple
@@ -30,6 +49,9 @@ from typing import NamedTuple
 RECORD_P, CHANCE = 0.01, 0.05  # p below which a record counts, a difference is called one
 FIRST_STEPS = 10  # slower, shown apart; in short runs a tenth of the run
 ROWS = 12  # of the table of losses, at most
+OWN = {"seed", "run_label", "log_dir", "command"}  # settings that belong to one run, not to its group
+SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
+LENGTH = {"scheduled_steps", "extension_steps"}  # settings in which --exchange's two groups may differ
 
 
 class UserError(Exception):
@@ -64,8 +86,19 @@ class Run:
     losses: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
     ms: dict[int, float] = field(default_factory=dict)  # step -> the same at training lines, which the host writes early
+    tokens: int = 0  # trained on; 0 where the log does not say
     notes: list[str] = field(default_factory=list)  # what is wrong with it
     finished: bool = False
+
+    @property
+    def loss(self) -> float:
+        """At the end of a finished run."""
+        return self.losses[self.total]
+
+    @property
+    def time(self) -> float:
+        """Seconds inside the clock of a finished run."""
+        return self.seconds[self.total]
 
 
 def read_run(path: Path) -> Run:
@@ -84,7 +117,7 @@ def read_run(path: Path) -> Run:
         body, machine = sections.end(), sections["machine"]
         run.facts = {key: match[1] for key, pattern in MACHINE.items() if (match := re.search(pattern, machine))}
         run.facts["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(GPU.findall(machine)).items()) or "none"
-        run.facts |= re.findall(r"^([\w.]+): (.*)$", sections["settings"] or "", re.M)
+        run.facts |= re.findall(r"^([\w.]+): ?(.*)$", sections["settings"] or "", re.M)
 
     unread, misfits = [], []
     lines = TRACE.sub(lambda match: "\n" * match[0].count("\n"), text[body:]).split("\n")
@@ -108,6 +141,8 @@ def read_run(path: Path) -> Run:
     if not headers and len(unread) >= len(run.ms) + len(run.losses):
         raise UserError(f"{path}: not the log of a run (few or no lines like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
 
+    # The results come last, after a sample, whose text may look like a result: the last such line counts.
+    run.tokens = int([0, *re.findall(r"^tokens: (\d+)$", text[body:], re.M)][-1])
     final = run.losses.get(run.total)
     run.finished = not misfits and final is not None and math.isfinite(final)
     if len(headers) > 1:
@@ -149,6 +184,11 @@ def changes(old: Run, new: Run) -> list[list[str]]:
     return [row for row in rows if row[1] != row[2]]
 
 
+def unlike_settings(old: Run, new: Run) -> set[str]:
+    """What differs, apart from what belongs to a single run."""
+    return {key for key, *_ in changes(old, new)} - OWN | ({"source"} if old.source != new.source else set())
+
+
 def pairs(groups) -> list[tuple[Run, Run]]:
     """The first run with one of each other group, of the same seed if there is one; or with all others of a single group."""
     (old, *rest), *others = groups.values()
@@ -175,6 +215,7 @@ def student_cdf(t: float, df: float) -> float:
     return beyond / 2 if t < 0 else 1 - beyond / 2
 
 
+@cache  # a report asks for few of them, many times
 def student_t95(df: float) -> float:
     """95 % of Student's t lie between minus this and this: bisection."""
     low, high = 1.9, 12.8  # df = infinity and 1
@@ -190,6 +231,11 @@ class Sample(NamedTuple):
     sd: float = math.nan  # of one value unknown
     half: float = math.nan  # of the 95 % confidence interval of the mean
 
+    @property
+    def part(self) -> tuple[float, float]:
+        """Variance of the mean and its degrees of freedom, for `estimate`."""
+        return self.sd ** 2 / max(1, self.n), self.n - 1
+
 
 def sample(values) -> Sample:
     """Of those that are known."""
@@ -202,19 +248,106 @@ def p_below(s: Sample, target: float) -> float:
     return student_cdf((s.mean - target) / (s.sd / s.n ** 0.5), s.n - 1) if s.sd > 0 else math.nan
 
 
-def welch(old: Sample, new: Sample) -> tuple[float, float, float]:
-    """Difference of the means, half its 95 % confidence interval, two-sided p; nan where the runs do not vary."""
-    a, b = (s.sd ** 2 / max(1, s.n) for s in (old, new))
-    difference = new.mean - old.mean
-    if not a + b > 0:
-        return difference, math.nan, math.nan
-    df = (a + b) ** 2 / (a ** 2 / (old.n - 1) + b ** 2 / (new.n - 1))
-    return difference, student_t95(df) * (a + b) ** 0.5, 2 * student_cdf(-abs(difference) / (a + b) ** 0.5, df)
+class Estimate(NamedTuple):
+    value: float
+    half: float  # of its 95 % confidence interval
+    p: float  # two-sided, of a true value of 0
+
+
+def estimate(value: float, *parts: tuple[float, float]) -> Estimate:
+    """Of a sum of independent values, each with its (variance, degrees of freedom), by Welch and Satterthwaite. `half`
+    and `p` are nan where nothing varies and where a variance is unknown."""
+    variance = sum(part for part, _ in parts)
+    if not variance > 0:
+        return Estimate(value, math.nan, math.nan)
+    df = variance ** 2 / sum(part ** 2 / df for part, df in parts)
+    return Estimate(value, student_t95(df) * variance ** 0.5, 2 * student_cdf(-abs(value) / variance ** 0.5, df))
+
+
+def welch(old: Sample, new: Sample) -> Estimate:
+    """Difference of the means."""
+    return estimate(new.mean - old.mean, old.part, new.part)
 
 
 def enough(p_of_n, level: float) -> str:
     """The number of runs at which p falls below `level`, in words."""
     return next((f"{n} runs" for n in range(2, 101) if p_of_n(n) < level), "over 100 runs")
+
+
+# ---- Exchange of loss for tokens -------------------------------------------------------------------------------------
+
+
+def exchange_rate(short, long) -> tuple[float, list[tuple[float, float]]]:
+    """Loss per e-fold of tokens between two groups of runs, with its parts for `estimate`."""
+    span = math.log(long[0].tokens / short[0].tokens)
+    ends = [sample(run.loss for run in runs) for runs in (short, long)]
+    return (ends[0].mean - ends[1].mean) / span, [(variance / span ** 2, df) for variance, df in (s.part for s in ends)]
+
+
+def growth(log_ratio: float) -> float:
+    return math.inf if log_ratio > 20 else math.exp(log_ratio)  # a diverged arm would take numbers too long for a table
+
+
+def saved(log_ratio: float) -> float:
+    """Percent of the tokens that are saved where exp(log_ratio) of them remain."""
+    return 100 * (1 - growth(log_ratio))
+
+
+def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
+    """A group of runs against the baseline through `short` and `long` at its own number of tokens: loss; seconds;
+    logarithm of its tokens at the baseline's loss, relative to those it took; net seconds with that many tokens."""
+    groups = arm, short, long
+    losses = [mean(run.loss for run in runs) for runs in groups]
+    times = [mean(run.time for run in runs) for runs in groups]
+    tokens = [runs[0].tokens for runs in groups]
+    span = math.log(tokens[2] / tokens[1])
+    x = math.log(tokens[0] / tokens[1]) / span  # where the arm is on the way from short to long: 0 at short, 1 at long
+    y = (tokens[0] - tokens[1]) / (tokens[2] - tokens[1])
+
+    # The weights of the three groups' means in the difference of losses, in that of seconds and in the rate. They are
+    # the derivatives, too; those of the logarithm, a quotient, and of the net seconds, a product, follow from them.
+    by_loss, by_time, by_rate = (1, x - 1, -x), (1, y - 1, -y), (0, 1 / span, -1 / span)
+    loss, time, rate = (sum(a * b for a, b in zip(weights, means))
+                        for weights, means in ((by_loss, losses), (by_time, times), (by_rate, losses)))
+    log = loss / rate
+    by_log = [(a - log * b) / rate for a, b in zip(by_loss, by_rate)]
+    rest = growth(log)
+
+    def linear(value, by_loss, by_time):
+        """`value` with these derivatives. A run's loss and its seconds go together: they need not be independent."""
+        return estimate(value, *(sample(a * run.loss + b * run.time for run in runs).part
+                                 for runs, a, b in zip(groups, by_loss, by_time) if a or b))
+
+    none = 0, 0, 0
+    return (linear(loss, by_loss, none), linear(time, none, by_time), linear(log, by_log, none),
+            linear(rest * times[0] - (times[0] - time), [rest * times[0] * a for a in by_log], (rest, *by_time[1:])))
+
+
+# ---- Factors ---------------------------------------------------------------------------------------------------------
+
+
+def least_squares(columns, values) -> tuple[list[tuple[float, float]], int, list[set[int]]]:
+    """Fit of the values by columns of whole numbers: (coefficient, its variance) of each column, nan where the
+    coefficient is not determined; residual degrees of freedom; the sets of columns that depend on each other.
+
+    It sweeps the matrix of products (Goodnight 1979), in fractions: rounding must not decide what depends on what.
+    """
+    count, columns = len(columns), [*columns, [Fraction(str(value)) for value in values]]  # decimal, as in the log
+    m = [[Fraction(sum(a * b for a, b in zip(one, two))) for two in columns] for one in columns]
+    swept = []
+    for k in range(count):
+        if pivot := m[k][k]:  # 0: the column is a sum of columns that have been swept
+            swept.append(k)
+            m[k] = [a / pivot for a in m[k]]
+            for i in {*range(count + 1)} - {k}:
+                factor, m[i] = m[i][k], [a - m[i][k] * b for a, b in zip(m[i], m[k])]
+                m[i][k] = -factor / pivot
+            m[k][k] = 1 / pivot
+    df = len(values) - len(swept)
+    tied = [{k, *(i for i in swept if m[i][k])} for k in range(count) if k not in swept]
+    error = m[count][count] / df if df else math.nan
+    return [(math.nan, math.nan) if any(k in ties for ties in tied) else (float(m[k][count]), float(m[k][k] * error))
+            for k in range(count)], df, tied
 
 
 # ---- Steps -----------------------------------------------------------------------------------------------------------
@@ -224,9 +357,13 @@ def spans(run: Run) -> dict[str, tuple[int, int]]:
     """Part of the run -> (step at which it starts, step at which it ends)."""
     first = max(1, min(FIRST_STEPS, run.total // 10))
     parts = {"first steps": (0, first), "later steps": (first, run.total)}
-    equal = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts) - 1
-    if equal > 0 and "scheduled_steps" in run.facts:  # as stage_starts in train_gpt.py; the public logs do not tell
-        borders = [*(round(int(run.facts["scheduled_steps"]) * i / equal) for i in range(equal + 1)), run.total]
+    # As stage_starts in train_gpt.py. The public logs do not tell the stages. Our older logs do not tell the shares:
+    # the last stage had no scheduled steps, the others had equal shares.
+    count = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts)
+    shares = [float(run.facts.get(f"stage{i}.share", i < count)) for i in range(1, count + 1)]
+    *sums, whole = accumulate(shares, initial=0)
+    if whole and "scheduled_steps" in run.facts:
+        borders = [*(round(int(run.facts["scheduled_steps"]) * part / whole) for part in sums), run.total]
         stages = enumerate(pairwise(max(first, border) for border in borders), 1)
         parts |= {f"stage {i}": (start, end) for i, (start, end) in stages if start < end}
     return parts
@@ -274,6 +411,13 @@ def spread(values, digits: int) -> str:
     return number(s.mean, digits) + (f" ({s.sd:.{digits}f})" if s.n > 1 else "")
 
 
+def shown(e: Estimate, digits: int, scale=lambda value: value) -> str:
+    """value (low to high)"""
+    low, high = sorted(scale(e.value + edge) for edge in (-e.half, e.half))
+    edges = "–" if math.isnan(e.half) else f"{number(low, digits, '+')} to {number(high, digits, '+')}"
+    return number(scale(e.value), digits, "+") + f" ({edges})" * math.isfinite(e.value)
+
+
 def table(rows, markdown) -> str:
     if markdown:
         return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
@@ -281,10 +425,92 @@ def table(rows, markdown) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def report(groups, target, markdown) -> str:
+def length(label, runs) -> int:
+    """Tokens of each run of a group, for --exchange."""
+    if silent := [run.name for run in runs if not run.tokens]:
+        raise UserError(f"--exchange: {label}, {silent[0]}: its log has no line 'tokens: N', as train_gpt.py writes it")
+    if len(tokens := {run.tokens for run in runs}) > 1:
+        raise UserError(f"--exchange: the runs of {label} differ in tokens ({', '.join(map(str, sorted(tokens)))})")
+    return runs[0].tokens if runs else 0
+
+
+def exchange(used, names):
+    """--exchange -> rate and its parts, the line that tells it, rows of the arms, warnings."""
+    for name in names:
+        if not used.get(name):
+            raise UserError(f"--exchange: '{name}' " + ("has no finished run" if name in used else
+                                                        f"is not one of the groups, {', '.join(used)}"))
+    tokens = {label: length(label, runs) for label, runs in used.items()}
+    short, long = (used[name] for name in names)
+    if short[0].tokens == long[0].tokens:
+        raise UserError(f"--exchange: {' and '.join(names)} are of one length, {short[0].tokens} tokens: it takes two")
+    value, parts = exchange_rate(short, long)
+    if not value > 0:
+        raise UserError(f"--exchange: the rate is {value:.4f}, not positive: the longer of {' and '.join(names)} must"
+                        " have the lower loss")
+    rate = estimate(value, *parts)
+
+    rows = [["against the baseline (95 %)", "tokens", "loss", "time s", "tokens saved %", "net time s"]]
+    for label, runs in used.items():
+        if runs and label not in names:
+            loss, time, log, net = against(short, long, runs)
+            rows.append([label, str(tokens[label]),
+                         shown(loss, 4), shown(time, 3), shown(log, 2, saved), shown(net, 3)])
+
+    warnings = []
+    if unlike := unlike_settings(short[0], long[0]) - LENGTH:
+        warnings.append(f"exchange: {' and '.join(names)} differ not only in length but in {', '.join(sorted(unlike))}")
+    if single := [label for label, runs in used.items() if len(runs) == 1]:
+        warnings.append(f"exchange: n = 1 of {', '.join(single)} leaves intervals unknown (–)")
+    if rate.p >= CHANCE:
+        warnings.append("exchange: the rate cannot be told from 0, so the savings mean nothing; it takes more runs, or"
+                        " lengths that are further apart")
+    line = f"exchange rate, {' to '.join(names)}: {shown(rate, 4)} of loss per e-fold of tokens"
+    return (value, parts), line, rows, warnings
+
+
+def main_effects(used, rate):
+    """Rows and warnings of the factorial set among the groups, if there is one. rate: of `exchange_rate`, or None."""
+    words = {label: re.findall(r"[+-]\w+", label) for label, runs in used.items() if runs and SIGNED.fullmatch(label)}
+    if len(words) < 2:
+        return [], []
+    first, *_ = words
+    factors = list(dict.fromkeys(word[1:] for word in words[first]))
+    for label in words:
+        if sorted(word[1:] for word in words[label]) != sorted(factors):
+            return [], [f"no table of effects: {first} and {label} do not name the same factors, each once"]
+
+    runs = [(run, words[label]) for label in words for run in used[label]]
+    columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
+    loss, df, tied = least_squares(columns, [run.loss for run, _ in runs])
+    time, _, _ = least_squares(columns, [run.time for run, _ in runs])
+    rows = [["effect of (95 %)", "runs +", "runs −", "loss", "p", "time s", "p"] + ["tokens saved %"] * bool(rate)]
+    for i, factor in enumerate(factors, 1):
+        # The signs are 2 apart: an effect is twice its coefficient.
+        on_loss, on_time = (estimate(2 * value, (4 * variance, df)) for value, variance in (loss[i], time[i]))
+        rows.append([factor, str(columns[i].count(1)), str(columns[i].count(-1)),
+                     shown(on_loss, 4), chance(on_loss.p), shown(on_time, 3), chance(on_time.p)])
+        if rate:  # it counts as independent of the effect, also where the set contains SHORT or LONG
+            per_efold, parts = rate
+            log = on_loss.value / per_efold
+            of_rate = [(variance * (log / per_efold) ** 2, df) for variance, df in parts]
+            rows[-1].append(shown(estimate(log, (4 * loss[i][1] / per_efold ** 2, df), *of_rate), 2, saved))
+
+    warnings = []
+    if tied:
+        names = [" and ".join(factors[i - 1] for i in sorted(ties) if i) for ties in tied]
+        warnings.append("effects: the labels cannot separate " + "; ".join(
+            name if len(ties - {0}) > 1 else f"{name} from the mean" for name, ties in zip(names, tied)))
+    if len(tokens := {run.tokens for run, _ in runs}) > 1:
+        warnings.append(f"effects: the runs differ in tokens ({', '.join(map(str, sorted(tokens)))}), so the effects"
+                        " are not at equal tokens")
+    return rows, warnings
+
+
+def report(groups, target, markdown, names=None) -> str:
     used = {label: [run for run in runs if run.finished] for label, runs in groups.items()}
-    finals = {"time s": (3, {label: [run.seconds[run.total] for run in runs] for label, runs in used.items()}),  # digits, values
-              "loss": (4, {label: [run.losses[run.total] for run in runs] for label, runs in used.items()})}
+    finals = {"time s": (3, {label: [run.time for run in runs] for label, runs in used.items()}),  # digits, values
+              "loss": (4, {label: [run.loss for run in runs] for label, runs in used.items()})}
     warnings = [f"{label}, {run.name}: {note}" for label, runs in groups.items() for run in runs for note in run.notes]
 
     summary = [["", "runs", "steps", *(head for what in finals for head in (what, "sd", "±")), f"p(loss ≤ {target:g})"]]
@@ -293,8 +519,7 @@ def report(groups, target, markdown) -> str:
         p = p_below(loss, target)
         summary.append([label, str(loss.n), "/".join(map(str, sorted({run.total for run in runs}))),
                         *(number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:]), chance(p)])
-        unlike = {key for run in runs[1:] for key, *_ in changes(runs[0], run)} - {"seed", "run_label", "log_dir"}
-        unlike |= {"source"} if len({run.source for run in runs}) > 1 else set()
+        unlike = {key for run in runs[1:] for key in unlike_settings(runs[0], run)}
         if unlike:
             warnings.append(f"{label}: its runs are not alike, they differ in {', '.join(sorted(unlike))}")
         if loss.n < 2:
@@ -341,7 +566,11 @@ def report(groups, target, markdown) -> str:
 
     raw = [f"{label}, {what}: {', '.join(f'{x:.{digits}f}' for x in values[label])}"
            for label, (what, (digits, values)) in product(used, finals.items()) if values[label]]
-    tables = [table(rows, markdown) for rows in (summary, differences, curve, clock) if len(rows) > 1]
+    rate, line, arms, more = exchange(used, names) if names else (None, "", [], [])
+    factors, also = main_effects(used, rate)
+    warnings += more + also
+    parts = summary, differences, line, arms, factors, curve, clock
+    tables = [part if part is line else table(part, markdown) for part in parts if len(part) > 1]
     lists = raw, [divergence(*pair) for pair in pairs(groups)], [f"warning: {text}" for text in warnings]
     return "\n\n".join(tables + ["\n".join(f"* {line}" for line in lines) for lines in lists if lines])
 
@@ -468,15 +697,22 @@ def parse(argv):
     parser.add_argument("--target", type=float, default=3.28, help="loss to get below (3.28): p, time to reach it, line in the plot")
     parser.add_argument("--markdown", action="store_true", help="tables for the README of a record")
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
+    parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
+                        help="two groups of unlike lengths: what the others save, in tokens and seconds")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg, or .png")
-    return parser.parse_args(argv)
+    # A label may begin with a dash, which argparse would take for an option; no argument can have a null character.
+    args = parser.parse_args(["\0" + word if re.match(SIGNED.pattern + "=", word) else word for word in argv])
+    args.logs = [word.lstrip("\0") for word in args.logs]
+    if args.exchange and len(args.exchange) != 2:
+        raise UserError(f"--exchange={','.join(args.exchange)}: takes two labels, --exchange=SHORT,LONG")
+    return args
 
 
 def main(argv) -> int:
     try:
         args = parse(argv)
         groups = read_groups(args.logs)
-        text = diff(groups, args.markdown) if args.diff else report(groups, args.target, args.markdown)
+        text = diff(groups, args.markdown) if args.diff else report(groups, args.target, args.markdown, args.exchange)
         if args.plot:
             plot(args.plot, groups, args.target)
         print(text, flush=True)

@@ -1,11 +1,11 @@
-"""Checkpoints in and out, and what one has learned: text, validation loss and bits per byte, HellaSwag, weights for other programs.
+"""What a checkpoint has learned: text, validation loss and bits per byte, HellaSwag; its weights for other programs.
 
     python train_gpt.py --sample=CHECKPOINT --prompt="..." [--tokens=200 --temperature=0.8 --top_k=0 --seed=1337]
     python records/evaluate.py CHECKPOINT [--hellaswag[=FILE]] [--export=FILE.safetensors] [--validate=false]
 
 Temperature 0 takes the likeliest token; top_k: one of so many (0: any). Both take the trainer's knobs, too: --device=cpu,
 --val_files=..., --val_tokens=..., --val_batch_tokens=... (less memory). All else is as in the run, on a GPU if there is one.
-Contents: files; the model of a checkpoint; text; validation and HellaSwag; export; the two commands.
+Contents: the model of a checkpoint; text; validation and HellaSwag; export; the two commands.
 """
 
 import codecs
@@ -14,9 +14,8 @@ import difflib
 import hashlib
 import json
 import math
-import os
+import re
 import sys
-from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -28,113 +27,23 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 import train_gpt as T
 from data import loader
-
-# ---- Files -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def whole_file(path):
-    """A binary file to write to, which appears at `path` when it is complete and on the disk; UserError when that fails."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and error.__context__:  # torch.save's own, about what stopped it
-            error = error.__context__
-        if not isinstance(error, Exception):
-            raise error from None  # Ctrl-C
-        raise T.UserError(f"cannot write {path}: {loader.one_line(error)}; make room, or choose another folder") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-
-
-def write_checkpoint(state, path, keep):
-    """Then the folder's older checkpoints go, but for the newest `keep` (0: all stay)."""
-    with whole_file(path) as file:
-        torch.save(state, file)
-    for old in sorted(path.parent.glob("state_step*.pt"))[:-keep]:
-        old.unlink(missing_ok=True)
-
-
-def load_checkpoint(path) -> dict:
-    """What `save` wrote, tensors on the CPU and read when used; nothing in it is executed. UserError if it is another file."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not state.keys() >= {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}:
-            raise ValueError("it holds something else")
-    except Exception as error:  # a damaged file may raise anything
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        raise T.UserError(f"{path} is no checkpoint of this trainer: {reason}") from None
-    return state
-
-
-def check_weights(state, config):
-    """UserError when the weights of a checkpoint are those of another wiring."""
-    model = T.GPT(config.model, None, None, torch.device("meta"))
-    here, there = ({label: x.shape for label, x in weights.items()} for weights in (model.state_dict(), state["model"]))
-    if apart := sorted(label for label in here | there if here.get(label) != there.get(label)):
-        raise T.UserError(f"the checkpoint is of a train_gpt.py with other weights: {', '.join(apart)}")
-
-
-def load_to_resume(config) -> dict:
-    """The checkpoint of --resume; UserError, with all differences, when it was on the way to another result."""
-    path, here = config.run.resume, T.flatten(config)
-    state = load_checkpoint(path)
-    there = state["config"]
-    free = {knob.name for part in (config.data, config.run) for knob in dataclasses.fields(part)}
-    free -= {"train_files", "seed", "micro_batches", "dtype"}  # what is left says where and how, not what is learned
-    apart = [f"{key}: here {T.render(here.get(key, 'missing'))}, in the checkpoint {T.render(there.get(key, 'missing'))}"
-             for key in here | there if key not in free and here.get(key) != there.get(key)]
-    if apart:
-        raise T.UserError(f"--resume={path}: that run has another config; {'; '.join(apart)}")
-    check_weights(state, config)
-    if config.run.profile and config.run.profiled.start < state["step"]:
-        raise T.UserError(f"--profile={config.run.profile}: the run goes on at step {state['step']}")
-    return state
-
-
-def save(trainer, step, seconds):
-    """All that `load` needs before this step, into a file beside the log; every rank must call it."""
-    config, log = trainer.config, trainer.log
-    state = {"step": step, "seconds": seconds, "sources": trainer.sources, "config": T.flatten(config),
-             "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
-             "loader": trainer.loader.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-    if trainer.rt.rank == 0:
-        state["model"] = {label: x.to("cpu", copy=True) for label, x in trainer.model.state_dict().items()}  # without padding
-        path = log.path.with_suffix("") / f"state_step{step:06d}.pt"
-        write_checkpoint(state, path, config.run.keep)
-        log.line(f"checkpoint: {os.path.relpath(path)}")  # logs are published
-
-
-def load(trainer, state):
-    """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
-    trainer.model.load_state_dict(state["model"])
-    trainer.optimizer.load_state_dict(state["optimizer"])
-    trainer.loader.load_state_dict(state["loader"])
-    trainer.head.refresh()
-    torch.set_rng_state(state["rng"])
-    trainer.log.line(f"resumed: step {trainer.first}, {trainer.before:.3f} s inside the clock, from {trainer.config.run.resume}")
-
+from data.checkpoint import load_checkpoint
+from data.files import UserError, atomic_write, data_root
 
 # ---- The model of a checkpoint ---------------------------------------------------------------------------------------
 
 
 def load_model(path, knobs):
     """(config, model, operations) of a checkpoint, on a GPU if there is one. knobs {name: text} go before those of its run."""
-    state, known = load_checkpoint(path), T.flatten(T.Config())
+    state = load_checkpoint(path)
+    config = T.config_from_dict(state["config"])
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
-    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else state["config"].get("dtype"))
-    given = {key: T.render(value) for key, value in state["config"].items() if key in known}
-    given |= {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto"} | knobs
-    given["micro_batches"] = "8"  # nothing is trained here
-    config = T.parse_config([f"--{key}={text}" for key, text in given.items()])
-    check_weights(state, config)
+    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.run.dtype)
+    # Nothing is trained here.
+    config = T.override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
+                                 "micro_batches": "8", "resume": "", "profile": ""} | knobs)
+    T.check_config(config)
+    T.check_weights(state, config.model)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.run.dtype), device)
     model.load_state_dict(state["model"])
@@ -156,7 +65,7 @@ def forward(model, config, documents, view):
     row[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = loader.make_batch(row, cu, config, model.embed.device)
-    return model(batch.tokens, batch.cu_seqlens, batch.bigram_rows, view._replace(max_doc_len=int(N)))
+    return model(batch.tokens, batch.cu_seqlens, batch.rows, view._replace(max_doc_len=int(N)))
 
 
 def logits(model, h):
@@ -172,12 +81,12 @@ def text_codec(vocab_size):
     if vocab_size == 257:
         return lambda text: list(text.encode(errors="replace")), lambda id: bytes([id])
     if vocab_size != 50257:
-        raise T.UserError(f"no tokenizer is known for a vocabulary of {vocab_size}; 257 are bytes, 50257 the GPT-2 BPE")
+        raise UserError(f"no tokenizer is known for a vocabulary of {vocab_size}; 257 are bytes, 50257 the GPT-2 BPE")
     try:
         import tiktoken
         bpe = tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken passes on whatever its download raised
-        raise T.UserError(f"no GPT-2 tokenizer ({type(error).__name__}): tiktoken fetches it once, online") from None
+        raise UserError(f"no GPT-2 tokenizer ({type(error).__name__}): tiktoken fetches it once, online") from None
     return bpe.encode_ordinary, bpe.decode_single_token_bytes
 
 
@@ -226,7 +135,7 @@ def validate(model, config, ops):
     print(f"val_loss: {loss:.4f}", flush=True)
     try:
         print(f"val_bits_per_byte: {bits_per_byte(config, loss, data.tokens[1:]):.4f}", flush=True)
-    except T.UserError as error:
+    except UserError as error:
         print(f"no bits per byte: {error}", flush=True)
 
 
@@ -237,16 +146,16 @@ HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c99
 def fetch_hellaswag() -> Path:
     """The authors' validation set, in data/hellaswag (of DATA_PATH); downloaded once."""
     import urllib.request  # a start, which imports this file, does without
-    path = loader.data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
+    path = data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
     if not path.exists():
         try:
             with urllib.request.urlopen(HELLASWAG_URL, timeout=60) as answer:
                 content = answer.read()
         except Exception as error:  # of many kinds
-            raise T.UserError(f"cannot fetch HellaSwag from {HELLASWAG_URL} ({error}); --hellaswag=FILE takes a copy") from None
+            raise UserError(f"cannot fetch HellaSwag from {HELLASWAG_URL} ({error}); --hellaswag=FILE takes a copy") from None
         if hashlib.sha256(content).hexdigest() != HELLASWAG_SHA256:
-            raise T.UserError(f"what came from {HELLASWAG_URL} is not the published file; --hellaswag=FILE takes a copy")
-        with whole_file(path) as file:
+            raise UserError(f"what came from {HELLASWAG_URL} is not the published file; --hellaswag=FILE takes a copy")
+        with atomic_write(path) as file:
             file.write(content)
     return path
 
@@ -256,7 +165,7 @@ def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
     try:
         text = Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise T.UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     examples = []
     for number, line in enumerate(text.split("\n") if text else [], 1):  # splitlines would also cut at U+2028, which JSON allows
         try:
@@ -265,10 +174,10 @@ def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
             if not (isinstance(context, str) and len(endings) == 4 and all(isinstance(x, str) for x in endings) and 0 <= label < 4):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            raise T.UserError(f"{path}, line {number}: not an example with ctx, four endings and label") from None
+            raise UserError(f"{path}, line {number}: not an example with ctx, four endings and label") from None
         examples.append((context, endings, label))
     if not examples:
-        raise T.UserError(f"{path}: no examples")
+        raise UserError(f"{path}: no examples")
     return examples
 
 
@@ -281,7 +190,7 @@ def ending_losses(model, config, pairs):
     for pair in pairs:
         length = 3 + sum(map(len, pair))
         if length > limit:
-            raise T.UserError(f"an example has {length} tokens: --val_batch_tokens={limit} must be as many at least")
+            raise UserError(f"an example has {length} tokens: --val_batch_tokens={limit} must be as many at least")
         if length > room:
             rows.append([])
             room = limit
@@ -333,7 +242,7 @@ def export(model, config, path):
     header["__metadata__"] = {key: T.render(value) for key, value in T.flatten(config).items()}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(Path(path)) as file:
+    with atomic_write(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in weights.values():
             file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -347,26 +256,23 @@ def arguments(argv, options, aliases):
     """({option: value}, {knob: text}) of --key=value arguments: options as given or by default, knobs of the trainer, maybe by an
     alias. UserError on any other."""
     values, knobs, known = dict(options), {}, T.flatten(T.Config())
-    for arg in argv:
-        key, equals, text = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or not equals:
-            raise T.UserError(f"argument '{arg}': write --key=value")
+    for key, text in T.read_arguments(argv).items():
         if key in options:
-            values[key] = T.parse_value(key, text, options[key])
-        elif key in known or key in aliases:
+            values[key] = T.parse_value(key, text, type(options[key]), options[key])
+        elif key in known or key in aliases or re.match(r"(stage|layer)\d", key):
             knobs[aliases.get(key, key)] = text
         else:
             near = difflib.get_close_matches(key, [*options, *aliases, *known], 1, 0.0)[0]
-            raise T.UserError(f"unknown key --{key}; the nearest is --{near}")
+            raise UserError(f"unknown key --{key}; the nearest is --{near}")
     return values, knobs
 
 
-def speak(argv):
+def sample_command(argv) -> int:
     """--sample: text, as it comes. Returns the exit status, raises UserError."""
     options, knobs = arguments(argv, {"sample": "", "temperature": 0.8, "top_k": 0},
                                {"prompt": "sample_prompt", "tokens": "sample_tokens"})
     if not 0 <= options["temperature"] < math.inf or options["top_k"] < 0:
-        raise T.UserError(f"--temperature={options['temperature']} --top_k={options['top_k']}: neither may be negative")
+        raise UserError(f"--temperature={options['temperature']} --top_k={options['top_k']}: neither may be negative")
     config, model, _ = load_model(options["sample"], {"sample_tokens": "200"} | knobs)
     try:
         for piece in sample(model, config, options["temperature"], options["top_k"]):
@@ -393,7 +299,7 @@ def main(argv) -> int:
         if options["hellaswag"]:
             hellaswag(model, config, options["hellaswag"])
         return 0
-    except T.UserError as error:
+    except UserError as error:
         message, status = str(error), 1
     except torch.OutOfMemoryError:
         message, status = "out of GPU memory: lower --val_batch_tokens", 1

@@ -1,36 +1,41 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
-Reads the chrome traces that --profile=START:COUNT writes; train_gpt.py uses it to write them. A kernel belongs to the range of host
-time (`region` in train_gpt.py) it was launched from. A CUDA graph is one launch, so a micro-step is cut at kernels of ours that every
-layer has (`cut`). Without a GPU operators stand for kernels, and waiting for other processes for communication.
+This program reads the chrome traces that --profile=START:COUNT writes; train_gpt.py calls `report` to write them. A
+kernel belongs to the range of host time (`region` in train_gpt.py) from which it was launched. A CUDA graph is one
+launch for all kernels of a micro-step. So the trainer runs the first micro-step of the profiled steps without its
+graph, kernel by kernel, and `tell_apart` gives the regions of its kernels to those of the graphs. The gaps between so
+many launches would count as idle time. So the first step serves this purpose only, and the numbers are those of the
+others; where one step was profiled, the numbers are those of this step, gaps and all. Without a GPU operators stand
+for kernels, waiting for other processes stands for communication, and all steps count.
 
-An instant belongs to the kernel that runs, among several to the first; if only NCCL runs it is exposed communication, else idle.
-Contents: events to kernels with regions; numbers and their table; recording; main. Bytes and operations are in work.py.
+An instant belongs to the kernel that runs, among several to the first; if only NCCL runs it is exposed communication,
+else idle. Contents: events to kernels with regions; numbers and their table; recording; main. Bytes and operations are
+in work.py.
 """
 
 import gzip
 import json
 import re
 import sys
-import time
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.files import one_line
 from records.work import WORK, calls, ceilings, describe, plain
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
-RANGES = re.compile(r"(step|layer) \d+|data|micro-step|forward|loss|backward|(reduce|wait|update|gather) .+|zero gradients")
+RANGES = re.compile(r"(step|layer) \d+|data|micro-step|forward|loss|backward|(reduce|wait|update|gather) .+"
+                    r"|zero gradients")
 NODE = "autograd::engine::evaluate_function"
-LIBRARY = re.compile("nvjet|gemm|cutlass|cublas|memset", re.I)  # matrix products of libraries, and what they bring along
+BLOCK = re.compile(r"speedrun::(attention|mlp)")  # operators of ours; each stands for one block of a layer in its pass
 
 
 @dataclass
@@ -47,24 +52,49 @@ class Item:
 
 
 class Host:
-    """The named ranges of host time; at(moment) is the name of the innermost one."""
+    """The named ranges of host time; at(moment) is the name of the innermost one. layers: those of the run."""
 
-    def __init__(self, events):
+    def __init__(self, events, layers=()):
         self.ranges = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events
                              if e.get("cat") == "user_annotation" and RANGES.fullmatch(e["name"]))
+        # A node of the backward pass carries the number of the operation that made it: the last one with this number.
+        numbered = sorted((e["ts"], e["ts"] + e["dur"], e["name"], e["args"]["Sequence number"]) for e in events
+                          if e.get("cat") == "cpu_op" and e.get("args", {}).get("Sequence number", -1) >= 0)
+        nodes = [(start, end, number) for start, end, name, number in numbered if name.startswith(NODE)]
         passes, marks = ([r for r in self.ranges if r[2].startswith(word)] for word in ("forward", "layer "))
-        named = {"loss": "forward loss", "forward": "forward embed" if marks else "forward"}
+        inside = [(mark, end, f"forward {name}")  # a mark holds until the next one, or the end of the pass
+                  for mark, _, name in marks for start, end, _ in passes if start <= mark <= end]
+        inside = inside or self.compiled(events, nodes, layers)
+        named = {"loss": "forward loss", "forward": "forward embed" if inside else "forward"}
         ranges = [(start, end, named.get(name, "other" if name.startswith("step ") else name))
                   for start, end, name in self.ranges if not name.startswith("layer ")]
-        for mark, _, name in marks:  # holds until the next one, or the end of the pass
-            ranges += [(mark, end, f"forward {name}") for start, end, _ in passes if start <= mark <= end]
-        self.flatten(ranges)
-        # A node of the backward pass carries the number of the operation that made it: the last one with this number.
-        numbered = sorted((e["ts"], e["dur"], e["name"], e["args"]["Sequence number"]) for e in events
-                          if e.get("cat") == "cpu_op" and e.get("args", {}).get("Sequence number", -1) >= 0)
-        made = {number: self.at(ts) for ts, _, _, number in numbered if self.at(ts).startswith("forward ")}
-        self.flatten(ranges + [(ts, ts + dur, made[number].replace("forward", "backward"))
-                               for ts, dur, name, number in numbered if name.startswith(NODE) and number in made])
+        self.flatten(ranges + inside)
+        made = {number: self.at(start) for start, _, _, number in numbered if self.at(start).startswith("forward ")}
+        ranges += [(*node, made[number].replace("forward", "backward")) for *node, number in nodes if number in made]
+        self.flatten(ranges + inside)
+
+    def compiled(self, events, nodes, layers):
+        """Ranges of the layers in compiled code, which has no marks and is one node of the backward pass.
+
+        A layer begins where it calls its first operator of ours. In the backward pass the first layer begins where the
+        node does; the last one ends with its last operator, since the gradients of all layers are put together afterwards.
+        A pass that does not call one operator for each block of the layers has no ranges.
+        """
+        calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
+                       if e.get("cat") == "cpu_op" and BLOCK.match(e["name"]))
+        found = []
+        for start, end, name in (r for r in self.ranges if r[2] in ("forward", "backward")):
+            blocks = [n for n, layer in enumerate(layers) for _ in range(1 + layer["attention"])]
+            inside = [call for call in calls if start <= call[0] < end]
+            if not blocks or len(inside) != len(blocks):
+                continue
+            begins = [begin for begin, _ in inside]
+            if name == "backward":
+                blocks.reverse()
+                begins[0], end = max(node for node, _, _ in nodes if node <= begins[0]), inside[-1][1]
+            first = dict(reversed([*zip(blocks, begins)]))  # layer -> where it begins
+            found += [(begin, end, f"{name} layer {n}") for n, begin in first.items()]
+        return found
 
     def flatten(self, ranges):
         self.borders, self.names, stack = [-np.inf], ["between steps"], []
@@ -85,19 +115,21 @@ def kernels(events):
     launches = {e["args"]["correlation"]: e["ts"] for e in events
                 if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})}
     items, latest = [], {}
-    for e in sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda e: e["ts"]):
-        stream = e["args"].get("stream")
+    ran = (e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    for e in sorted(ran, key=lambda e: e["ts"]):
+        name, stream = e["name"], e["args"].get("stream")
         latest[stream] = launches.get(e["args"].get("correlation"), latest.get(stream, -np.inf))
-        kind = "communication" if e["name"].startswith("nccl") else "transfer" if re.search("HtoD|DtoH", e["name"]) else "compute"
-        items.append(Item(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"], latest[stream], kind))
+        kind = "communication" if name.startswith("nccl") else "transfer" if re.search("HtoD|DtoH", name) else "compute"
+        items.append(Item(name, e["ts"], e["ts"] + e["dur"], e["dur"], latest[stream], kind))
     return items
 
 
 def operators(events):
     """All operators of the thread that trains, by start."""
     thread = next(e["tid"] for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("step "))
+    ran = (e for e in events if e.get("cat") == "cpu_op" and e["tid"] == thread)
     items, stack = [], []
-    for e in sorted((e for e in events if e.get("cat") == "cpu_op" and e["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+    for e in sorted(ran, key=lambda e: (e["ts"], -e["dur"])):
         items.append(Item(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"], e["ts"]))
         while stack and stack[-1].end <= e["ts"]:
             stack.pop()
@@ -107,38 +139,30 @@ def operators(events):
     return items
 
 
-def cut(group):
-    """Set the regions of a micro-step's kernels, given in order, by those of ours that every layer has: one of the MLP in either
-    direction, the cross-entropy between. A layer ends with the library's products after its MLP kernel (forward) and starts with
-    the one before it (backward); the projection and its gradient part layer 0 from the tables. Other kernels: nothing is set."""
-    where = defaultdict(list)
-    for i, item in enumerate(group):
-        where[plain(item.name)].append(i)
-    losses = where["_cross_entropy_kernel"] or [0]
-    there, back = [i for i in where["_mlp_kernel"] if i < losses[0]], [i for i in where["_mlp_kernel"] if i > losses[-1]]
-    if not there or len(there) != len(back):
-        return
+def tell_apart(micro_steps):
+    """Give the kernels of each CUDA graph the regions of the same kernels in the micro-step launched kernel by kernel.
 
-    def after(i):
-        return next((j for j in range(i + 1, len(group)) if not LIBRARY.search(group[j].name)), len(group))
+    micro_steps: the kernels of each, in order. A graph was recorded from such launches, so its kernels have their names
+    and their order; only what copies or sets memory has other names in a graph, as memcpy32_post. Copies of its inputs
+    run before the graph and stay in the region "micro-step". So do all kernels of a graph that are not those of the
+    latest launched micro-step: another length picks other kernels of a library.
+    """
+    def names(items):
+        return [re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", i.name) for i in items]
 
-    def before(i):
-        while "splitKreduce" in group[i - 1].name:
-            i -= 1
-        return i - bool(LIBRARY.search(group[i - 1].name))
-
-    borders = [(0, "forward embed"), (next((i for i in where["_project_kernel"] if i < there[0]), 0), "forward layer 0")]
-    borders += [(after(i), f"forward layer {n}") for n, i in enumerate(there[:-1], 1)]
-    borders += [(after(there[-1]), "forward loss"), (losses[-1] + 1, "backward loss")]
-    borders += [(before(i), f"backward layer {n}") for n, i in zip(reversed(range(len(back))), back)]
-    borders += [(after(i), "backward embed") for i in where["_project_grad_kernel"][-1:] if i > back[-1]]
-    for (start, region), (end, _) in zip(borders, [*borders[1:], (len(group), "")]):
-        for item in group[start:end]:
-            item.region = region
+    launched = []
+    for group in micro_steps:
+        launched = [i for i in group if i.region != "micro-step"] or launched
+        last = group[-len(launched):]
+        if names(last) == names(launched):
+            for item, twin in zip(last, launched):
+                item.region = twin.region
 
 
 def cover(items, free):
-    """Items by start take what they cover of free time, [(from, to), ...] -> (microseconds of each item, time that stays free)."""
+    """Items by start take what they cover of free time, [(from, to), ...].
+
+    Returns (microseconds of each item, time that stays free)."""
     taken, passed, free = [], [], deque(free)
     for item in items:
         taken.append(0.0)
@@ -159,19 +183,25 @@ def cover(items, free):
 def analyse(trace):
     """Chrome trace -> numbers, in milliseconds per step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    host, run, gpu = Host(events), trace.get("run", {}), kernels(events)
+    run, gpu = trace.get("run", {}), kernels(events)
+    host = Host(events, run.get("layers", ()))
     steps = [r for r in host.ranges if r[2].startswith("step ")]
     if not steps:
-        raise ValueError("no training step in this trace; --profile=START:COUNT of train_gpt.py writes those that have some")
+        raise ValueError("no training step in this trace; --profile=START:COUNT of train_gpt.py writes traces of steps")
     if not gpu and run.get("device") == "cuda":
         raise ValueError("it has no kernels; was the profiler not allowed to see them?")
     items = [i for i in gpu or operators(events) if any(start <= i.launched < end for start, end, _ in steps)]
     for item in items:
         item.region = host.at(item.launched)
+    if gpu:
+        tell_apart([[i for i in items if i.kind == "compute" and start <= i.launched < end]
+                    for start, end, name in host.ranges if name == "micro-step"])
+    left_out = []  # the step that told the layers apart
+    if run.get("cuda_graphs") and len(steps) > 1:
+        left_out = [i for i in items if i.launched < steps[1][0] and i.kind != "transfer"]
+        steps, items = steps[1:], [i for i in items if i.launched >= steps[1][0]]
     work = [i for i in items if i.kind == "compute"]
     if gpu:
-        for start, end, _ in (r for r in host.ranges if r[2] == "micro-step"):
-            cut([i for i in work if start <= i.launched < end])
         talk = [i for i in items if i.kind == "communication"]
         window = min(i.start for i in work + talk), max(i.end for i in work + talk)
     else:
@@ -192,26 +222,31 @@ def analyse(trace):
             regions[busy[bisect_left(busy, end, key=lambda i: i.start)].region][3] += (end - start) * ms
     else:  # for the range that the host was in
         ends = [*host.borders[1:], np.inf]
-        ranges = [Item("", start, end, 0.0, 0.0, region=name) for start, end, name in zip(host.borders, ends, host.names)]
+        ranges = [Item("", *borders, 0.0, 0.0, region=name) for *borders, name in zip(host.borders, ends, host.names)]
         for item, amount in zip(ranges, cover(ranges, idle)[0]):
             regions[item.region][3] += amount * ms
     split = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
-    for region, numbers in regions.items():
-        word = region.partition(" ")[0]
-        split[word if word in split else "optimizer" if word in ("reduce", "wait", "update", "gather", "zero") else "other"] += numbers[0]
+    parts = {word: word for word in split} | dict.fromkeys(("reduce", "wait", "update", "gather", "zero"), "optimizer")
+    for region, amounts in regions.items():
+        split[parts.get(region.partition(" ")[0], "other")] += amounts[0]
     split |= {"exposed communication": sum(exposed) * ms, "idle": sum(end - start for start, end in idle) * ms}
     own = defaultdict(list)
     for item in items:
         own[short(item.name)].append(item.own * ms)
-    names = sorted(((name, len(times) / len(steps), sum(times)) for name, times in own.items()), key=lambda row: -row[2])
-    return {"steps": [int(name.split()[1]) for _, _, name in steps], "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
-            "communication": sum(cover(talk, [window])[0]) * ms, "regions": dict(regions), "names": names,
-            "rates": rates(items, run, len(steps)), "items": busy}
+    names = [(name, len(times) / len(steps), sum(times)) for name, times in own.items()]
+    numbers = [int(name.split()[1]) for _, _, name in steps]
+    counted = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
+    return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
+            "communication": sum(cover(talk, [window])[0]) * ms, "regions": dict(regions),
+            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, counted, len(steps)),
+            "items": left_out + busy}
 
 
 def rates(items, run, steps):
-    """Rows (operations, calls and ms per step, rate, its unit, part of the measured limit) for our kernels; the last three are None
-    when there are not as many launches as expected. Operations that share a kernel are one row."""
+    """Rows (operations, calls and ms per step, rate, its unit, part of the measured limit) for our kernels.
+
+    The last three are None when there are not as many launches as expected. Operations that share a kernel are one row.
+    """
     if not run.get("limits"):
         return []
     count, took, work, rows = Counter(), Counter(), defaultdict(list), []
@@ -234,8 +269,9 @@ def rates(items, run, steps):
             least = done / (run["limits"]["bf16"], run["limits"]["copy"])
             column = int(least[:, 1].sum() > least[:, 0].sum())
             found = done[:, column].sum() / seconds, ("FLOP/s", "B/s")[column], least.max(1).sum() / seconds
-            expected = seen == sum(len(work[name]) * len(WORK[name][0].split()) for name in names)
-            rows.append((" ".join(sorted(names)), len(done) / steps, 1e3 * seconds / steps, *(found if expected else [None] * 3)))
+            if seen != sum(len(work[name]) * len(WORK[name][0].split()) for name in names):
+                found = [None] * 3
+            rows.append((" ".join(sorted(names)), len(done) / steps, 1e3 * seconds / steps, *found))
     return sorted(rows, key=lambda row: -row[2])
 
 
@@ -244,7 +280,8 @@ def short(name):
     name = re.sub(r"^(void |std::enable_if<.*?>::type )", "", name)
     base = re.split(r"[<(]", name)[0].strip()
     inner = re.search(r"cutlass_\w+|\w*[Ff]unctor\w*|\w+_kernel_cuda", name[len(base):])
-    base = re.sub(r"^(nvjet_\w*?\d+x\d+)_\w+$|^(triton_\w+?)_\d+$", r"\1\2", base.rpartition("::")[2] if "<" in name else base)
+    base = base.rpartition("::")[2] if "<" in name else base
+    base = re.sub(r"^(nvjet_\w*?\d+x\d+)_\w+$|^(triton_\w+?)_\d+$", r"\1\2", base)
     return (f"{base} {inner[0]}" if inner else base)[:56]
 
 
@@ -261,11 +298,17 @@ def table(result, top=25):
     def share(value):
         return f"{value / total:.1%}"
 
-    rows((f"steps {result['steps'][0]} to {result['steps'][-1]}, rank {run.get('rank', '?')} of {run.get('ranks', '?')}", "ms per step",
-          "share"), [(name, value, share(value)) for name, value in {**result["split"], "all": total}.items()])
+    first, last, rank, ranks = result["steps"][0], result["steps"][-1], run.get("rank", "?"), run.get("ranks", "?")
+    rows((f"steps {first} to {last}, rank {rank} of {ranks}", "ms per step", "share"),
+         [(name, value, share(value)) for name, value in {**result["split"], "all": total}.items()])
+    if run.get("cuda_graphs"):
+        step = run["steps"][0]["step"]
+        so = "idle contains the gaps between launches" if step == first else "the step is left out"
+        lines[-1:] = [f"the first micro-step of step {step} was launched kernel by kernel: {so}", ""]
     inside = {name: numbers for name, numbers in regions.items() if name.startswith(("forward", "backward"))}
     order = {"embed": 0, "layer": 1, "loss": 2, "": 3}
-    places = sorted({name.partition(" ")[2] for name in inside}, key=lambda place: (order[place.partition(" ")[0]], len(place), place))
+    places = sorted({name.partition(" ")[2] for name in inside},
+                    key=lambda place: (order[place.partition(" ")[0]], len(place), place))
     rows(("place", "forward ms", "backward ms"), [(place or "not told apart", *(
         inside.get(f"{way} {place}".strip(), [0.0])[0] for way in ("forward", "backward"))) for place in places])
     other = {name: numbers for name, numbers in regions.items() if name not in inside}
@@ -274,14 +317,16 @@ def table(result, top=25):
     rows(("region", "ms", "communication", "exposed", "idle"),
          sorted(((name, *numbers) for name, numbers in other.items()), key=lambda row: -sum(row[1:]))
          + [(f"{len(small)} more", *map(sum, zip(*small)))] * bool(small))
-    left = result["names"][top:]
-    rows(("kernels", "calls", "ms", "share"), [(name, f"{count:g}", time, share(time)) for name, count, time in [
-        *result["names"][:top], *[(f"{len(left)} more", sum(row[1] for row in left), sum(row[2] for row in left))] * bool(left)]])
+    left = [(f"{len(left)} more", *map(sum, list(zip(*left))[1:])) for left in [result["names"][top:]] if left]
+    rows(("kernels", "calls", "ms", "share"),
+         [(name, f"{count:g}", time, share(time)) for name, count, time in result["names"][:top] + left])
     if result["rates"]:
         rows(("our operations", "calls", "ms", "rate", "of the limit"), [
             (name, f"{count:g}", time, *(("launches?", "") if rate is None else (
-                f"{rate / 1e12:.2f} T{unit}", f"{part:.1%}"))) for name, count, time, rate, unit, part in result["rates"]])
-        lines.append("limit: the larger of operations / {bf16:.3g} FLOP/s and bytes / {copy:.3g} B/s".format(**run["limits"]))
+                f"{rate / 1e12:.2f} T{unit}", f"{part:.1%}")))
+            for name, count, time, rate, unit, part in result["rates"]])
+        limits = "{bf16:.3g} FLOP/s and bytes / {copy:.3g} B/s".format(**run["limits"])
+        lines.append(f"limit: the larger of operations / {limits}")
     return "\n".join(lines).rstrip()
 
 
@@ -289,7 +334,7 @@ def table(result, top=25):
 
 
 def recorded(profiler, path, run):
-    """Write the trace with the regions of the kernels to `path`, complete or not at all; the numbers."""
+    """Write the trace with the regions of the kernels to `path`, complete or not at all -> the numbers."""
     temporary = Path(f"{path}.tmp")
     try:
         profiler.export_chrome_trace(str(temporary))
@@ -300,8 +345,8 @@ def recorded(profiler, path, run):
             if track.get("cat") == "region" and (track["name"], track["tid"]) == (item.region, item.kind):
                 track["dur"] = max(track["dur"], item.end - track["ts"])
             else:
-                trace["traceEvents"].append({"ph": "X", "cat": "region", "name": item.region, "pid": "regions", "tid": item.kind,
-                                             "ts": item.start, "dur": item.end - item.start})
+                trace["traceEvents"].append({"ph": "X", "cat": "region", "name": item.region, "pid": "regions",
+                                             "tid": item.kind, "ts": item.start, "dur": item.end - item.start})
         with gzip.open(temporary, "wt", compresslevel=4, encoding="utf-8") as file:
             json.dump(trace, file)
         temporary.replace(path)
@@ -310,66 +355,29 @@ def recorded(profiler, path, run):
     return result
 
 
-class Profile:
-    """The profiler around the steps of --profile. `start` and `stop` return the seconds that they took: outside the clock."""
+def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_steps):
+    """Write the trace of the steps of `plans` on this rank to `path` -> text for the log: tables, or a warning.
 
-    def __init__(self, trainer, layers, polar_steps):
-        self.trainer, self.layers, self.polar_steps = trainer, layers, polar_steps
-
-    def start(self):
-        from torch.profiler import ProfilerActivity, profile  # reading a trace does without
-        self.trainer.synchronize()
-        began = time.perf_counter()
-        self.data = self.trainer.loader.state_dict()
-        gpu = self.trainer.rt.device.type == "cuda"
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
-        self.profiler.start()
-        seconds = self.spent(began)
-        self.running = time.perf_counter()
-        return seconds
-
-    def stop(self):
-        """Also writes this rank's trace beside the log, and what it says into the log."""
-        import torch
-        began, trainer = time.perf_counter(), self.trainer
-        self.seconds = began - self.running
-        self.profiler.stop()
-        plans = [trainer.plans[step] for step in trainer.config.run.profiled]
-        batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.data), len(plans) * trainer.micro_steps)]
-        trainer.synchronize()  # the copies ran on a side stream
-        run = describe(trainer.config, trainer.rt, self.layers, plans, batches, trainer.optimizer, trainer.head)
-        run["polar_steps"] = self.polar_steps
-        if trainer.rt.device.type == "cuda" and trainer.dtype == torch.bfloat16:
-            try:
-                run["limits"] = ceilings()
-            except torch.OutOfMemoryError:
-                trainer.log.line("warning: too little memory to measure what the kernels could do")
-        log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
-        torch.distributed.broadcast_object_list(log)
-        path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
+    profiler: of torch, stopped; batches: those of the steps, in order.
+    """
+    from torch import OutOfMemoryError  # reading a trace does without torch
+    lines, limits = [], None
+    if rt.device.type == "cuda" and config.run.dtype == "bfloat16":
         try:
-            trainer.log.line(f"{table(recorded(self.profiler, path, run))}\n\ntrace, beside this log: {path.name}")
-        except (OSError, ValueError) as error:
-            trainer.log.line(f"warning: no trace in {path}: {error}")
-        torch.distributed.barrier()
-        return self.spent(began)
-
-    def spent(self, began):
-        seconds = time.perf_counter() - began
-        self.trainer.seconds["profile"] = self.trainer.seconds.get("profile", 0.0) + seconds
-        return seconds
-
-    def cost(self):
-        """One line, when the run is over."""
-        trainer, profiled = self.trainer, self.trainer.config.run.profiled
-        kinds = [(plan.stage, plan.adam) for plan in trainer.plans[trainer.first:]]
-        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
-        return cost(self.seconds, times, kinds, range(profiled.start - trainer.first, profiled.stop - trainer.first))
+            limits = ceilings()
+        except OutOfMemoryError:
+            lines.append("warning: too little memory to measure what the kernels could do")
+    run = describe(config, rt, plans, batches, optimizer, head, polar_steps, limits)
+    try:
+        lines += [table(recorded(profiler, path, run)), "", f"trace, beside this log: {Path(path).name}"]
+    except (OSError, ValueError) as error:
+        lines.append(f"warning: no trace in {path}: {one_line(error)}")
+    return "\n".join(lines)
 
 
 def cost(seconds, times, kinds, profiled, reach=20):
-    """What the profiler cost: the profiled steps, which took `seconds`, against the median of those like them (times: of every
-    step, ms), at most `reach` steps away."""
+    """What the profiler cost: the profiled steps, which took `seconds`, against the median of those like them, at most
+    `reach` steps away. times: of every step, ms; kinds: of every step, equal for steps that are alike."""
     mine, others = 1000 * seconds / len(profiled), []
     for step in profiled:
         near = range(max(0, step - reach), min(len(times), step + reach + 1))
@@ -377,7 +385,8 @@ def cost(seconds, times, kinds, profiled, reach=20):
     if not all(others):
         return f"profiler: {mine:.2f} ms per profiled step; no others like them to compare with"
     median = sum(map(np.median, others)) / len(others)
-    return f"profiler: {mine:.2f} ms per profiled step, {median:.2f} ms for others like them (median): {mine - median:+.2f} ms"
+    return (f"profiler: {mine:.2f} ms per profiled step, {median:.2f} ms for others like them (median):"
+            f" {mine - median:+.2f} ms")
 
 
 def main(paths):
@@ -387,7 +396,7 @@ def main(paths):
             trace = json.loads(gzip.decompress(octets) if octets[:2] == b"\x1f\x8b" else octets)
             print(f"{path}\n{table(analyse(trace))}\n")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
-            sys.exit(f"error: {path}: {error}")
+            sys.exit(f"error: {path}: {one_line(error)}")
     if not paths:
         sys.exit(__doc__)
 

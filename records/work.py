@@ -1,4 +1,7 @@
-"""What our kernels have to do at least, and how fast this GPU does such things: for records/trace.py and tests/bench_kernels.py."""
+"""What our kernels have to do at least, and how fast this GPU does such things.
+
+records/trace.py and tests/bench_kernels.py use it.
+"""
 
 import numpy as np
 
@@ -19,14 +22,16 @@ WORK = {  # operation -> what one call launches; (bf16 operations, a multiply-ad
     "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
     # pairs: of query and key that see each other, over all heads
     "attend": ("_attention_kernel", lambda N, D, d, pairs: (4 * d * pairs, 8 * N * D)),
-    "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, pairs: (10 * d * pairs, 16 * N * D)),
+    "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, pairs: (
+        10 * d * pairs, 16 * N * D)),
     "project": ("_project_kernel", lambda N, D, value: (6 * N * D * D, N * D * (8 + 2 * value))),
     # q, k and their gradients are read, two gradients written; dv is copied or not, ve read, its gradient written.
     "project_backward": ("_project_grad_kernel", lambda N, D, value, paired: (
         0, 2 * N * D * (6 + (3 + paired if value else 2 * paired)))),
     # channels that the gates see; their gradients are read and written, as are those of gates read beside them
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
-    "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (0, 2 * N * (3 * channels + 2 * gates))),
+    "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
+        0, 2 * N * (3 * channels + 2 * gates))),
     "mlp": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 10 * N * D)),  # relu(x W1ᵀ)²
     "mlp_backward": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 18 * N * D)),  # dpre
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
@@ -49,47 +54,60 @@ def seen_pairs(lengths, window):
 def calls(run):
     """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
-    values = sum(layer["value_table"] is not None for layer in layers)
+    tables = 1 + sum(layer["value_embed"] for layer in layers)  # those with a row for each token id
     for step in run["steps"]:
         N = step["tokens"]
-        for row in step["rows"]:
+        for micro_batch in step["micro_batches"]:
             for layer in layers:
                 yield from (("mlp", N, D), ("mlp_backward", N, D))
                 if layer["attention"]:
-                    folds, value = 1 + layer["paired"], layer["value_table"] is not None
-                    pairs = H // folds * seen_pairs(folds * np.array(row["documents"]), step["windows"][layer["long"]])
+                    folds, value = 1 + layer["paired"], layer["value_embed"]
+                    lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
+                    pairs = H // folds * seen_pairs(lengths, window)
                     yield from ((name, N, D, D // H, pairs) for name in ("attend", "attend_backward"))
                     yield from (("project", N, D, value), ("project_backward", N, D, value, layer["paired"]))
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
-            yield from (("cross_entropy", min(run["head_rows"], N - start), V, fp8) for start in range(0, N, run["head_rows"]))
+            for start in range(0, N, run["head_rows"]):
+                yield "cross_entropy", min(run["head_rows"], N - start), V, fp8
             yield from [("quantise", N * D), ("transpose_bytes", N * V)] * fp8
-            yield from [("embedding_grad", N, D, row["token_ids"])] * (1 + values) + [("embedding_grad", N, D, row["bigram_rows"])]
+            for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
+                yield "embedding_grad", N, D, touched
         for n, R, C in run["banks"]:
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
             yield from (("fused_momentum", n * R * C), ("normuon_tail", n * R * C))
         if step["adam"]:
-            yield from [("quantise", D * V)] * fp8 + [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
+            yield from [("quantise", D * V)] * fp8
+            yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
 
 
-def describe(config, rt, layers, plans, batches, optimizer, head):
-    """What `calls` needs to know about the steps of `plans`, fit for JSON; batches: theirs, on this rank, in order."""
-    rows = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n], "token_ids": batch.tokens.unique().numel(),
-             "bigram_rows": np.unique(batch.bigram_rows_cpu).size} for batch in batches]
-    stages, each = config.schedule.stages, len(rows) // len(plans)
-    steps = [{"step": plan.step, "adam": plan.adam, "tied": plan.tied, "tokens": plan.row_tokens, "rows": rows[i * each:(i + 1) * each],
-              "windows": [stages[plan.stage].short_window, stages[plan.stage].long_window]} for i, plan in enumerate(plans)]
-    model = config.model
-    return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world, "model_dim": model.model_dim, "num_heads": model.num_heads,
-            "padded_vocab": model.padded_vocab, "fp8": head.fp8, "head_rows": head.block, "gate_channels": optimizer.params["smear_gate"].size(1),
+def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
+    """What `calls` and the tables need to know about the steps of `plans`, fit for JSON.
+
+    batches: those of the steps on this rank, in order; limits: what `ceilings` measured, or None.
+    """
+    micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
+                      "token_ids": batch.tokens.unique().numel(),
+                      "touched": {table: np.unique(rows).size for table, rows in batch.touched.items()}}
+                     for batch in batches]
+    model, each, steps = config.model, len(batches) // len(plans), []
+    for i, plan in enumerate(plans):
+        stage = config.schedule.stages[plan.stage]
+        steps.append({"step": plan.step, "adam": plan.adam, "tied": plan.tied, "tokens": plan.micro_batch_tokens,
+                      "windows": [stage.short_window, stage.long_window],
+                      "micro_batches": micro_batches[i * each:(i + 1) * each]})
+    return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
+            "cuda_graphs": config.run.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
+            "num_heads": model.num_heads, "padded_vocab": model.padded_vocab, "fp8": head.fp8, "head_rows": head.block,
+            "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
-            "layers": [layer._asdict() for layer in layers], "steps": steps}
+            "layers": [vars(layer) for layer in model.layers], "steps": steps}
 
 
 def ceilings():
-    """Measured limits of the current GPU: bf16 and (0: it has none) FP8 products of 8192³, operations per second; copying,
-    bytes per second, read and written both counted."""
+    """Measured limits of the current GPU: bf16 and (0: it has none) FP8 products of 8192³, operations per second;
+    copying, bytes per second, read and written both counted."""
     import torch  # reading a trace does without
 
     def seconds(run):
@@ -105,7 +123,8 @@ def ceilings():
     limits = {"bf16": 2 * 8192**3 / seconds(lambda: a @ b), "fp8": 0.0}
     if torch.cuda.get_device_capability() >= (8, 9):
         a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device="cuda")
-        limits["fp8"] = 2 * 8192**3 / seconds(lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+        limits["fp8"] = 2 * 8192**3 / seconds(
+            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     source = torch.randint(2**30, (2**28,), device="cuda", dtype=torch.int32)
     target = torch.empty_like(source)
     return limits | {"copy": 2 * source.nbytes / seconds(lambda: target.copy_(source))}

@@ -32,7 +32,7 @@ STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.run.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
-KINDS = Counter((layer.paired, layer.long, layer.value_table is not None) for layer in T.LAYERS if layer.attention)
+KINDS = Counter((layer.paired, layer.long, layer.value_embed) for layer in CONFIG.model.layers if layer.attention)
 DEVICE, PEERS = "cuda", True
 
 
@@ -224,7 +224,7 @@ def mlp_cases():
         post = tk._relu_square(x, W1)
         square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
         derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
-        work = dict(needs("mlp", N, D), calls=MICRO * len(T.LAYERS))
+        work = dict(needs("mlp", N, D), calls=MICRO * len(CONFIG.model.layers))
         yield Case("mlp: relu(x W1ᵀ)²", str(N), lambda x=x, W=W1: tk._relu_square(x, W), {
             "GEMM alone": lambda x=x, W=W1: x @ W.t(), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
         yield Case("mlp: dpre", str(N), lambda g=g, W=W2, p=post: tk._relu_square(g, W, p), {
@@ -293,7 +293,7 @@ def optimizer_cases():
         optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, T.Runtime(0, ranks, torch.device(DEVICE)), ops,
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
-        tables = {name: rand(*optimizer.state[name]["m"].shape) for name in T.WORK_ORDER if name not in banks}
+        tables = {name: rand(*optimizer.state[name]["m"].shape) for name in optimizer.work_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"] + 2 * X.numel() * D
                        for X in banks.values())  # of one iteration
         for kind, update, grads, work in (

@@ -126,7 +126,7 @@ def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
     N, D = x.shape
     d, V = D // H, params["embed"].shape[0]
     W = params["attn_bank"][row]  # (4D, D)
-    sa = params["scalars"][2 * i:2 * i + 2]
+    sa = params["sa_lambdas"][i]
 
     q = (x @ (sa[0] * W[0:D]).T).reshape(N, H, d)
     k = (x @ (sa[0] * W[D:2 * D]).T).reshape(N, H, d)
@@ -176,7 +176,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, la
 
     rho, pi = lambdas("resid_lambdas"), lambdas("post_lambdas")
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
-    smear_lambda, backout_lambda, skip_lambda = params["scalars"][22:25]
+    smear_lambda, backout_lambda, skip_lambda = (params[f"{name}_lambda"][0] for name in ("smear", "backout", "skip"))
 
     def attn(i, lane):
         return attention(params, i, rms(lane), tok, cu, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H)
@@ -353,7 +353,10 @@ POLAR = [
 
 # §3.2, label: (beta1, beta2, lr_mul, wd_mul)
 ADAM_TABLE = {
-    "scalars": (0.9, 0.99, 5.0, 0),
+    "sa_lambdas": (0.9, 0.99, 5.0, 0),
+    "smear_lambda": (0.9, 0.99, 5.0, 0),
+    "backout_lambda": (0.9, 0.99, 5.0, 0),
+    "skip_lambda": (0.9, 0.99, 5.0, 0),
     "smear_gate": (0.9, 0.99, 0.01, 0),
     "skip_gate": (0.9, 0.99, 0.05, 0),
     "attn_gate_bank": (0.9, 0.99, 1, 1),

@@ -2,6 +2,7 @@
 what is refused, and what a failed save leaves. Runs are those of test_run.py, in this process where one rank is enough."""
 
 import contextlib
+import dataclasses
 import io
 import pickle
 import re
@@ -16,8 +17,12 @@ import pytest
 import torch
 
 import train_gpt as T
-from records import compare, evaluate as E
+from data.files import UserError, atomic_write
+from records import compare, evaluate
 from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, start  # noqa: F401, corpus and fails are fixtures
+
+
+LAST_ONLY = "--save_every=0", "--save=true"  # a resumed run saves as before unless it is told
 
 
 def read_logs(logs):
@@ -68,20 +73,19 @@ def test_saving_on_the_way_leaves_no_trace(corpus, base, tmp_path):
     assert differing(run.saved[STEPS], base.saved[STEPS]) == [] and run.val == base.val
 
 
-@pytest.mark.parametrize("step", [5, 8, STEPS])
+@pytest.mark.parametrize("step", [5, 8, STEPS - 1])
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path, monkeypatch, step):
-    """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart; after the last step nothing
-    is left but the validation. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
-    load = E.load
-    monkeypatch.setattr(E, "load", lambda trainer, state: trainer.warm_up() or load(trainer, state))
-    run = train(corpus, tmp_path, f"--resume={base.saved[step]}", "--save=true")
+    """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
+    load = T.Trainer.load_state_dict
+    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: trainer.warm_up() or load(trainer, state))
+    run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
     steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_time", run.text, re.M)]
     assert steps == list(range(step + 1, STEPS + 1))
     # The clock goes on, and the log says where.
     seconds = torch.load(base.saved[step], weights_only=True)["seconds"]
-    assert f"\nresumed: step {step}, {seconds:.3f} s inside the clock, from {base.saved[step]}\n" in run.text
+    assert f"\nresumed: step {step}, {seconds:.3f} s inside the clock, from {T.published(str(base.saved[step]))}\n" in run.text
     assert 0 < seconds and float(re.search(r"^train_seconds: (.*)$", run.text, re.M)[1]) >= round(seconds, 3)
     assert compare.read_run(run.path).notes == [] and compare.read_run(run.path).finished
 
@@ -90,7 +94,7 @@ def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
     """Without any one part the resumed run is another."""
     whole = torch.load(base.saved[5], weights_only=True)
     waiting = {label for label, tensors in whole["optimizer"].items() if "grad" in tensors}
-    assert waiting >= {"embed", "lm_head", "bigram_embed", "scalars"}
+    assert waiting >= {"embed", "lm_head", "bigram_embed", "sa_lambdas"}
     assert not any("grad" in tensors for tensors in torch.load(base.saved[6], weights_only=True)["optimizer"].values())
     for key in "grad", "mantissa", "cursor":
         state = torch.load(base.saved[5], weights_only=True)
@@ -98,7 +102,7 @@ def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
         for tensors in state["optimizer"].values():
             tensors.pop(key, None)
         torch.save(state, tmp_path / "less.pt")
-        run = train(corpus, tmp_path / key, f"--resume={tmp_path / 'less.pt'}", "--save=true")
+        run = train(corpus, tmp_path / key, f"--resume={tmp_path / 'less.pt'}", *LAST_ONLY)
         assert any(name[0] == "p" for name in differing(run.saved[STEPS], base.saved[STEPS])), key
 
 
@@ -133,8 +137,7 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
             assert (x - y).norm() <= 8 * 2**-9 * x.norm(), (name, (x - y).norm() / x.norm())
 
 
-STALLS = """from records import evaluate as E
-import torch
+STALLS = """import torch
 save = torch.save
 class Slow:
     def __init__(self, file):
@@ -158,15 +161,15 @@ def test_killed_in_the_middle_of_a_save(corpus, base, tmp_path, fails):
     files = {path.name: path for path in tmp_path.glob("*/*")}
     assert sorted(files) == ["state_step000003.pt", "state_step000006.pt.tmp"]
     assert files["state_step000006.pt.tmp"].stat().st_size > 10**6
-    run = train(corpus, tmp_path / "again", f"--resume={files['state_step000003.pt']}", "--save=true")
-    assert differing(run.saved[STEPS], base.saved[STEPS]) == ["rng"]  # a process of its own
+    run = train(corpus, tmp_path / "again", f"--resume={files['state_step000003.pt']}", *LAST_ONLY)
+    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"rng", "sources"}  # a process of its own
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={files['state_step000006.pt.tmp']}"], "000006.pt.tmp is no checkpoint")
 
 
 def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails):
     """No file may grow beyond the checkpoint that was there: the next one does, and leaves the older one alone."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    write = E.write_checkpoint
+    write = T.write_checkpoint
 
     def limited(state, path, keep):
         if state["step"] == 4:
@@ -175,7 +178,7 @@ def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails):
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(E, "write_checkpoint", limited)
+            patch.setattr(T, "write_checkpoint", limited)
             fails([*corpus.args, f"--log_dir={tmp_path}", "--save_every=2"], "cannot write .*4.pt: .*File too large.*make room")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -185,9 +188,9 @@ def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails):
 def test_nothing_half_written_stays(tmp_path):
     """Not when the folder is none, nor after Ctrl-C."""
     (tmp_path / "file").touch()
-    with pytest.raises(T.UserError, match="cannot write .*/file/x.pt: .*; make room, or choose another folder"):
-        E.whole_file(tmp_path / "file" / "x.pt").__enter__()
-    with pytest.raises(KeyboardInterrupt), E.whole_file(tmp_path / "x.pt") as file:
+    with pytest.raises(UserError, match="cannot write .*/file/x.pt: .*; make room, or choose another folder"):
+        atomic_write(tmp_path / "file" / "x.pt").__enter__()
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "x.pt") as file:
         writes = [*[len] * 9, Mock(side_effect=KeyboardInterrupt), *[len] * 99]  # torch goes on, and fails in its own way
         torch.save(torch.zeros(10**5), SimpleNamespace(write=lambda octets: writes.pop(0)(octets), flush=file.flush))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -210,25 +213,61 @@ def test_every_knob_is_learned_or_free():
     """A new knob has to be given its side."""
     learned = set("vocab_size model_dim num_heads bigram_tables scheduled_steps extension_steps final_window split_stage"
                   " cooldown_frac lr_floor muon_momentum muon_warmup muon_cooldown adam_lr adam_eps adam_wd muon_lr muon_beta2 muon_wd"
-                  " train_files seed micro_batches dtype".split())
+                  " train_files seed micro_batches dtype layers stages backout_layer".split())
     free = set("val_files val_tokens val_batch_tokens tokens_per_doc data_end run_label device val_every compile fp8 cuda_graphs"
                " kernels log_dir profile save save_every keep resume sample_tokens sample_prompt".split())
-    config = T.PRESETS["record"]
+    config = T.PRESETS["cpu"]
     knobs = T.flatten(config)
-    assert {key for key in knobs if "." not in key} == learned | free and not learned & free
+    layers = {f"layer{i}" for i in range(11)}
+    assert {key for key in knobs if "." not in key} - layers == learned | free and not learned & free
+    state = {"step": 3, "config": dataclasses.asdict(config)}
     with pytest.MonkeyPatch.context() as patch:
-        state = {"step": 3, "config": {}}
-        patch.setattr(E, "load_checkpoint", lambda path: state)
-        patch.setattr(E, "check_weights", lambda state, config: None)
-        for key in knobs:
-            state["config"] = knobs | {key: "other"}
-            refused = ""
-            try:
-                E.load_to_resume(config)
-            except T.UserError as error:
-                refused = str(error)
-            said = f"; {key}: here {T.render(knobs[key])}, in the checkpoint other"
-            assert refused.endswith(said) if key not in free else not refused
+        patch.setattr(T, "load_checkpoint", lambda path: state)
+        patch.setattr(T, "check_weights", lambda state, model: None)
+        for key, value in knobs.items():
+            other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5, str: lambda: value + "x",
+                     tuple: lambda: (*value, 9.0), T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
+            if key in free - {"resume"}:
+                changed, step = T.resumed_config({"resume": "x", key: T.render(other)})
+                assert T.flatten(changed)[key] == other and step == 3
+            elif key != "resume":
+                with pytest.raises(UserError) as refused:
+                    T.resumed_config({"resume": "x", key: T.render(other)})
+                assert f"; {key}: here {T.render(other)}, in the checkpoint {T.render(value)}" in str(refused.value).replace("config;", ";")
+
+
+def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
+    """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
+    state = torch.load(base.saved[5], weights_only=True)
+    config = T.config_from_dict(state["config"])
+    resumed = T.parse_config(["--preset=record", f"--resume={base.saved[5]}", "--val_every=7"])
+    assert resumed == T.with_run(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
+    with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
+        T.parse_config([f"--resume={base.saved[STEPS]}"])
+    with pytest.raises(UserError, match="16 processes do not divide --micro_batches=8: start a divisor of it$"):
+        T.parse_config([f"--resume={base.saved[5]}"], 16)
+
+
+OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1",
+                "--layer9.value_embed=false", "--backout_layer=8"]
+
+
+def test_any_stages_and_layers(corpus, tmp_path, capsys):
+    """Five stages, another layer table: resumed bit for bit, evaluated, sampled, exported; another layer table is refused."""
+    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=4")
+    saved = torch.load(run.saved[STEPS], weights_only=True)
+    assert saved["model"]["attn_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
+    capsys.readouterr()
+    assert evaluate.main([str(run.saved[STEPS]), "--device=cpu", f"--export={tmp_path / 'x.safetensors'}"]) == 0
+    assert f"val_loss: {run.val[str(STEPS)]}\n" in capsys.readouterr().out
+    exported = (tmp_path / "x.safetensors").read_bytes()
+    assert b'"layer6": "long"' in exported and b'"stage5.long_window": "72"' in exported and b'"stages": "5"' in exported
+    assert T.main([f"--sample={run.saved[STEPS]}", "--device=cpu", "--tokens=3", "--prompt=the "]) == 0
+    capsys.readouterr()
+    with pytest.raises(UserError, match="layer3: here default, in the checkpoint long$"):
+        T.parse_config([f"--resume={run.saved[8]}", "--layer3.long=false"])
+    again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[8]}", *LAST_ONLY)
+    assert differing(again.saved[STEPS], run.saved[STEPS]) == []
 
 
 class Harmful:
@@ -242,7 +281,7 @@ def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
     """One line each, and nothing in them is executed."""
     octets = base.saved[5].read_bytes()
     state = torch.load(base.saved[5], weights_only=True)
-    del state["model"]["scalars"]
+    del state["model"]["sa_lambdas"]
     state["model"]["embed"] = state["model"]["embed"][1:]
     torch.save(state, tmp_path / "weights.pt")
     torch.save({"model": {}}, tmp_path / "foreign.pt")
@@ -256,7 +295,7 @@ def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
             "none.pt": "none.pt is no checkpoint of this trainer: No such file", "": "is no checkpoint of this trainer: .+",
             **dict.fromkeys(("foreign.pt", "tensor.pt", "harmful.pt", "harmful.pkl", "truncated.pt", "empty.pt", "text.pt"),
                             "is no checkpoint of this trainer: .+"),
-            "weights.pt": "other weights: embed, scalars$"}.items():
+            "weights.pt": "other weights: embed, sa_lambdas$"}.items():
         fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={tmp_path / name}"], message)
     assert not (Path(__file__).parent / "was_here").exists() and not list(tmp_path.glob("*.txt"))
 
@@ -266,15 +305,15 @@ def test_check_shows_the_checkpoint(corpus, base, tmp_path, capsys):
     assert T.main([*args, f"--resume={base.saved[5]}"]) == 0
     assert re.search(r"^checkpoint +\| .*\n(?:.*\n)*?.*step 5, ", capsys.readouterr().out, re.M)
     assert T.main([*args, f"--resume={base.saved[5]}", "--seed=3"]) == 1
-    assert re.search(r"^checkpoint +\| .*\| no$", capsys.readouterr().out, re.M)
+    assert "seed: here 3, in the checkpoint 1337" in capsys.readouterr().err
     assert T.main(args) == 0 and "checkpoint " not in capsys.readouterr().out
 
 
 def test_steps_to_profile(corpus, base, tmp_path, fails):
     """Those before the checkpoint are gone; others are compared with their neighbours."""
-    args = [f"--resume={base.saved[5]}", "--val_every=20"]
+    args = [f"--resume={base.saved[5]}", "--val_every=20", "--save_every=0"]
     fails([*corpus.args, f"--log_dir={tmp_path / 'refused'}", "--profile=4:2", *args], "--profile=4:2: the run goes on at step 5")
     run = train(corpus, tmp_path, "--profile=6:1", *args)
     assert re.search(r"^profiler: \d+\.\d\d ms per profiled step, \d+\.\d\d ms for others like them", run.text, re.M), run.text
-    with pytest.raises(T.UserError, match="pause.*--save_every=4$"):
+    with pytest.raises(UserError, match="pause.*--save_every=4$"):
         T.parse_config([*corpus.args, "--profile=6:3", "--val_every=20", "--save_every=4"])

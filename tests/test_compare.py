@@ -8,29 +8,42 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-import train_gpt as T
 from records import compare
 
-ROOT = Path(T.__file__).parent
+ROOT = Path(__file__).parent.parent
 PUBLIC = Path(__file__).parent / "fixtures/speedrun_log.txt"
 RULE = "=" * 100 + "\n"
 FIELD_BASE, FIELD_NEW = (3.2764, 3.2799, 3.2773, 3.2793), (3.2783, 3.2789, 3.2795, 3.2786)  # PR 233's logs: p 0.0601, 0.0097
 TIMES_BASE, TIMES_NEW = (89.803, 89.711, 89.835, 89.849), (88.821, 88.809, 88.806, 88.900)
 
 
-def header(*args, source="x = 1\n", choices="torch"):
-    """As the trainer writes it, by its own function."""
-    lines, config = [], T.parse_config(["--preset=cpu", *args])
-    log = SimpleNamespace(line=lambda text, console=True: lines.append(text))
-    sources = {"train_gpt.py": source, "data/loader.py": "z = 3\n", "triton_kernels.py": "y = 2\n"}
-    T.log_header(log, config, T.Runtime(0, 1, torch.device("cpu")), {"XXT": choices, "head": "float32"}, sources)
-    return "\n".join(lines) + "\n"
+SETTINGS = {  # of a short run; the header has more
+    "vocab_size": "257", "layers": "2", "layer0": "paired", "layer1": "default",
+    "scheduled_steps": "90", "extension_steps": "6", "stages": "4",
+    **{f"stage{i}.{key}": value for i in range(1, 5) for key, value in (("batch_tokens", "4096"), ("share", "1.0"))},
+    "stage4.share": "0.0", "muon_lr": "0.023", "muon_warmup": "20",
+    "run_label": "run", "seed": "1337", "log_dir": "logs", "resume": "", "sample_prompt": ""}
+
+
+def header(*args, source="x = 1\n", choices="torch", **facts):
+    """As train_gpt.py writes it (test_run.py reads real ones); args: --key=value; facts: lines before the knobs."""
+    others = {"data/loader.py": "z = 3\n", "triton_kernels.py": "y = 2\n"}
+    facts = {"hardware": "x86_64", "hardware_fp8": "no", "hardware_tma": "no", "ranks": "1", "cores": "2",
+             "platform": "Linux-6-x86_64", "command": " ".join(["train_gpt.py", "--preset=cpu", *args]),
+             "commit": "5eb70881e2f4 clean", "sources": " ".join(["train_gpt.py", *others]),
+             "train_shards": "a_train_000000.bin:5000000 a_train_000001.bin:400000",
+             "val_shards": "a_val_000000.bin:892044", "env.OMP_NUM_THREADS": "2"} | facts
+    facts |= SETTINGS | dict(arg.removeprefix("--").split("=", 1) for arg in args)
+    return "\n".join([
+        source, *(f"\n{'-' * 40}\n# {name}\n{'-' * 40}\n\n{text}" for name, text in others.items()),
+        RULE + "Running Python 3.11.7 (main, Jan  1 2024) [GCC 12.2.0]",
+        "Running PyTorch 2.13.0+cpu compiled for CUDA None", "Running Triton version 3.7.1", "nvidia-smi: not found",
+        RULE + "\n".join(f"{key}: {value}" for key, value in facts.items()),
+        RULE + f"kernels: XXT:{choices} head:float32", "tokens per micro-batch: 4096; micro-batches per rank: 1", ""])
 
 
 def steps(losses, ms=lambda step: 30):
@@ -69,11 +82,14 @@ def call(capsys):
     return call
 
 
-def group(write, label, losses, times=None, **more):
-    """One log per loss, of 20 steps; times: seconds of the whole run."""
+def group(write, label, losses, times=None, tokens=None, args=()):
+    """One log per loss, of 20 steps; times: seconds of the whole run; with tokens also a header with these args."""
     for i, loss in enumerate(losses):
         ms = (times or [0.6] * len(losses))[i] * 1000 / 20
-        write(f"{label}_{i}.txt", steps({0: 10.8, 10: loss + 1, 20: loss}, lambda step: ms), **more)
+        text = steps({0: 10.8, 10: loss + 1, 20: loss}, lambda step: ms)
+        if tokens:
+            text = header(f"--seed={i}", *args) + text + f"tokens: {tokens}\ngpu_seconds: 1.234\n"
+        write(f"{label}_{i}.txt", text)
     return f"{label}={label}_*.txt"
 
 
@@ -100,19 +116,35 @@ def test_public_log():
 
 
 def test_our_log(write):
-    """Header by the trainer's own function; a sample that looks like a log, and the closing lines."""
+    """A sample that looks like a log, and the closing lines."""
     fake = f'"""\n{RULE}Running Python 2\n{RULE}step:1/2 train_time:1ms step_avg:1.00ms\n"""\n'
     body = "Resetting Model\nwarning: the data starts over\n" + steps({0: 5.9, 3: 4.5, 5: 4.25})
     sample = f"sample:\ndef step:9/9\n{RULE}step:4/5 train_time:1ms step_avg:1.00ms\nx: y\n"
     run = compare.read_run(Path(write("a.txt", header("--seed=7", "--sample_prompt=def ", source=fake), body, sample,
-                                      "final_val_loss: 4.2500\ntrain_seconds: 0.150\ncheckpoint: a/b\n")))
+                                      "tokens: 7\nfinal_val_loss: 4.2500\ntrain_seconds: 0.150\ntokens: 1234\n",
+                                      "checkpoint: a/b\n")))
     assert run.finished and run.losses == {0: 5.9, 3: 4.5, 5: 4.25} and run.ms == {k: 30 * k for k in range(6)}
     assert run.notes == ["2 headers, read from the last, line 22"]
-    settings = {key: T.render(value) for key, value in T.flatten(T.parse_config(["--preset=cpu", "--seed=7"])).items()}
+    settings = SETTINGS | {"seed": "7", "sample_prompt": "def ", "commit": "5eb70881e2f4 clean",
+                           "env.OMP_NUM_THREADS": "2", "val_shards": "a_val_000000.bin:892044",
+                           "command": "train_gpt.py --preset=cpu --seed=7 --sample_prompt=def "}
     assert settings.items() <= run.facts.items() and run.facts["kernels.XXT"] == "torch" and run.facts["kernels.head"] == "float32"
-    assert run.facts["gpus"] == "none" and run.facts["torch"] == torch.__version__ and "driver" not in run.facts
+    assert run.facts["gpus"] == "none" and run.facts["torch"] == "2.13.0+cpu" and "driver" not in run.facts
+    assert (run.tokens, run.loss, run.time) == (1234, 4.25, 0.15)  # the sample's "tokens: 7" comes before
     assert run.source.startswith(fake) and run.source.endswith("y = 2\n\n")
     assert run.source.index("\n# data/loader.py\n") < run.source.index("z = 3\n") < run.source.index("\n# triton_kernels.py\n")
+
+
+def test_every_line_of_our_logs_is_known(write):
+    """Sections, empty settings (also without the space after them), results."""
+    clocks = "train", "setup", "warmup", "validation", "total", "gpu"
+    results = ["final_val_loss: 4.2500", *(f"{what}_seconds: 1.234" for what in clocks),
+               "steps: 5", "tokens: 20480", "peak_memory_mib: 0", ""]
+    bare = header().replace("resume: \n", "resume:\n")
+    run = compare.read_run(Path(write("a.txt", bare, steps({0: 5.9, 5: 4.25}), "\n".join(results))))
+    assert run.finished and not run.notes and run.tokens == 20480
+    assert run.facts["resume"] == run.facts["sample_prompt"] == ""
+    assert compare.read_run(PUBLIC).tokens == 0
 
 
 def test_log_of_2024(write):
@@ -292,15 +324,33 @@ def test_runs_that_do_not_vary_say_nothing():
 
 
 @pytest.mark.parametrize("scheduled, extension", [(9, 2), (90, 6), (145, 4), (1450, 40), (7, 0), (1000, 1)])
-def test_stages_are_the_trainers(write, scheduled, extension):
+@pytest.mark.parametrize("shares", [True, False])
+def test_stages_are_the_trainers(write, scheduled, extension, shares):
+    """Equal shares, with and without the lines that tell them."""
+    import train_gpt as T
     args = f"--scheduled_steps={scheduled}", f"--extension_steps={extension}"
     total, starts = scheduled + extension, T.stage_starts(T.parse_config(["--preset=cpu", *args]).schedule)
-    parts = compare.spans(compare.read_run(Path(write("a.txt", header(*args), steps({0: 9.0, total: 5.0})))))
+    text = header(*args) if shares else re.sub(r"stage\d\.share: .*\n", "", header(*args))
+    parts = compare.spans(compare.read_run(Path(write("a.txt", text, steps({0: 9.0, total: 5.0})))))
     first = max(1, min(10, total // 10))
     assert parts.pop("first steps") == (0, first) and parts.pop("later steps") == (first, total)
     stages = {f"stage {i}": (max(a, first), b) for i, (a, b) in enumerate(zip(starts, starts[1:]), 1)}
     assert parts == {name: part for name, part in stages.items() if part[0] < part[1]}
     assert len(parts) == (4 if extension else 3)
+
+
+@pytest.mark.parametrize("shares, scheduled, borders", [
+    ((1, 1, 2, 0), 100, (25, 50, 100)), ((0.5, 0.3, 0.2, 0), 1450, (725, 1160, 1450)),
+    ((1, 2, 1, 0), 90, (22, 68, 90)), ((0, 1, 0, 0), 90, (0, 90, 90)),
+])
+def test_stages_of_unequal_shares(write, shares, scheduled, borders):
+    """Borders worked by hand; 22.5 and 67.5 go to the even number."""
+    args = [f"--scheduled_steps={scheduled}", *(f"--stage{i}.share={share:.1f}" for i, share in enumerate(shares, 1))]
+    run = compare.read_run(Path(write("a.txt", header(*args), steps({0: 9.0, scheduled + 6: 5.0}))))
+    first = min(10, run.total // 10)
+    edges = [max(first, border) for border in (0, *borders, scheduled + 6)]
+    stages = {f"stage {i}": (a, b) for i, (a, b) in enumerate(zip(edges, edges[1:]), 1) if a < b}
+    assert compare.spans(run) == {"first steps": (0, first), "later steps": (first, run.total)} | stages
 
 
 def test_time_to_a_loss():
@@ -421,6 +471,307 @@ def test_pairs_prefer_one_seed(write, call):
     assert re.findall("(.*) and (.*): losses", call("a=a_*", "c=c.txt", "b=b_*")[0]) == [("* a_1", "c"), ("* a_1", "b_2")]
 
 
+def test_what_belongs_to_one_run_is_no_difference(write, call):
+    """The command has the seed and the label in it; another commit is worth a warning."""
+    write("a_1.txt", header("--seed=1", "--run_label=a", command="train_gpt.py --seed=1"), steps({0: 9.0, 5: 5.0}))
+    write("a_2.txt", header("--seed=2", "--run_label=b", command="train_gpt.py --seed=2"), steps({0: 9.0, 5: 5.1}))
+    assert "not alike" not in call("a=a_*")[0]
+    other = header(commit="5eb70881e2f4 with changes", **{"env.OMP_NUM_THREADS": "1"})
+    write("a_3.txt", other, steps({0: 9.0, 5: 5.1}))
+    assert "warning: a: its runs are not alike, they differ in commit, env.OMP_NUM_THREADS\n" in call("a=a_*")[0]
+
+
+# ---- Exchange of loss for tokens -------------------------------------------------------------------------------------
+
+
+def made(tokens, losses, times):
+    """Runs without logs."""
+    return [compare.Run("", total=1, losses={1: loss}, seconds={1: time}, tokens=tokens)
+            for loss, time in zip(losses, times)]
+
+
+def exchanged(arm, short, long):
+    """The four numbers of `against`, as the specification has them. Each group: tokens, mean loss, mean seconds."""
+    rate = (short[1] - long[1]) / math.log(long[0] / short[0])
+    loss = arm[1] - (short[1] - rate * math.log(arm[0] / short[0]))
+    seconds = short[2] + (long[2] - short[2]) * (arm[0] - short[0]) / (long[0] - short[0])
+    return loss, arm[2] - seconds, loss / rate, arm[2] * math.exp(loss / rate) - seconds
+
+
+def interval(text):
+    """Numbers of a cell like '+0.1 (-0.2 to +0.4)'."""
+    return [float(x) for x in re.fullmatch(r"(\S+) \((\S+) to (\S+)\)", text).groups()]
+
+
+SHORT, LONG = (3.412, 3.408, 3.415, 3.405), (3.131, 3.126, 3.135)
+SHORT_S, LONG_S = (10.0, 10.2, 10.1, 10.1), (20.2, 20.0, 20.4)
+
+
+def test_exchange_by_hand(write, call):
+    """Arms as long as SHORT, as LONG and between; the differences to a group of the same length are Welch's."""
+    ends = (group(write, "short", SHORT, SHORT_S, 1000000),
+            group(write, "long", LONG, LONG_S, 2000000, ["--scheduled_steps=180"]))
+    arms = {"wide": (1000000, (3.37, 3.376, 3.374), (11.0, 11.2, 11.4)), "deep": (2000000, (3.10, 3.11), (20.0, 21.0)),
+            "odd": (1500000, (3.30, 3.31), (15.5, 15.7))}
+    given = [group(write, label, losses, times, tokens) for label, (tokens, losses, times) in arms.items()]
+    text, _ = call(*ends, *given, "--exchange=short,long", "--markdown")
+    rows, rate = cells(text), (np.mean(SHORT) - np.mean(LONG)) / math.log(2)
+    assert rows["against the baseline (95 %)"] == ["tokens", "loss", "time s", "tokens saved %", "net time s"]
+    ends = [compare.sample(SHORT), compare.sample(LONG)]
+    half = compare.welch(*ends)[1] / math.log(2)
+    shown = f"{rate:+.4f} ({rate - half:+.4f} to {rate + half:+.4f}) of loss per e-fold of tokens"
+    assert f"\n\nexchange rate, short to long: {shown}\n\n| against the baseline" in text
+    for label, (tokens, losses, times) in arms.items():
+        loss, seconds, log, net = exchanged(*((n, np.mean(l), np.mean(s)) for n, l, s in (
+            (tokens, losses, times), (1e6, SHORT, SHORT_S), (2e6, LONG, LONG_S))))
+        values = loss, seconds, 100 * (1 - math.exp(log)), net
+        assert rows[label][0] == str(tokens)
+        for cell, value, digits in zip(rows[label][1:], values, (4, 3, 2, 3)):
+            middle, low, high = interval(cell)
+            assert middle == round(value, digits) and low < middle < high
+    for label, base, base_s in (("wide", SHORT, SHORT_S), ("deep", LONG, LONG_S)):
+        for column, old, new, digits in (1, base, arms[label][1], 4), (2, base_s, arms[label][2], 3):
+            value, half, _ = compare.welch(compare.sample(old), compare.sample(new))
+            assert interval(rows[label][column]) == [round(value + edge, digits) for edge in (0, -half, half)]
+    arms_table = text.partition("against the baseline")[2].partition("\n\n")[0]
+    assert "warning: exchange" not in text and "short" not in arms_table
+    swapped = cells(call("long=long_*", "short=short_*", *given, "--exchange=long,short", "--markdown")[0])
+    assert all(swapped[label] == rows[label] for label in arms)
+
+
+@pytest.mark.parametrize("tokens", [1000, 1400, 2500, 4000, 600])
+def test_intervals_by_numerical_derivatives(tokens):
+    """Each run's share of the variance, by moving the means a little: loss and seconds of a run go together."""
+    rng = np.random.default_rng(0)
+    shapes = (tokens, 3.1, 12.0, 4), (1000, 3.4, 10.0, 3), (2500, 3.0, 26.0, 5)
+    data = [rng.multivariate_normal([loss, time], [[1e-4, 8e-3], [8e-3, 1.0]], n) for _, loss, time, n in shapes]
+    arm, short, long = (made(shape[0], *values.T) for shape, values in zip(shapes, data))
+    means = [values.mean(0) for values in data]
+
+    def numbers(means):
+        return np.array(exchanged(*((shape[0], *m) for shape, m in zip(shapes, means))))
+
+    parts = []
+    for i, values in enumerate(data):
+        slopes = []
+        for axis in np.eye(2) * 1e-5:
+            up, down = ([m + sign * axis * (k == i) for k, m in enumerate(means)] for sign in (1, -1))
+            slopes.append((numbers(up) - numbers(down)) / 2e-5)
+        spread = (values - means[i]) @ np.array(slopes)
+        parts.append((spread ** 2).sum(0) / (len(values) * (len(values) - 1)))
+    found = compare.against(short, long, arm)
+    for k, (got, want) in enumerate(zip(found, numbers(means))):
+        variances = [part[k] for part in parts]
+        df = sum(variances) ** 2 / sum(v ** 2 / (len(values) - 1) for v, values in zip(variances, data))
+        assert got.value == pytest.approx(want, rel=1e-9)
+        assert got.half == pytest.approx(compare.student_t95(df) * math.sqrt(sum(variances)), rel=1e-5)
+
+
+def test_intervals_cover_the_truth(monkeypatch):
+    """In 95 % of 500 made experiments, within four standard errors. The rate is badly known, seconds go with losses."""
+    exact = compare.student_t95
+    monkeypatch.setattr(compare, "student_t95", lambda df: exact(round(df, 1)))  # which it has in store
+    rng, hits, experiments = np.random.default_rng(1), {}, 500
+    truth = {"short": (1000, 3.4, 10.0), "long": (2000, 3.2, 20.0), "better": (1000, 3.25, 11.0),
+             "worse": (1000, 3.6, 9.0), "longer": (3000, 3.0, 33.0), "shorter": (700, 3.5, 8.0)}
+    covariance = [[4e-4, 3e-3], [3e-3, 0.04]]
+
+    def count(name, estimate, value):
+        hits[name] = hits.get(name, 0) + (abs(estimate.value - value) <= estimate.half)
+
+    for _ in range(experiments):
+        groups = {label: made(tokens, *rng.multivariate_normal(means, covariance, 6).T)
+                  for label, (tokens, *means) in truth.items()}
+        short, long, *_ = groups.values()
+        rate, parts = compare.exchange_rate(short, long)
+        count("rate", compare.estimate(rate, *parts), 0.2 / math.log(2))
+        for label in list(truth)[2:]:
+            want = exchanged(truth[label], truth["short"], truth["long"])
+            found = compare.against(short, long, groups[label])
+            for what, got, value in zip(("loss", "seconds", "log", "net"), found, want):
+                count(f"{label}, {what}", got, value)
+    slack = 4 * math.sqrt(0.95 * 0.05 / experiments)  # 0.039; seen: 0.014
+    shares = {name: n / experiments for name, n in hits.items()}
+    assert len(shares) == 17 and {name: share for name, share in shares.items() if abs(share - 0.95) > slack} == {}
+
+
+def test_exchange_with_single_runs(write, call):
+    """What LONG has no part in has its interval; the rest has none, and a warning says why. No run: no row."""
+    write("none.txt", header(), steps({0: 9.0, 5: 5.0}).partition("step:5/5")[0])
+    ends = group(write, "short", SHORT, SHORT_S, 1000), group(write, "long", LONG[:1], LONG_S[:1], 2000)
+    arms = group(write, "wide", (3.37, 3.38), (11.0, 11.2), 1000), group(write, "one", (3.2,), (11.0,), 1000)
+    text, _ = call(*ends, *arms, "none=none.txt", "--exchange=short,long", "--markdown")
+    rows = cells(text)
+    assert "exchange rate, short to long: +0.4025 (–) of loss" in text
+    assert len(interval(rows["wide"][1])) == len(interval(rows["wide"][2])) == 3
+    assert rows["wide"][3:] == ["+8.33 (–)", "+0.076 (–)"]
+    assert "| none |" not in text.partition("| against")[2].partition("\n\n")[0]
+    assert rows["one"][1:3] == ["-0.2100 (–)", "+0.900 (–)"]
+    assert "* warning: exchange: n = 1 of long, one leaves intervals unknown (–)\n" in text
+
+
+def test_exchange_of_lengths_that_are_not_alike(write, call):
+    """Length is the number of steps; whatever else differs is named. And a rate that may be chance."""
+    args = ["--scheduled_steps=180", "--extension_steps=12", "--muon_warmup=40", "--run_label=long"]
+    ends = group(write, "short", (3.4, 3.3), None, 1000), group(write, "long", (3.3, 3.2), None, 2000, args)
+    write("long_0.txt", Path("long_0.txt").read_text().replace("x = 1\n", "x = 2\n", 1))
+    text, _ = call(*ends, "--exchange=short,long")
+    assert "warning: exchange: short and long differ not only in length but in muon_warmup, source\n" in text
+    assert "warning: exchange: the rate cannot be told from 0, " in text and "against the baseline" not in text
+    group(write, "short", SHORT, None, 1000, ["--muon_warmup=40"]), group(write, "long", LONG, None, 2000, args)
+    text, _ = call(*ends, group(write, "wild", (19.0, 19.1), None, 1000), "--exchange=short,long", "--markdown")
+    assert "warning: exchange" not in text and "-inf" in cells(text)["wild"][3] and cells(text)["wild"][4] == "+inf"
+
+
+@pytest.mark.parametrize("names, message", [
+    ("short,lnog", "--exchange: 'lnog' is not one of the groups, short, long, same, cut, two, old"),
+    ("short,long,same", "takes two labels, --exchange=SHORT,LONG"), ("", "takes two labels"),
+    ("short", "takes two labels"),
+    ("short,same", "--exchange: short and same are of one length, 1000 tokens"), ("short,short", "are of one length"),
+    ("short,cut", "--exchange: 'cut' has no finished run"),
+    ("short,two", "--exchange: the runs of two differ in tokens (1000, 2000)"),
+    ("short,old", "--exchange: old, old_0: its log has no line 'tokens: N'"),
+    ("short,long", "--exchange: the rate is -0.1443, not positive: the longer of short and long must have the lower"),
+])
+def test_exchange_refused(write, call, names, message):
+    """In one line. Only the groups up to the one in question are given, as any other may be a reason, too."""
+    groups = {"short": group(write, "short", (3.3, 3.3), None, 1000),
+              "long": group(write, "long", (3.4, 3.4), None, 2000),
+              "same": group(write, "same", (3.3, 3.4), None, 1000)}
+    write("cut.txt", header(), steps({0: 9.0, 5: 5.0}).partition("step:5/5")[0])
+    for i in (1, 2):
+        write(f"two_{i}.txt", header(), steps({0: 9.0, 5: 5.0}), f"tokens: {i}000\n")
+    groups |= {"cut": "cut=cut.txt", "two": "two=two_*", "old": group(write, "old", (3.3, 3.4))}
+    given = [groups[name] for name in groups if "lnog" in names or name in ["short", *names.split(",")]]
+    assert message in call(f"--exchange={names}", *given)[1]
+
+
+# ---- Factors ---------------------------------------------------------------------------------------------------------
+
+
+def factorial(write, runs, tokens=None):
+    """Arguments for {label: (losses, times)}."""
+    return [group(write, label, *both, tokens) for label, both in runs.items()]
+
+
+def expected(runs, factors, which):
+    """{factor: (effect, half of its interval, p)} by numpy; which: 0 losses, 1 times."""
+    rows = [([1, *(1 if f"+{factor}" in re.findall(r"[+-]\w+", label) else -1 for factor in factors)], value)
+            for label, both in runs.items() for value in both[which]]
+    X, y = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    beta, df = np.linalg.lstsq(X, y, rcond=None)[0], len(y) - len(factors) - 1
+    errors = np.sqrt(np.diag(np.linalg.inv(X.T @ X)) * ((y - X @ beta) ** 2).sum() / df)
+    return {factor: (2 * b, 2 * e * compare.student_t95(df), 2 * compare.student_cdf(-abs(b) / e, df))
+            for factor, b, e in zip(factors, beta[1:], errors[1:])}
+
+
+def noisy(labels, counts, effects, rng):
+    """{label: (losses, times)} with these effects on the loss (a hundred times that on the seconds) and noise."""
+    runs = {}
+    for label, n in zip(labels, counts):
+        value = sum(effect / 2 * (1 if f"+{factor}" in label else -1) for factor, effect in effects.items())
+        losses, times = (np.round(middle + scale * (value + rng.normal(0, 0.004, n)), 4 if scale == 1 else 2).tolist()
+                         for middle, scale in ((3.4, 1), (20, 100)))
+        runs[label] = losses, times
+    return runs
+
+
+@pytest.mark.parametrize("labels, counts", [
+    (["-b-a", "+a-b", "-a+b", "+a+b"], (2, 2, 2, 2)),  # all, in any order
+    (["-a-b", "+a-b", "-a+b", "+a+b"], (1, 4, 2, 3)),  # unbalanced: means of + and of - would mix the effects
+    (["-a-b+c", "+a-b-c", "-a+b-c", "+a+b+c"], (2, 2, 2, 2)),  # half of eight
+    (["-a-b-c", "+a-b-c", "-a+b-c", "-a-b+c"], (2, 1, 2, 3)),  # one factor at a time
+])
+def test_main_effects(write, call, labels, counts):
+    """Against numpy. Other groups stay out of it, the first one with the plainest name, too."""
+    effects = {factor: effect for factor, effect in (("a", -0.03), ("b", 0.01), ("c", 0.0)) if factor in labels[0]}
+    runs = noisy(labels, counts, effects, np.random.default_rng(3))
+    text, _ = call(group(write, "base", (9.0, 9.5), (1.0, 2.0)), *factorial(write, runs), "--markdown")
+    rows, loss, time = cells(text), expected(runs, list(effects), 0), expected(runs, list(effects), 1)
+    assert rows["effect of (95 %)"] == ["runs +", "runs −", "loss", "p", "time s", "p"]
+    assert "warning: effects" not in text
+    for factor in effects:
+        plus = sum(n for label, n in zip(labels, counts) if f"+{factor}" in label)
+        assert rows[factor][:2] == [str(plus), str(sum(counts) - plus)]
+        row = rows[factor]
+        for (value, half, p), (cell, shown), digits in (loss[factor], row[2:4], 4), (time[factor], row[4:6], 3):
+            assert interval(cell) == pytest.approx([value, value - half, value + half], abs=0.6 * 10 ** -digits)
+            assert float(shown) == pytest.approx(p, abs=6e-5, rel=0.06)
+    assert abs(loss["a"][0] + 0.03) < loss["a"][1] < 0.03  # and the truth is there
+
+
+def test_main_effects_in_tokens(write, call):
+    """With --exchange, the effect as percent of the tokens, by way of the rate and with its uncertainty."""
+    runs = noisy(["-a-b", "+a-b", "-a+b", "+a+b"], (3, 3, 3, 3), {"a": -0.1, "b": 0.02}, np.random.default_rng(4))
+    ends = group(write, "short", SHORT, SHORT_S, 1000), group(write, "long", LONG, LONG_S, 2000)
+    text, _ = call("--exchange=short,long", "--markdown", *factorial(write, runs, 1000), *ends)
+    rows, X = cells(text), math.log(2)
+    assert rows["effect of (95 %)"][-1] == "tokens saved %" and set(runs) <= rows.keys()
+    rate = (np.mean(SHORT) - np.mean(LONG)) / X
+    for factor, (effect, half, _) in expected(runs, ["a", "b"], 0).items():
+        variances = [(half / compare.student_t95(9) / rate) ** 2,
+                     *(np.var(v, ddof=1) / len(v) * (effect / X / rate ** 2) ** 2 for v in (SHORT, LONG))]
+        df = sum(variances) ** 2 / sum(v ** 2 / k for v, k in zip(variances, (9, 3, 2)))
+        reach = compare.student_t95(df) * math.sqrt(sum(variances))
+        want = [100 * (1 - math.exp(effect / rate + edge)) for edge in (0, reach, -reach)]
+        assert interval(rows[factor][-1]) == pytest.approx(want, abs=0.006)
+    plain = call("--exchange=short,long", *factorial(write, runs, 1000), *ends)[0]
+    assert re.search(r"^effect of \(95 %\) +runs \+ .*\na +6 +6 ", plain, re.M)
+    assert "warning: effects" not in text
+    arms = [*factorial(write, runs, 1000)[1:], group(write, "-a-b", *runs["-a-b"], 900)]
+    assert "warning: effects: the runs differ in tokens (900, 1000), so the effects are not at " in call(*arms)[0]
+
+
+@pytest.mark.parametrize("labels, unknown, warning", [
+    (["-a-b-c", "+a+b-c", "-a-b+c", "+a+b+c"], "ab", "a and b"), (["-a+b", "+a-b"], "ab", "a and b"),
+    (["-a-b+c", "+a-b+c", "-a+b+c", "+a+b+c"], "c", "c from the mean"),
+    (["+a+b+c+d", "-a-b+c+d", "+a+b-c-d", "-a-b-c-d"], "abcd", "a and b; c and d"),
+    (["-a-b-c", "+a+b-c", "+a-b+c"], "abc", "a and b and c"),  # a is -1 - b - c less itself: three at once
+])
+def test_aliased_factors(write, call, labels, unknown, warning):
+    """Those that the labels cannot separate are named and have no numbers; the others have theirs."""
+    runs = noisy(labels, [2] * len(labels), {"a": 0.1, "b": 0.2}, np.random.default_rng(5))
+    text, _ = call(*factorial(write, runs), "--markdown")
+    rows = cells(text)
+    assert text.count("warning: effects: ") == 1
+    assert f"* warning: effects: the labels cannot separate {warning}\n" in text
+    for factor in re.findall(r"\w", labels[0]):
+        assert (rows[factor][2:] == ["–"] * 4) == (factor in unknown)
+
+
+def test_too_few_runs_for_an_interval(write, call):
+    """As many runs as numbers to find: no residual. Effects that explain it all: none either. No runs: no table."""
+    runs = {"-a": ((3.4,), (10.0,)), "+a": ((3.3,), (10.5,))}
+    row = cells(call(*factorial(write, runs), "--markdown")[0])["a"]
+    assert row == ["1", "1", "-0.1000 (–)", "–", "+0.500 (–)", "–"]
+    runs = {"-a-b": ((3.41, 3.41), (10.0, 10.1)), "+a-b": ((3.31,), (10.5,)),
+            "-a+b": ((3.34,), (11.0,)), "+a+b": ((3.24,), (11.3,))}
+    assert cells(call(*factorial(write, runs), "--markdown")[0])["b"][2:4] == ["-0.0700 (–)", "–"]
+    for name in "xy":
+        write(f"{name}.txt", steps({0: 9.0, 5: 5.0}).partition("step:5/5")[0])
+    text, _ = call("-c=x.txt", "+c=y.txt")
+    assert "effect of" not in text and "warning: effects" not in text
+
+
+@pytest.mark.parametrize("labels", [["+a", "+b"], ["+a-b", "+a"], ["+a-a", "+a+a"]])
+def test_labels_of_other_factors(write, call, labels):
+    text, _ = call(*factorial(write, {label: ((3.3, 3.4), (1.0, 1.1)) for label in labels}))
+    assert f"warning: no table of effects: {labels[0]} and " in text and "effect of" not in text
+    assert "effects" not in call(f"{labels[0]}={labels[0]}_*.txt", "x-y=" + labels[1] + "_*.txt")[0]
+
+
+def test_signed_labels_on_the_command_line(write, call):
+    """A label may begin with a dash, and be that of an option; what follows it without a label joins it."""
+    for name in "abcd":
+        write(f"{name}.txt", steps({0: 9.0, 5: 5.0}))
+    args = compare.parse(["-h+b=a.txt", "b.txt", "+h-b=c.txt", "-x=d.txt", "--target=3"])
+    assert args.target == 3 and list(compare.read_groups(args.logs)) == ["-h+b", "+h-b", "-x"]
+    assert [len(runs) for runs in compare.read_groups(args.logs).values()] == [2, 1, 1]
+    assert compare.parse(["--target=3", "--", "-h+b=a.txt"]).logs == ["-h+b=a.txt"]
+    for option in "-x", "--x=a.txt":
+        assert f"unrecognized arguments: {option}" in call("a.txt", option)[1]
+
+
 # ---- Diff ------------------------------------------------------------------------------------------------------------
 
 
@@ -428,13 +779,16 @@ def test_diff(write, call):
     write("a.txt", header("--seed=1"), steps({0: 9.0, 5: 5.0}))
     write("b.txt", header("--muon_lr=0.5", "--seed=1", source="x = 3\n", choices="triton"), steps({0: 9.0, 5: 5.0}))
     text, _ = call("--diff", "a.txt", "b.txt", "--markdown")
-    assert cells(text) == {"": ["a", "b"], "---": ["---", "---"], "muon_lr": ["0.023", "0.5"], "kernels.XXT": ["torch", "triton"]}
+    assert cells(text) == {
+        "": ["a", "b"], "---": ["---", "---"], "muon_lr": ["0.023", "0.5"], "kernels.XXT": ["torch", "triton"],
+        "command": ["train_gpt.py --preset=cpu --seed=1", "train_gpt.py --preset=cpu --muon_lr=0.5 --seed=1"]}
     assert "```diff\n--- a\n+++ b\n@@ -1,4 +1,4 @@\n-x = 1\n+x = 3\n \n \n" in text and text.endswith("\n```\n")
     assert call("--diff", "one=a.txt", "two=b.txt")[0].count("```") == 0
     text, _ = call("--diff", "a.txt", PUBLIC)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line and not line.startswith(("-", "+", " ", "@"))}
     assert rows["gpus"][0] == "none" and "2 × NVIDIA H100 80GB HBM3" in text and rows["driver"] == ["–", "580.65.06"]
-    assert rows["torch"] == [torch.__version__, "2.11.0+cu130"] and rows["muon_lr"] == ["0.023", "–"] and "+BLOCK = 64\n" in text
+    assert rows["torch"] == ["2.13.0+cpu", "2.11.0+cu130"]
+    assert rows["muon_lr"] == ["0.023", "–"] and "+BLOCK = 64\n" in text
     write("c.txt", Path("a.txt").read_text())
     assert call("--diff", "a.txt", "c.txt")[0] == "settings and machine are equal\n\nthe sources are equal\n"
 
@@ -524,10 +878,14 @@ def test_commands_in_the_texts(write):
     """Those of records/README.md and of the script's docstring, as typed at the root of the repository."""
     commands = re.findall(r"^ *(python records/compare\.py .*?)(?:  .*)?$", (ROOT / "records/README.md").read_text() + compare.__doc__, re.M)
     Path("logs").mkdir()
-    for i, name in enumerate(("base_1", "base_2", "wide_1", "wide_2", "wide/1", "wide/2")):
-        write(f"logs/{name}.txt", header(), steps({0: 9.0, 10: 4.0, 20: 3.2 + i / 100}))
+    names = ("base_1", "base_2", "wide_1", "wide_2", "wide/1", "wide/2", "long_1", "long_2",
+             "none/1", "a/1", "b/1", "both/1", "both/2")
+    for i, name in enumerate(names):
+        long = name.startswith("long")
+        losses = {0: 9.0, 10: 4.0, 20: 3.2 + i / 100 - long / 2}
+        write(f"logs/{name}.txt", header(), steps(losses), f"tokens: {1000 << long}\n")
     os.symlink(ROOT / "records", "records")
-    assert len(commands) >= 5
+    assert len(commands) >= 9
     for command in commands:
         done = subprocess.run(["bash", "-c", command.replace("python", sys.executable, 1)], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout and not done.stderr, command + done.stderr

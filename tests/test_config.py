@@ -9,7 +9,7 @@ import torch
 
 import oracles
 import train_gpt as T
-from records import check
+from data.files import UserError
 
 CPU = torch.device("cpu")
 RECORD = T.PRESETS["record"]
@@ -43,8 +43,8 @@ def test_values_of_every_type(arg, section, name, value):
 
 
 def test_no_arguments_and_several():
-    assert T.parse_config([]) == RECORD == T.Config()
-    config = T.parse_config(["--seed=3", "--preset=cpu", "--final_window=99"])
+    assert T.parse_config([]) == RECORD and T.PRESETS["record74"] == T.Config()
+    config = T.parse_config(["--seed", "3", "--preset=cpu", "--final_window", "99"])
     assert (config.run.seed, config.schedule.final_window, config.run.device) == (3, 99, "cpu")
     assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages and T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"]
 
@@ -58,26 +58,79 @@ def test_stage_knobs():
     assert config == dataclasses.replace(RECORD, schedule=dataclasses.replace(RECORD.schedule, stages=tuple(stages)))
 
 
+def test_number_of_stages():
+    """More of them repeat the last before the extension, which stays last; fewer drop those before it."""
+    stages = RECORD.schedule.stages
+    assert T.parse_config(["--stages=6"]).schedule.stages == (*stages[:3], stages[2], stages[2], stages[3])
+    assert T.parse_config(["--stages=2", "--split_stage=2"]).schedule.stages == (stages[0], stages[3])
+    config = T.parse_config(["--stages=5", "--stage4.lr_mul=2", "--stage5.long_window=1700"])
+    assert [stage.lr_mul for stage in config.schedule.stages] == [1.0, 1.52, 1.73, 2.0, 1.73]
+    assert [stage.long_window for stage in config.schedule.stages] == [384, 896, 1408, 1408, 1700]
+
+
+def test_shares_of_the_stages():
+    config = T.parse_config(["--scheduled_steps=100", "--stage1.share=0.5", "--stage2.share=0.25", "--stage3.share=0.25"])
+    assert T.stage_starts(config.schedule) == [0, 50, 75, 100, 140]
+    assert T.stage_starts(T.parse_config(["--stages=3", "--stage1.share=3"]).schedule) == [0, 1088, 1450, 1490]  # round(1087.5)
+
+
+def test_layer_knobs():
+    """One field, or all of them as words; more layers are plain ones."""
+    layers = list(RECORD.model.layers)
+    layers[6] = T.Layer(skip_from=3)
+    assert list(T.parse_config(["--layer6.attention=true"]).model.layers) == layers
+    layers[6] = T.Layer(paired=True, skip_from=2)
+    assert list(T.parse_config(["--layer6=paired skip_from=2"]).model.layers) == layers
+    layers[6] = T.Layer(paired=True, long=True)
+    assert list(T.parse_config(["--layer6=default", "--layer6.paired=1", "--layer6.long=true"]).model.layers) == layers
+    config = T.parse_config(["--layers=3", "--backout_layer=none", "--layer2.value_embed=false"])
+    assert config.model.layers == (T.Layer(paired=True), T.Layer(value_embed=True), T.Layer(paired=True))
+    more = T.parse_config(["--layers=7", "--backout_layer=0"]).model
+    assert more.layers == RECORD.model.layers[:7] and T.parse_config(["--layers=12", "--layer11=two_lanes"]).model.layers[11].two_lanes
+
+
+def test_config_from_dict():
+    """What a checkpoint holds; a knob that it does not know has its neutral value, one that only it knows is refused by name."""
+    for config in T.PRESETS.values():
+        assert T.config_from_dict(dataclasses.asdict(config)) == config
+    tree = dataclasses.asdict(T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"]))
+    assert T.flatten(T.config_from_dict(tree))["stage5.share"] == 0 and T.config_from_dict(tree).model.layers[11].two_lanes
+    del tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
+    assert T.config_from_dict(tree).optim.muon_lr == 0.023 and not T.config_from_dict(tree).model.layers[11].two_lanes
+    for change in (lambda: tree["optim"].update(muon_beta9=1), lambda: tree["model"]["layers"][0].update(triple=1), lambda: tree.update(extra={})):
+        tree = dataclasses.asdict(RECORD)
+        change()
+        with pytest.raises(UserError, match="another train_gpt.py: .*(muon_beta9|triple|extra)"):
+            T.config_from_dict(tree)
+
+
 @pytest.mark.parametrize("arg, message", [
     ("--scheduled_step=3", "unknown key --scheduled_step; the nearest is --scheduled_steps"),
     ("--stage2.longwindow=3", "nearest is --stage2.long_window"),
     ("--stage5.lr_mul=3", r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul"),
     ("--prest=cpu", "nearest is --preset"),
     ("--=3", "unknown key"),
-    ("--stages=3", "unknown key --stages"),
+    ("--stages=1", "--stages=1: must be 2 or more"),
+    ("--layers=0", "--layers=0: must be 1 or more"),
+    ("--layer11.long=true", r"unknown key --layer11.long; the nearest is --layer\d+.long"),
+    ("--layer3.lang=true", r"unknown key --layer3.lang; the nearest is --layer3.long"),
+    ("--layer3=lang", "--layer3=lang: expected words that are fields of Layer, for example --layer3=long"),
+    ("--layer6.skip_from=x", "expected a number or none, for example --layer6.skip_from=3"),
     ("--val_every", "'--val_every': write --key=value"),
+    ("--muon_lr=nan", "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023"),
+    ("--muon_momentum=0.9,inf", "--muon_momentum=0.9,inf: expected comma-separated numbers"),
     ("val_every=3", "'val_every=3': write --key=value"),
     ("", "'': write --key=value"),
-    ("--preset=h100", "preset=h100.*record, single, cpu"),
+    ("--preset=h100", "preset=h100.*record74, record, single, cpu"),
     ("--val_every=2.5", "--val_every=2.5: expected int, for example --val_every=250"),
     ("--val_every=", "--val_every=: expected int"),
-    ("--muon_lr=fast", "expected float, for example --muon_lr=0.023"),
+    ("--muon_lr=fast", "expected float, a finite number, for example --muon_lr=0.023"),
     ("--compile=yes", "expected bool, for example --compile=True"),
     ("--stage1.mtp_end=1,x", "--stage1.mtp_end=1,x: expected comma-separated numbers, for example --stage1.mtp_end=1.0,0.5,0.0"),
     ("--muon_momentum=", "expected comma-separated numbers"),
 ])
 def test_what_it_does_not_understand(arg, message):
-    with pytest.raises(T.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         T.parse_config([arg])
 
 
@@ -89,6 +142,16 @@ def test_what_it_does_not_understand(arg, message):
     ("--vocab_size=65537", "--vocab_size=65537"),
     ("--scheduled_steps=2", "--scheduled_steps=2"),
     ("--extension_steps=-1", "schedule|extension_steps"),
+    ("--stage2.share=0", "shares of the stages: 1.0, 0.0, 1.0, 0.0; all must be above 0"),
+    ("--stage4.share=1", "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last"),
+    ("--scheduled_steps=30 --stage2.share=0.001", "--scheduled_steps=30: one per stage"),
+    ("--backout_layer=11", "--backout_layer=11: the layers are 0 to 10; or none"),
+    ("--layer6.paired=true", "--layer6='attention=False paired skip_from=3': .* about attention"),
+    ("--layer1.attention=false", "--layer1='attention=False value_embed': .* about attention"),
+    ("--layer6.skip_from=6", "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none"),
+    ("--layer8.two_lanes=false", "--layer8.two_lanes=False: after layer 7, which has two lanes"),
+    ("--layers=12", "--layer11.two_lanes=False: after layer 10"),
+    ("--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none", "all layers are without attention"),
     ("--muon_cooldown=0", "muon_cooldown"),
     ("--cooldown_frac=0", "cooldown_frac"),
     ("--cooldown_frac=1.5", "cooldown_frac"),
@@ -111,7 +174,7 @@ def test_what_it_does_not_understand(arg, message):
     ("--cooldown_frac=1e-20", "cooldown_frac"),
 ])
 def test_numbers_that_do_not_fit_together(args, message):
-    with pytest.raises(T.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         T.parse_config(args.split())
 
 
@@ -130,7 +193,7 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
     ("", 12, "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"),
     ("--stage2.batch_tokens=384", 32, "^--stage2.batch_tokens=384 .* 16 . --micro_batches=32, one for each of 32 processes$")])
 def test_numbers_of_ranks_that_do_not_fit(args, world, message):
-    with pytest.raises(T.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         T.parse_config(args.split(), world)
 
 
@@ -139,7 +202,7 @@ def test_numbers_of_ranks_that_do_not_fit(args, world, message):
     "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
 def test_numbers_that_would_crash_later(arg):
     """One line that names the knob, not a traceback from the middle of the run."""
-    with pytest.raises(T.UserError, match=arg.partition("=")[0].removeprefix("--").removeprefix("stage1.")):
+    with pytest.raises(UserError, match=arg.partition("=")[0].removeprefix("--").removeprefix("stage1.")):
         T.parse_config([arg])
 
 
@@ -164,7 +227,7 @@ def test_no_knob_hides_another():
     stage_fields = [f.name for f in dataclasses.fields(T.Stage)]
     assert len(set(fields)) == len(fields) and fields.count("stages") == 1 and "preset" not in fields
     stages = [f"stage{i}.{name}" for i in (1, 2, 3, 4) for name in stage_fields]
-    assert sorted(T.flatten(RECORD)) == sorted([name for name in fields if name != "stages"] + stages)
+    assert sorted(T.flatten(RECORD)) == sorted(fields + stages + [f"layer{i}" for i in range(11)])
     assert T.flatten(RECORD)["stage3.long_window"] == 1408 and T.flatten(RECORD)["adam_lr"] == 0.008
 
 
@@ -178,18 +241,20 @@ def test_written_out_config_is_read_back(preset, base):
 
 def test_presets_pass_their_own_check():
     for config in T.PRESETS.values():
-        check.check_config(config)
+        T.check_config(config)
 
 
 def test_help_lists_every_knob():
     lines = T.help_text().splitlines()
     assert T.help_text().startswith(T.__doc__)
     for key, value in T.flatten(RECORD).items():
-        (line,) = [line for line in lines if line.startswith(f"  --{key}=")]
-        assert line.startswith(f"  --{key}={T.render(value)}")
+        if not key.startswith("stage") or key == "stages":
+            (line,) = [line for line in lines if line.startswith(f"  --{key}=")]
+            assert line.startswith(f"  --{key}={T.render(value)}".rstrip())
     words = [line.split() for line in lines]
     assert ["--val_every=250", "steps"] in words  # the comment beside the field
-    assert any(line[0] == "--stage2.max_doc_len=2048" and "cut" in line for line in words if line)
+    assert any(line[:4] == ["--stage<n>.max_doc_len=896", "2048", "2048", "2048"] and "cut" in line for line in words)
+    assert any(line[:1] == ["--layer<n>.long="] and "window," in line for line in words)
 
 
 def test_main_prints_help_or_one_line(capsys):
@@ -208,14 +273,14 @@ def plan(step):
 
 
 def test_stages_of_the_record():
-    """§4.1: (steps, tokens per step, N, longest document, windows)."""
+    """(steps, tokens per step, N, longest document, windows)."""
     assert T.stage_starts(RECORD.schedule) == [0, 483, 967, 1450, 1490]
     wanted = [(483, 131072, 16384, 896, 128, 384), (484, 262144, 32768, 2048, 384, 896), (483, 393216, 49152, 2048, 640, 1408),
               (40, 393216, 49152, 2048, 768, 1664)]
     got = []
     for i, stage in enumerate(RECORD.schedule.stages):
         steps = [step for step in STEPS[:-1] if plan(step).stage == i]
-        rows, longest = {(plan(step).row_tokens, plan(step).max_doc_len) for step in steps}.pop()
+        rows, longest = {(plan(step).micro_batch_tokens, plan(step).max_doc_len) for step in steps}.pop()
         got.append((len(steps), stage.batch_tokens, rows, longest, stage.short_window, stage.long_window))
     assert got == wanted and RECORD.schedule.final_window == 2560
     assert sum(RECORD.schedule.stages[plan(step).stage].batch_tokens for step in STEPS[:-1]) == 395_837_440
@@ -247,7 +312,7 @@ def test_every_step_of_the_record_against_the_oracle():
         got = plan(step)
         stage = oracles.stage_of(step)
         assert (got.step, got.stage) == (step, stage)
-        assert got.row_tokens == [16384, 32768, 49152, 49152][stage] and got.max_doc_len == [896, 2048, 2048, 2048][stage]
+        assert got.micro_batch_tokens == [16384, 32768, 49152, 49152][stage] and got.max_doc_len == [896, 2048, 2048, 2048][stage]
         assert got.lr_factor == pytest.approx(oracles.lr_factor(step), rel=1e-12)
         assert got.momentum == pytest.approx(oracles.muon_momentum(step), rel=1e-12)
         assert len(got.mtp_weights) == len(oracles.mtp_weights(step))
@@ -297,7 +362,7 @@ def test_warmup_meets_every_stage_and_every_kind_of_update(preset):
 
 # ---- Rotary states ---------------------------------------------------------------------------------------------------
 
-# Appendix B: long window -> attention scale and frequencies 0, 1, 2, 4, 8, 16, 24, 31
+# Long window -> attention scale and frequencies 0, 1, 2, 4, 8, 16, 24, 31
 YARN = {
     384: (0.1, 1, 0.799638, 0.639421, 0.408860, 0.167166, 0.027945, 0.004671, 0.000977),
     896: (0.116946, 1, 0.799638, 0.639421, 0.356011, 0.100042, 0.012341, 0.002002, 0.000419),
@@ -354,7 +419,7 @@ def test_views_of_the_stages():
 def test_view_tables_are_long_enough_and_rounded_last():
     """On the meta device for the size of the record; bf16 tables are the rounded fp32 ones."""
     for config in map(T.PRESETS.get, ("record", "cpu")):
-        longest = max(config.data.val_batch_tokens, *(T.make_plan(config, step).row_tokens for step in (0, 50, 100, 1000, 1490)))
+        longest = max(config.data.val_batch_tokens, *(T.make_plan(config, step).micro_batch_tokens for step in (0, 50, 100, 1000, 1490)))
         for view in T.stage_views(config, torch.device("meta"), torch.bfloat16):
             assert view.rotary.shape == (2 * longest, config.model.head_dim // 4, 2) and view.rotary.dtype == torch.bfloat16
     exact, rounded = (T.stage_views(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
@@ -368,15 +433,16 @@ def test_views_with_python_numbers():
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
 
-# §3.2, row order = scatter order: optimizer, communication, betas, lr_mul, wd_mul
+# optimizer, communication, betas, lr_mul, wd_mul
+SMOOTH = "adam", "replicated", (0.9, 0.99)
 TABLE = {
     "attn_bank": ("normuon", "sharded", None, 1, 1),
     "mlp_bank": ("normuon", "sharded", None, 1, 1),
-    "scalars": ("adam", "replicated", (0.9, 0.99), 5, 0),
-    "smear_gate": ("adam", "replicated", (0.9, 0.99), 0.01, 0),
-    "skip_gate": ("adam", "replicated", (0.9, 0.99), 0.05, 0),
-    "attn_gate_bank": ("adam", "replicated", (0.9, 0.99), 1, 1),
-    "ve_gate_bank": ("adam", "replicated", (0.9, 0.99), 1, 1),
+    "sa_lambdas": (*SMOOTH, 5, 0), "smear_lambda": (*SMOOTH, 5, 0), "backout_lambda": (*SMOOTH, 5, 0), "skip_lambda": (*SMOOTH, 5, 0),
+    "smear_gate": (*SMOOTH, 0.01, 0),
+    "skip_gate": (*SMOOTH, 0.05, 0),
+    "attn_gate_bank": (*SMOOTH, 1, 1),
+    "ve_gate_bank": (*SMOOTH, 1, 1),
     "lm_head": ("adam", "sharded", (0.5, 0.95), 1, 150),
     "bigram_embed": ("adam", "sharded_sparse", (0.75, 0.95), 75, 5),
     "post_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
@@ -386,33 +452,31 @@ TABLE = {
     "value_embeds": ("adam", "sharded", (0.75, 0.95), 75, 5),
     "embed": ("adam", "sharded", (0.5, 0.95), 1, 150),
 }
-WORK_ORDER = [
-    "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "post_lambdas", "x0_lambdas", "bigram_lambdas",
-    "resid_lambdas", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank"]
 
 
 def test_parameter_table():
-    got = {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in T.PARAM_TABLE}
-    assert list(got.items()) == list(TABLE.items())
-    rates = {row.label: row.matrix_lr for row in T.PARAM_TABLE if row.matrix_lr}
+    table = T.param_table(RECORD.model)
+    assert {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in table} == TABLE and len(table) == len(TABLE)
+    rates = {row.label: row.matrix_lr for row in table if row.matrix_lr}
     assert rates == {"attn_bank": (1, 1, 1, 1), "mlp_bank": (2, 4)}
 
 
 def test_orders():
-    """Those of the table, with all replicated parameters in the place of the first."""
-    def merged(labels):
-        return list(dict.fromkeys("replicated" if TABLE[label][1] == "replicated" else label for label in labels))
-
-    assert list(T.SCATTER_ORDER) == merged(TABLE) and list(T.WORK_ORDER) == merged(WORK_ORDER)
+    """Of the reductions and of the updates; all replicated parameters travel together."""
+    config = T.PRESETS["cpu"]
+    model = T.GPT(config.model, None, FP32, CPU)
+    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, CPU), None)
+    assert optimizer.reduce_order == ["attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds", "embed"]
+    assert optimizer.work_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank"]
 
 
 def test_optimizer_defaults():
-    """§3.1, and some products of §3.2."""
+    """And some products with those of the table."""
     optim = RECORD.optim
     assert (optim.adam_lr, optim.adam_eps, optim.adam_wd) == (0.008, 1e-10, 0.005)
     assert (optim.muon_lr, optim.muon_beta2, optim.muon_wd) == (0.023, 0.95, 1.2)
-    rows = {row.label: row for row in T.PARAM_TABLE}
-    peaks = {"scalars": 0.04, "smear_gate": 8e-5, "skip_gate": 4e-4, "ve_gate_bank": 0.008, "bigram_embed": 0.6, "embed": 0.008}
+    rows = {row.label: row for row in T.param_table(RECORD.model)}
+    peaks = {"sa_lambdas": 0.04, "smear_gate": 8e-5, "skip_gate": 4e-4, "ve_gate_bank": 0.008, "bigram_embed": 0.6, "embed": 0.008}
     assert {label: optim.adam_lr * rows[label].lr_mul for label in peaks} == pytest.approx(peaks)
     assert [optim.muon_lr * factor for factor in rows["mlp_bank"].matrix_lr] == pytest.approx([0.046, 0.092])
 
@@ -420,7 +484,7 @@ def test_optimizer_defaults():
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
-INVENTORY = {  # §1.1
+INVENTORY = {
     "attn_bank": ((10, 3072, 768), BF16),
     "mlp_bank": ((12, 2, 3072, 768), BF16),
     "attn_gate_bank": ((10, 6, 12), BF16),
@@ -435,7 +499,8 @@ INVENTORY = {  # §1.1
     "x0_lambdas": ((11,), FP32),
     "bigram_lambdas": ((11,), FP32),
     "resid_lambdas": ((11, 2), FP32),
-    "scalars": ((25,), FP32),
+    "sa_lambdas": ((11, 2), FP32),
+    "smear_lambda": ((1,), FP32), "backout_lambda": ((1,), FP32), "skip_lambda": ((1,), FP32),
 }
 
 
@@ -469,7 +534,8 @@ def test_zeros_and_constants(weights):
     assert torch.equal(weights["post_lambdas"], post)
     assert torch.equal(weights["bigram_lambdas"], torch.full((11,), 0.05))
     assert torch.equal(weights["resid_lambdas"], torch.full((11, 2), 1.1**0.5))
-    assert weights["scalars"].tolist() == [0.5, 1.0] * 11 + [0.0, 0.5, -1.5]
+    assert weights["sa_lambdas"].tolist() == [[0.5, 1.0]] * 11
+    assert [weights[f"{name}_lambda"].tolist() for name in ("smear", "backout", "skip")] == [[0.0], [0.5], [-1.5]]
     assert torch.equal(weights["embed"], weights["lm_head"].T)
 
 

@@ -42,7 +42,7 @@ class Corpus:
         self.warnings = []
 
     def loader(self, rank=0, world=1, first=0, device=CPU):
-        plans = [SimpleNamespace(row_tokens=tokens, max_doc_len=longest) for tokens, longest in self.spec[first:]]
+        plans = [SimpleNamespace(micro_batch_tokens=tokens, max_doc_len=longest) for tokens, longest in self.spec[first:]]
         return L.Loader(self.config, T.Runtime(rank, world, device), plans, warn=self.warnings.append)
 
     def expected(self):
@@ -83,8 +83,8 @@ def assert_batch(batch, row):
     inputs, targets, lengths = row
     rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
     cu = oracles.cu_seqlens(lengths, len(inputs), oracles.cu_capacity(len(inputs)))
-    assert isinstance(batch.bigram_rows_cpu, np.ndarray)
-    got = [t.cpu().numpy() for t in batch[:4]] + [batch.bigram_rows_cpu]
+    assert isinstance(batch.touched["bigram_embed"], np.ndarray)
+    got = [t.cpu().numpy() for t in batch.tensors] + [batch.touched["bigram_embed"]]
     for name, values, wanted in zip(L.Batch._fields, got, [inputs, targets, cu, rows, rows], strict=True):
         assert values.dtype == wanted.dtype, name
         np.testing.assert_array_equal(values, wanted, err_msg=name)
@@ -131,7 +131,8 @@ def test_hand_made_step(tmp_path):
     assert second.tokens.tolist() == [SEP, 21, 22, 23, SEP] and second.targets.tolist() == [21, 22, 23, SEP, 31]
     assert second.cu_seqlens.tolist() == [0, 4] + [5] * 126
     across_the_border = (36313 * SEP ^ 27191 * 23) % (BIGRAM_ROWS - 1)
-    assert second.bigram_rows[-1] == across_the_border and second.bigram_rows[0] == BIGRAM_ROWS - 1
+    hashed = second.rows["bigram_embed"]
+    assert hashed[-1] == across_the_border and hashed[0] == BIGRAM_ROWS - 1
 
 
 @pytest.mark.parametrize("small", [0, 1, 2])
@@ -369,7 +370,7 @@ def test_no_damage_gets_past_the_checks(tmp_path):
 
     def train(data):
         config = T.Config(model=FUZZED_MODEL, data=data)
-        loader = L.Loader(config, runtime, [SimpleNamespace(row_tokens=16, max_doc_len=16)] * 40, warn=lambda line: None)
+        loader = L.Loader(config, runtime, [SimpleNamespace(micro_batch_tokens=16, max_doc_len=16)] * 40, warn=lambda line: None)
         for _ in range(40 * 8):
             nonlocal later
             batch = loader.next_batch()
@@ -506,7 +507,7 @@ def test_validation_pieces(tmp_path, world):
             piece = i * world + rank
             inputs, targets, cu = oracles.validation_piece(stream, 64 * piece, 64, SEP, oracles.cu_capacity(64))
             rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
-            for got, wanted in zip([t.numpy() for t in batch[:4]] + [batch.bigram_rows_cpu], [inputs, targets, cu, rows, rows]):
+            for got, wanted in zip([t.numpy() for t in batch.tensors] + [batch.touched["bigram_embed"]], [inputs, targets, cu, rows, rows]):
                 assert got.dtype == wanted.dtype
                 np.testing.assert_array_equal(got, wanted)
             pieces[piece] = batch
@@ -593,7 +594,7 @@ def test_batches_on_the_gpu(tmp_path):
         batch = loader.next_batch()
         assert {t.device for t in batch[:4]} == {device}
         copy = [t + 0 for t in batch[:4]]  # in the main stream, before anything waits
-        rows = batch.bigram_rows_cpu
+        rows = batch.touched["bigram_embed"]
         del batch
         busy = (busy @ busy).clamp(-1, 1)
         assert_batch(L.Batch(*copy, rows), row)

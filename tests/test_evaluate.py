@@ -22,6 +22,7 @@ import torch
 
 import oracles
 import train_gpt as T
+from data.files import UserError
 from records import evaluate as E
 from test_checkpoint import train
 from test_run import ENV, FINAL_WINDOW, ROOT, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
@@ -48,7 +49,7 @@ def eloquent(trained):
             param.copy_(trained.model.get_parameter(label))
             if param.dtype == torch.bfloat16:
                 param.add_(torch.randn(param.shape, generator=generator), alpha=1.0 if param.ndim == 2 else 0.1)
-        model.scalars[-3] = 0.8  # smear
+        model.smear_lambda.fill_(0.8)
         model.bigram_lambdas.fill_(0.3)
     return SimpleNamespace(config=trained.config, model=model)
 
@@ -151,9 +152,9 @@ def test_tokenizers(monkeypatch):
     assert E.text_codec(50257) == (BPE.encode_ordinary, BPE.decode_single_token_bytes)
     for broken in SimpleNamespace(get_encoding=lambda name: 1 / 0), None:
         monkeypatch.setitem(sys.modules, "tiktoken", broken)
-        with pytest.raises(T.UserError, match=r"^no GPT-2 tokenizer \(\w+\): tiktoken fetches it once, online$"):
+        with pytest.raises(UserError, match=r"^no GPT-2 tokenizer \(\w+\): tiktoken fetches it once, online$"):
             E.text_codec(50257)
-    with pytest.raises(T.UserError, match="no tokenizer is known for a vocabulary of 50258"):
+    with pytest.raises(UserError, match="no tokenizer is known for a vocabulary of 50258"):
         E.text_codec(50258)
 
 
@@ -184,7 +185,7 @@ def test_bits_per_byte_of_longer_tokens(monkeypatch):
 
 
 def test_no_tokenizer_no_bits(trained, capsys, monkeypatch):
-    monkeypatch.setattr(E, "text_codec", lambda size: (_ for _ in ()).throw(T.UserError("no GPT-2 tokenizer")))
+    monkeypatch.setattr(E, "text_codec", lambda size: (_ for _ in ()).throw(UserError("no GPT-2 tokenizer")))
     E.validate(trained.model, trained.config, trained.ops)
     assert capsys.readouterr().out == f"val_loss: {trained.val['11']}\nno bits per byte: no GPT-2 tokenizer\n"
 

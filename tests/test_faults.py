@@ -14,8 +14,10 @@ import pytest
 
 import train_gpt as T
 import triton_kernels as kernels
-from data import loader
-from records import check
+import data.checkpoint
+import data.files
+import data.loader
+import data.log
 from test_run import ENV, ROOT, VAL_BATCH, corpus, fails, finish, start  # noqa: F401 (two of them are fixtures)
 
 SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()}")'
@@ -103,10 +105,10 @@ def test_a_signal_as_each_python_spells_it(signum, line):
 
 @pytest.mark.parametrize("file", [None, "error.json", "/no/such/folder/error.json"])
 def test_without_a_folder_every_process_speaks(monkeypatch, file):
-    monkeypatch.setattr(check.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(T.time, "sleep", lambda seconds: None)
     if file:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
-    assert check.first_to_say(0) and check.first_to_say(1)
+    assert T.should_report(0) and T.should_report(1)
 
 
 @pytest.mark.parametrize("impatient", [False, True])
@@ -181,7 +183,7 @@ full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/fu
 
 @full
 def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr(T.uuid, "uuid4", lambda: "full")
+    monkeypatch.setattr(data.log.uuid, "uuid4", lambda: "full")
     (tmp_path / "run_full.txt").symlink_to("/dev/full")
     args = [*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"]
     fails(args, "cannot write .*run_full.txt.*--log_dir .No space left")
@@ -190,7 +192,7 @@ def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch
 def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
     """Here a limit on the size of files. It stops at once, and what fits is in the log."""
     import resource
-    room = sum(os.path.getsize(module.__file__) for module in (T, loader, kernels)) + 5000
+    room = sum(os.path.getsize(module.__file__) for module in (T, data.checkpoint, data.files, data.loader, data.log, kernels)) + 8000
     limit = f"\nimport resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, resource.RLIM_INFINITY))"
     process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID + limit)
     out, err, status = finish(process, 60)

@@ -93,7 +93,7 @@ def curve(args):
 
     yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.views[0], rt)
     for plan in trainer.plans[:-1]:
-        yield trainer.step(trainer.loader, plan, trainer.micro_steps).item() * trainer.micro_steps / plan.row_tokens
+        yield trainer.step(trainer.loader, plan, trainer.micro_steps).item() * trainer.micro_steps / plan.micro_batch_tokens
     yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.views[-1], rt)
 
 
@@ -157,8 +157,9 @@ def polar_coefficient(monkeypatch):
 
 
 def value_rate(monkeypatch):
-    table = tuple(row._replace(lr_mul=70.0) if row.label == "value_embeds" else row for row in T.PARAM_TABLE)
-    monkeypatch.setattr(T, "PARAM_TABLE", table)
+    table = T.param_table
+    monkeypatch.setattr(T, "param_table", lambda model: tuple(
+        row._replace(lr_mul=70.0) if row.label == "value_embeds" else row for row in table(model)))
 
 
 def embedding_from_zero(monkeypatch):

@@ -51,7 +51,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
     view = view._replace(rotary=view.rotary.to(device, dtype), attn_scale=view.attn_scale.to(dtype))
-    h = model(tokens[:-1].int().to(device), cu.to(device), rows.to(device), view)
+    h = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view)
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA)
     loss.backward()
 
@@ -63,13 +63,15 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     for name, param in model.named_parameters():
         wanted = params[name].grad
         error = (param.grad.to(wanted) - wanted).abs().max() / wanted.abs().max()
-        bound = lambda_bound if name.endswith("_lambdas") else gradient_bound
+        rounded = name in ("post_lambdas", "x0_lambdas", "bigram_lambdas", "resid_lambdas")
+        # A single number is a sum over all tokens in which much cancels.
+        bound = lambda_bound if rounded else 10 * gradient_bound if param.numel() == 1 else gradient_bound
         assert error < bound, f"gradient of {name}: relative error {error:.1e}"
 
 
 def test_loss_and_all_gradients(setting):
-    """The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 1.6e-7. The gradients of
-    lambdas are rounded to bf16 with the lambdas themselves (K6); largest seen: 4.2e-4."""
+    """The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 2.2e-7, 3.2e-6
+    of a single number. The gradients of lambdas are rounded to bf16 with the lambdas themselves (K6); largest seen: 4.2e-4."""
     model = setting[0]
     head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     compare_with_oracle(model, head, setting, loss_bound=1e-6, gradient_bound=1e-6, lambda_bound=2**-8)
@@ -90,7 +92,7 @@ def test_validation_loss(setting):
     model, tokens, cu, rows, view, settings = setting
     head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     with torch.no_grad():
-        h = model(tokens[:-1].int(), cu, rows, view)
+        h = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
         loss = head(h, tokens[1:], torch.ones(1), 1.0, exact=True) / len(h)
     expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows, **settings)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -103,7 +105,7 @@ def test_every_technique_matters(setting):
     def output(**changes):
         new = dict(cu=cu, rows=rows, view=view) | changes
         with torch.no_grad():
-            return model(tokens[:-1].int(), new["cu"], new["rows"], new["view"])
+            return model(tokens[:-1].int(), new["cu"], {"bigram_embed": new["rows"]}, new["view"])
 
     base = output()
     assert torch.equal(base, output())
@@ -122,8 +124,8 @@ def test_initial_identities():
     model.init_weights(0)
     assert torch.count_nonzero(model.mlp_bank[:, 1]) == torch.count_nonzero(model.bigram_embed) == 0
     assert torch.count_nonzero(model.attn_gate_bank) == torch.count_nonzero(model.ve_gate_bank) == 0
-    assert model.scalars[-3:].tolist() == [0.0, 0.5, -1.5]
-    assert (torch.sigmoid(model.scalars[-1]) * 2 * 0.5).item() == pytest.approx(0.18243, abs=1e-5)
+    assert [p.item() for p in (model.smear_lambda, model.backout_lambda, model.skip_lambda)] == [0.0, 0.5, -1.5]
+    assert (torch.sigmoid(model.skip_lambda) * 2 * 0.5).item() == pytest.approx(0.18243, abs=1e-5)
     assert torch.equal(model.embed, model.lm_head.t())
 
 
@@ -140,6 +142,7 @@ def test_bf16_is_near_fp32():
         cu[:2] = torch.tensor([0, 50])
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
         view = T.View(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
-        h = model(tokens[:-1], cu, torch.from_numpy(L.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows)), view)
+        rows = torch.from_numpy(L.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows))
+        h = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         losses.append(kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)

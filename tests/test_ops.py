@@ -131,7 +131,7 @@ def test_what_the_model_hands_to_attention():
                   torch.tensor(0.1), 12)
     tokens = torch.randint(0, 40, (n,), dtype=torch.int32)
     with torch.no_grad():
-        model(tokens, cu, torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows)), view)
+        model(tokens, cu, {"bigram_embed": torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows))}, view)
 
     layers = [layer for layer in oracles.LAYERS if layer[0] is not None]
     assert len(calls) == 10 and len(turned) == 10
@@ -215,7 +215,7 @@ def test_compiled_model_equals_eager(device):
     lengths, cu = random_documents(n, 200)
     cu = cu.to(device)
     tokens = torch.randint(0, 257, (n,), dtype=torch.int32)
-    rows = torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows)).to(device)
+    rows = {"bigram_embed": torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows)).to(device)}
     tokens, upstream = tokens.to(device), torch.randn(n, 768).to(device, BF16)
     states = T.rotary_states(128, [384, 896])
 
@@ -282,8 +282,8 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
         tokens = torch.randint(257, (n + 1,))
         hashed = torch.from_numpy(L.bigram_rows(tokens[:-1].int().numpy(), config.bigram_rows))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
-        batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu, hashed)), bigram_rows_cpu=None)
-        losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
+        batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu)), {"bigram_embed": hashed.to(device)}, {})
+        losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], key=n).item())
         with torch.no_grad():
             model.lm_head.mul_(1.5)
             if apart or i == len(rows) - 1:

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
-from records import check  # noqa: E402
 from data import loader as L  # noqa: E402
 
 
@@ -666,12 +665,12 @@ def test_the_printed_command_fits_the_text(data, tmp_path, monkeypatch, capsys, 
     config = train_gpt.parse_config(arguments)
     assert config.run.sample_tokens == 200 and config.run.sample_prompt == ""
     usual = train_gpt.PRESETS["cpu" if tokenizer == "bytes" else "record"]
-    assert check.check_training_data(config, 1) in out
+    assert L.survey_training_data(config, np.diff(train_gpt.stage_starts(config.schedule)))[0] in out
     runtime = train_gpt.Runtime(0, 1, torch.device("cpu"))
     for stage in config.schedule.stages:
         row = stage.batch_tokens // config.run.micro_batches
         assert row <= max(2048, have // 8) or config.run.micro_batches == usual.run.micro_batches
-        plans = [types.SimpleNamespace(row_tokens=row, max_doc_len=stage.max_doc_len)] * min(20, 2 + 2 * have // stage.batch_tokens)
+        plans = [types.SimpleNamespace(micro_batch_tokens=row, max_doc_len=stage.max_doc_len)] * min(20, 2 + 2 * have // stage.batch_tokens)
         loader = L.Loader(config, runtime, plans, warn=lambda line: None)
         for _ in range(len(plans) * config.run.micro_batches):
             assert len(loader.next_batch().tokens) == row
@@ -712,7 +711,7 @@ def copy(tmp_path):
         pytest.importorskip(module)  # run.sh would install it
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)
-    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", "data/__init__.py", "data/loader.py", "data/prepare.py"):
+    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "loader", "log", "prepare"))):
         shutil.copy(ROOT / name, repo / name)
     (repo / "records").mkdir()
     for module in (ROOT / "records").glob("*.py"):
@@ -764,8 +763,8 @@ def test_numbers_of_the_readme():
     record, cpu = (train_gpt.PRESETS[name] for name in ("record", "cpu"))
     lengths = [sorted({stage.max_doc_len for stage in config.schedule.stages}) for config in (record, cpu)]
     characters = [prepare.DOCUMENT_CHARACTERS[config.model.separator] for config in (record, cpu)]
-    for text in ("(%d, later %d; `--preset=cpu`: %d, later %d)" % (*lengths[0], *lengths[1]), f"0 to 3 | {L.SHARD_MAGIC},",
-                 f"4 to 7 | {L.SHARD_VERSION},", f"| {L.SHARD_HEADER_BYTES} to 1023 + 2n |",
+    for text in ("(%d, later %d; `--preset=cpu`: %d, later %d)" % (*lengths[0], *lengths[1]), f"0 to 3 | {prepare.SHARD_MAGIC},",
+                 f"4 to 7 | {prepare.SHARD_VERSION},", f"| {prepare.SHARD_HEADER_BYTES} to 1023 + 2n |",
                  f"0 to 50255 | {record.model.separator}, ", f"0 to 255 | {cpu.model.separator} |",
                  "%d characters (GPT-2) or %d (bytes)" % tuple(characters), f"there are {prepare.HUB_SHARDS} (",
                  f"data/fineweb10B: {prepare.FINEWEB_SHARDS} training", prepare.HUB_DATASET):

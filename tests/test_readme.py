@@ -142,6 +142,9 @@ def container(command, corpus, tmp_path, monkeypatch):
     steps = dict(line.split(maxsplit=1) for line in recipe.splitlines())
     assert re.fullmatch(r"python:3\.\d+\.\d+-\w+", steps["FROM"]) and steps["CMD"] == '["./run.sh"]'
     assert (ROOT / steps["COPY"].split()[0]).exists() and steps["RUN"].endswith(steps["COPY"].split()[1] + steps["COPY"].split()[0])
+    choice = re.search(r"sed '.*?' requirements.txt", (ROOT / "run.sh").read_text())[0]  # of the versions for a GPU
+    assert f"{choice} >.venv/requirements.txt" in CHECKED
+    assert steps["RUN"].startswith(choice.replace("sed ", "sed -i ").replace(" req", " /tmp/req") + " && pip install ")
     folder = steps["WORKDIR"]
     places = re.findall(r"(\w+)_CACHE_DIR=(\S+)/data/cache/", steps["ENV"])
     assert places == [("TORCHINDUCTOR", folder), ("TRITON", folder)]
@@ -159,7 +162,7 @@ EVALUATE, TRACE = "test_evaluate.py::test_commands_of_the_readme", "test_trace.p
 VENV, COMPARE = "test_run_sh.py::test_without_a_recent_torch_a_venv_is_made_once", "test_compare.py::test_commands_in_the_texts"
 DATA = "test_prepare.py::test_commands_of_the_other_readme"
 OWN = "test_prepare.py::test_own_text_to_a_sample_in_the_two_commands_of_the_readme"
-REPEAT = "test_run_sh.py::test_commands_with_repeat_in_the_readme"
+REPEAT = "test_repeat.py::test_commands_with_repeat_in_the_readme"
 CHECKED = {  # command -> what checks it: a function above, another test, or .ci/run
     "./run.sh": "test_run_sh.py::test_gpus_decide_processes_and_preset",
     "./run.sh --scheduled_steps=145 --extension_steps=4": parsed,
@@ -167,7 +170,8 @@ CHECKED = {  # command -> what checks it: a function above, another test, or .ci
     "./run.sh test": ".ci/run",
     "./run.sh --help": "test_run_sh.py::test_help_does_nothing_else",
     "python3 -m venv .venv": VENV,
-    ".venv/bin/python -m pip install -r requirements.txt": VENV,
+    "sed 's/.*# GPU: //' requirements.txt >.venv/requirements.txt": "test_run_sh.py::test_a_gpu_gets_the_versions_that_were_measured",
+    ".venv/bin/python -m pip install -r .venv/requirements.txt": VENV,
     "pip install -r requirements.txt": VENV,
     ".venv/bin/python data/prepare.py fineweb": DATA,
     ".venv/bin/python -m torch.distributed.run --standalone --nproc_per_node=8 train_gpt.py": parsed,
@@ -178,7 +182,7 @@ CHECKED = {  # command -> what checks it: a function above, another test, or .ci
     "python train_gpt.py --preset=cpu": run,
     "python train_gpt.py --check": checks,
     "python train_gpt.py --preset=cpu --check": checks,
-    "python train_gpt.py --help": "test_run.py::test_help_names_every_knob",
+    "python train_gpt.py --help": "test_config.py::test_main_prints_help_or_one_line",
     "docker build -t gpt-speedrun .": container,
     'docker run --rm --gpus=all --ipc=host -v "$PWD:/speedrun" gpt-speedrun': container,
     'docker run --rm -v "$PWD:/speedrun" gpt-speedrun ./run.sh --preset=cpu': container,
@@ -192,6 +196,7 @@ CHECKED = {  # command -> what checks it: a function above, another test, or .ci
     "./run.sh --preset=cpu '--train_files=data/mine/mine_train_*.bin' '--val_files=data/mine/mine_val_*.bin' --val_tokens=8192"
     " --val_batch_tokens=8192 --sample_prompt=": OWN,
     "./run.sh --repeat 3 --label base --label low --muon_lr=0.02": REPEAT,
+    "./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02": REPEAT,
     "./run.sh --repeat": REPEAT,  # named, not to be typed
     "python tests/bench_kernels.py": "test_bench.py::test_cases_run",
     "python tests/test_guard.py": guard,
@@ -206,6 +211,8 @@ CHECKED = {  # command -> what checks it: a function above, another test, or .ci
     "python records/compare.py base='logs/base_*.txt' wide='logs/wide_*.txt'": COMPARE,
     "python records/compare.py base='logs/base_*.txt' wide='logs/wide_*.txt' --markdown --plot=logs/loss.svg": COMPARE,
     "python records/compare.py --diff logs/base_1.txt logs/wide_1.txt": COMPARE,
+    "python records/compare.py --exchange=base,long base='logs/base_*.txt' long='logs/long_*.txt' wide='logs/wide_*.txt'": COMPARE,
+    "python records/compare.py -a-b=logs/none +a-b=logs/a -a+b=logs/b +a+b=logs/both": COMPARE,
 }
 
 
@@ -292,14 +299,14 @@ def test_the_new_kernel_transposes(copy):
 
 
 def test_a_parameter_without_a_row_stops_the_start():
-    params = {label: torch.nn.Parameter(torch.zeros(1)) for label in [*(row.label for row in T.PARAM_TABLE), "final_gain"]}
+    params = {label: torch.nn.Parameter(torch.zeros(1)) for label in [*(row.label for row in T.param_table(T.PRESETS["cpu"].model)), "final_gain"]}
     with pytest.raises(ValueError, match="final_gain"):
         T.NorMuonAndAdam(params, T.PRESETS["cpu"], T.Runtime(0, 1, torch.device("cpu")), None)
 
 
 def test_an_example_that_no_longer_fits_is_noticed(copy):
-    diff = DIFFS[0].replace("skip_gate", "no_such_gate")
-    with pytest.raises(AssertionError, match="no_such_gate"):
+    diff = DIFFS[0].replace("smear_lambda", "no_such_lambda")
+    with pytest.raises(AssertionError, match="no_such_lambda"):
         apply(diff, copy)
 
 
@@ -314,6 +321,7 @@ def test_knobs_exist(name):
     sources = "\n".join((ROOT / script).read_text() for script in scripts)
     launcher = {option.removeprefix("--") for action in get_args_parser()._actions for option in action.option_strings}
     known = {*T.flatten(T.PRESETS["record"]), "preset", "check", "help", *launcher, *re.findall(r"--(\w+)", sources)}
+    known |= {f"layer{i}.{field}" for i in range(12) for field in vars(T.Layer())}
     known |= {f"stage{i}" for i in range(1, 6)}  # the fifth is that of the worked example
     assert mentioned and {knob for knob in mentioned if knob.rstrip(".") not in known} == set()
 
@@ -322,7 +330,7 @@ def test_messages_are_those_of_the_sources():
     """The first column of the table of troubles."""
     section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
     messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
-    files = ("train_gpt.py", "triton_kernels.py", "data/loader.py", "run.sh",
+    files = ("train_gpt.py", "triton_kernels.py", *(f"data/{name}.py" for name in ("files", "loader", "checkpoint", "log")), "run.sh",
              *(f"records/{script}.py" for script in ("check", "evaluate", "compare")))
     sources = re.sub(r'"\s*f?"', "", "".join((ROOT / file).read_text() for file in files))  # parts of one message joined
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
@@ -351,7 +359,7 @@ def test_numbers_of_the_readme():
     sentence = r"8 from (\d+) MiB on, 16 from (\d+), 32 from (\d+), 64 from (\d+), below that 128, and (\d+) at least"
     thresholds = list(map(int, re.search(sentence, text).groups()))
     configs = (T.parse_config(["--preset=single", f"--micro_batches={n}"]) for n in (8, 16, 32, 64, 128))
-    estimates = [check.estimate_memory(config, 1) for config in configs]
+    estimates = [T.estimate_memory(config, 1) for config in configs]
     assert thresholds == pytest.approx([*(most for _, most in estimates[:-1]), estimates[-1][0]], abs=1)
     schedule = T.PRESETS["record"].schedule
     tokens = np.diff(T.stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages]

@@ -6,20 +6,14 @@ torch is the real one.
 
 import os
 import re
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
-import prepare  # noqa: E402
-
 PACKAGES = ["numpy", "tiktoken", "huggingface_hub", "triton", "pytest"]
 
 PYTHON = """#!/bin/bash
@@ -29,7 +23,10 @@ if [ "$1" = -c ]; then
   PYTHONPATH=$site exec "$REAL_PYTHON" -S "$@"
 fi
 line="$(basename "$(dirname "$(dirname "$0")")")/$(basename "$0")"
-for argument in "$@"; do line="$line|$argument"; done
+for argument in "$@"; do
+  case "$argument" in /dev/fd/*) cat "$argument" >"$CALLS.installed"; argument=requirements ;; esac
+  line="$line|$argument"
+done
 echo "$line" >>"$CALLS"
 echo "${OMP_NUM_THREADS:-}" >"$CALLS.threads"
 case "$1 $2" in
@@ -37,7 +34,7 @@ case "$1 $2" in
   "-m pip") exit "${PIP_STATUS:-0}" ;;
   "data/prepare.py stdlib") mkdir -p data/stdlib; : >data/stdlib/stdlib_val_000000.bin ;;
   "-m torch.distributed.run") eval "${TRAIN:-}" ;;
-  "records/compare.py "*) exit "${COMPARE_STATUS:-0}" ;;
+  "records/repeat.py "*) exec "$REAL_PYTHON" "$@" ;;
 esac
 """
 
@@ -53,9 +50,14 @@ class Machine:
 
     def __init__(self, folder: Path):
         self.folder, self.repo = folder, folder / "my repo"
-        (self.repo / "data").mkdir(parents=True)
-        for name in ("run.sh", "requirements.txt"):
+        for name in "data", "records":
+            (self.repo / name).mkdir(parents=True)
+        for name in "requirements.txt", "records/repeat.py":
             shutil.copy(ROOT / name, self.repo / name)
+        (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
+        text = (ROOT / "run.sh").read_text()
+        assert text.count("/dev/nvidia0") == 1  # the machine that runs the tests may have it
+        self.executable(self.repo / "run.sh", text.replace("/dev/nvidia0", "../nvidia0"))
         bin = folder / "system" / "bin"
         for name in ("python3", "python"):  # both, so that no real one further down PATH is found
             self.python(bin / name)
@@ -105,6 +107,9 @@ def machine(tmp_path):
     return machine
 
 
+STDLIB = "system/python3|data/prepare.py|stdlib"
+
+
 def train(procs, *arguments, python="system/python3") -> str:
     return "|".join([python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={procs}", "train_gpt.py", *arguments])
 
@@ -121,7 +126,7 @@ def test_gpus_decide_processes_and_preset(machine, gpus, procs):
 
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
     calls = machine.run()
-    assert calls == ["system/python3|data/prepare.py|stdlib", train(1, "--preset=cpu")]
+    assert calls == [STDLIB, train(1, "--preset=cpu")]
     assert machine.threads() == str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
 
@@ -160,9 +165,24 @@ def test_arguments_arrive_unchanged_and_in_order(machine):
 
 def test_own_preset_is_not_overridden_and_gets_its_data(machine):
     calls = machine.run("--a=1", "--preset=cpu", SMI_GPUS="8", TORCH_GPUS="8")
-    assert calls == ["system/python3|data/prepare.py|stdlib", train(1, "--a=1", "--preset=cpu")]
+    assert calls == [STDLIB, train(1, "--a=1", "--preset=cpu")]
     assert machine.threads() != "", "a CPU run beside GPUs needs its threads as well"
     assert machine.run("--preset=record") == ["system/python3|data/prepare.py|fineweb", train(1, "--preset=record")]
+
+
+def test_arguments_may_have_a_space_for_the_equals_sign(machine):
+    env = {"SMI_GPUS": "8", "TORCH_GPUS": "8"}
+    assert machine.run("--preset", "cpu", **env) == [STDLIB, train(1, "--preset", "cpu")]
+    assert machine.run("--preset", "record", "--train_files", "x", **env) == [
+        train(8, "--preset", "record", "--train_files", "x")]
+    assert machine.run("--preset=cpu", "--preset", **env) == [train(1, "--preset=cpu", "--preset")], "the trainer refuses it"
+
+
+@pytest.mark.parametrize("resume", [["--resume=logs/a.pt"], ["--resume", "logs/a.pt"]])
+def test_a_checkpoint_brings_preset_and_data(machine, resume):
+    assert machine.run(*resume) == [train(1, *resume)]
+    assert machine.run(*resume, SMI_GPUS="2", TORCH_GPUS="2") == [train(2, *resume)]
+    assert machine.run("--resume=")[-1] == train(1, "--preset=cpu", "--resume="), "empty, as it is in logs"
 
 
 @pytest.mark.parametrize("gpus, preset", [("0", "cpu"), ("4", "record")])
@@ -178,8 +198,9 @@ def test_data_that_is_there_is_not_prepared_again(machine):
     assert machine.run() == [train(1, "--preset=cpu")]
     folder, env = machine.repo / "data" / "fineweb10B", {"SMI_GPUS": "1", "TORCH_GPUS": "1"}
     folder.mkdir()
+    count = re.search(r"^FINEWEB_SHARDS = (\d+)", (ROOT / "data/prepare.py").read_text(), re.M)[1]
     shards = [folder / "fineweb_val_000000.bin"]
-    shards += [folder / f"fineweb_train_{i:06d}.bin" for i in range(1, prepare.FINEWEB_SHARDS + 1)]
+    shards += [folder / f"fineweb_train_{i:06d}.bin" for i in range(1, int(count) + 1)]
     for shard in shards:
         shard.touch()
     assert machine.run(**env) == [train(1, "--preset=single")]
@@ -192,7 +213,7 @@ def test_data_that_is_there_is_not_prepared_again(machine):
 def test_nothing_is_trained_when_the_data_cannot_be_had(machine):
     python = machine.folder / "system" / "bin" / "python3"
     python.write_text(PYTHON.replace('"data/prepare.py stdlib") ', '"data/prepare.py stdlib") exit 7; '))
-    assert machine.run(status=7) == ["system/python3|data/prepare.py|stdlib"]
+    assert machine.run(status=7) == [STDLIB]
     python.write_text(PYTHON.replace('"data/prepare.py stdlib") ', '"data/prepare.py fineweb") exit 7; '))
     assert machine.run(status=7, SMI_GPUS="1", TORCH_GPUS="1") == ["system/python3|data/prepare.py|fineweb"]
 
@@ -211,10 +232,10 @@ def test_a_second_start_only_starts(machine):
 
 def test_only_missing_packages_are_installed(machine):
     machine.site("system", "2.11.0", ["numpy", "huggingface_hub", "triton"])
-    pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|"
+    pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements|"
     assert machine.run()[0] == pip + "tiktoken"
     assert machine.run("test") == [pip + "tiktoken|pytest", "system/python3|-m|pytest|tests|-q"]
-    assert machine.run("--repeat", "1", "--label", "a", status=1)[0] == pip + "tiktoken"
+    assert machine.run("--repeat", "1", status=1) == [pip + "tiktoken", "system/python3|records/repeat.py|--repeat|1"]
 
 
 def test_training_goes_on_without_optional_packages_but_not_without_numpy(machine):
@@ -227,7 +248,7 @@ def test_training_goes_on_without_optional_packages_but_not_without_numpy(machin
 
 
 IN_VENV = ".venv/python"
-VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements.txt"]
+VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements"]
 
 
 @pytest.mark.parametrize("torch", [None, "2.10.1", "1.13.1+cu117"])
@@ -238,7 +259,6 @@ def test_without_a_recent_torch_a_venv_is_made_once(machine, torch):
     assert ("torch older than 2.11" in machine.err) == bool(torch)
     assert machine.run() == [train(1, "--preset=cpu", python=IN_VENV)]
     assert machine.run("test", "-x") == [f"{IN_VENV}|-m|pytest|tests|-q|-x"]
-    assert machine.run(SMI_GPUS="2", TORCH_GPUS="2")[-1] == train(2, "--preset=record", python=IN_VENV)
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("# changed\n")
     assert machine.run() == [*VENV, train(1, "--preset=cpu", python=IN_VENV)]
@@ -294,7 +314,7 @@ def test_an_active_virtualenv_comes_before_all_else(machine, virtualenv):
 def test_an_active_virtualenv_without_torch_gets_the_requirements(machine, virtualenv):
     machine.site("active", None, [])
     calls = machine.run(**virtualenv)
-    assert calls[0] == "active env/python|-m|pip|install|-r|requirements.txt"
+    assert calls[0] == "active env/python|-m|pip|install|-r|requirements"
     assert calls[-1] == train(1, "--preset=cpu", python="active env/python")
     assert not (machine.repo / ".venv").exists()
     assert machine.run(PIP_STATUS="1", status=1, **virtualenv) == calls[:1]
@@ -311,155 +331,60 @@ def test_an_active_virtualenv_with_an_old_torch_is_left_alone(machine, virtualen
     assert "active env/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Repeated runs
+def test_a_gpu_gets_the_versions_that_were_measured(machine, virtualenv):
+    """A GPU that comes later, too; in an active virtualenv; where packages are missing."""
+    log = next(ROOT.glob("records/2026-11-21_h100/*.txt")).read_text()
+    measured = dict(re.findall(r"^Running (?:Py)?([Tt]orch|Triton) (?:version )?([\d.]+)", log.lower(), re.M | re.I))
 
-# The last of each argument counts, as for the trainer. The log gets a name that sorts before or after those of other runs.
-LOG = """for argument in "$@"; do
-  case "$argument" in
-    --run_label=*) name=${argument#*=} ;;
-    --seed=*) seed=${argument#*=} ;;
-    --log_dir=*) folder=${argument#*=} ;;
-  esac
-done
-mkdir -p "${folder:=logs}"
-log=$folder/${name}_$((RANDOM % 10))-$seed-$$.txt
-echo "seed: $seed" >"$log"
-echo "$name.$seed $log" >>"$CALLS.logs"
-[ "$name.$seed" != "${BAD:-}" ] || """
-CTRL_C = LOG + """{ trap 'echo error: interrupted >&2; exit $STATUS' INT; : >"$CALLS.ready"; for i in {1..200}; do sleep 0.1; done; }"""
+    def installed(**env):
+        file = machine.folder / "calls.installed"
+        file.unlink(missing_ok=True)
+        machine.run("--preset=cpu", **env)
+        lines = re.findall(r"^(\w+)==([\d.]+)", file.read_text(), re.M) if file.exists() else ()
+        assert not lines or {"torch", *PACKAGES} == {name for name, _ in lines}
+        return {name: version for name, version in lines if name in measured}
 
-
-def told(machine) -> tuple[list, str]:
-    """What was started, as (label, seed, other arguments), and what was compared last, as label.seed of the log's writer."""
-    runs, compared = [], ""
-    made = {path: run for run, path in (line.split(" ", 1) for line in (machine.folder / "calls.logs").read_text().splitlines())}
-    for _, program, *arguments in (call.split("|") for call in (machine.folder / "calls").read_text().splitlines()):
-        assert not compared, "comparing comes last"
-        if program == "records/compare.py":
-            pairs = [argument.split("=", 1) for argument in arguments]
-            assert [made[path].rpartition(".")[0] for _, path in pairs] == [label for label, _ in pairs]
-            compared = " ".join(made[path] for _, path in pairs)
-        elif "train_gpt.py" in arguments:
-            rest = arguments[arguments.index("train_gpt.py") + 1:]
-            own = dict(part.split("=", 1) for part in rest if part.startswith(("--run_label=", "--seed=")))
-            ours = {"--preset=cpu", "--log_dir=logs", *(f"{key}={value}" for key, value in own.items())}
-            runs.append((own["--run_label"], own["--seed"], *(part for part in rest if part not in ours)))
-    return runs, compared
-
-
-def repeat(machine, *argv, status=0, **env):
-    (machine.folder / "calls.logs").unlink(missing_ok=True)
-    machine.run("--repeat", *argv, status=status, **{"TRAIN": LOG + "exit 3", "DATA_PATH": "here", **env})
-    return told(machine)
-
-
-def test_labels_take_turns_with_the_same_seeds(machine):
-    runs, compared = repeat(machine, "3", "--label", "base", "--label", "wide")
-    assert runs == [("base", "1"), ("wide", "1"), ("base", "2"), ("wide", "2"), ("base", "3"), ("wide", "3")]
-    assert compared == "base.1 wide.1 base.2 wide.2 base.3 wide.3"
-    assert machine.err.splitlines() == [f"run.sh: {label}, run {seed} of 3, seed {seed}" for label, seed in runs]
-
-
-def test_each_label_has_its_own_arguments_after_those_of_all(machine):
-    common, own = ["--x=a  b*", ""], ["--y=$HOME", "--x='\"'"]
-    runs, _ = repeat(machine, "1", *common, "--label", "a", "--label=b.1", *own, "--label", "c", "--z=1")
-    assert runs == [("a", "1", *common), ("b.1", "1", *common, *own), ("c", "1", *common, "--z=1")]
-
-
-@pytest.mark.parametrize("argv", ["2 --seed=7 --label a --label b", "2 --label a --label b --seed=7", "5 --repeat=2 --label=a --seed=7 --label=b"])
-def test_a_given_seed_is_the_first(machine, argv):
-    assert repeat(machine, *argv.split())[0] == [("a", "7"), ("b", "7"), ("a", "8"), ("b", "8")]
-
-
-def test_only_the_logs_of_this_call_are_compared(machine):
-    """Not those of an earlier call, of a label that begins alike, or of another call that has the label at the same time."""
-    others = 'mkdir -p logs; echo "seed: 9" | tee logs/a_{0,z}$RANDOM.txt >logs/a_b_0$RANDOM.txt\n'
-    for _ in range(4):  # the same names and seeds, whichever way they sort
-        assert repeat(machine, "2", "--label", "a", "--label", "a_b", TRAIN=others + LOG + "exit 3")[1] == "a.1 a_b.1 a.2 a_b.2"
-
-
-def test_logs_are_found_where_they_are_written(machine):
-    there = machine.folder / "there"
-    assert repeat(machine, "1", "--log_dir=my logs", "--label", "a", "--label", "b", f"--log_dir={there}")[1] == "a.1 b.1"
-    assert [path.name[0] for folder in (machine.repo / "my logs", there) for path in folder.iterdir()] == ["a", "b"]
-
-
-def test_a_label_may_have_its_own_preset_and_data(machine):
-    argv, env = ["--repeat", "1", "--label", "a", "--preset=cpu", "--label", "b", "--train_files=x"], {"SMI_GPUS": "2", "TORCH_GPUS": "2"}
-    calls = machine.run(*argv, TRAIN=LOG + "exit 3", **env)
-    assert calls[:2] == ["system/python3|data/prepare.py|stdlib", train(1, "--run_label=a", "--seed=1", "--log_dir=logs", "--preset=cpu")]
-    assert calls[2:-1] == [train(2, "--preset=record", "--run_label=b", "--seed=1", "--log_dir=logs", "--train_files=x")]
-
-
-@pytest.mark.parametrize("bad, compared", [("b.2", "a.1 b.1 a.2"), ("b.1", "a.1"), ("a.1", "")])
-def test_a_failure_is_named_and_the_last_run(machine, bad, compared):
-    runs, logs = repeat(machine, "2", "--label", "a", "--label", "b", status=3, BAD=bad)
-    label, seed = runs[-1]
-    assert f"{label}.{seed}" == bad and logs == compared
-    assert machine.err.endswith(f"run.sh: {label}, run {seed} of 2, seed {seed}: failed with status 3\n")
-
-
-def test_a_run_without_a_log_is_a_failure(machine):
-    assert machine.run("--repeat", "2", "--label", "a", "--help", status=1, DATA_PATH="here") == [
-        train(1, "--preset=cpu", "--run_label=a", "--seed=1", "--log_dir=logs", "--help")]
-    assert machine.err.endswith("run.sh: a, run 1 of 2, seed 1: ended without a log in logs\n")
-
-
-def test_a_failed_comparison_is_a_failure(machine):
-    repeat(machine, "1", "--label", "a", status=5, COMPARE_STATUS="5")
-
-
-@pytest.mark.parametrize("bad, status, compared", [("b.1", 1, "a.1"), ("a.1", 1, ""), ("b.1", 0, "a.1 b.1")])
-def test_ctrl_c_ends_the_run_and_keeps_the_finished_ones(machine, bad, status, compared):
-    """Also one that Ctrl-C found finished. torchrun ends with a status of its own."""
-    ready = machine.folder / "calls.ready"
-    process = subprocess.Popen(
-        [str(machine.repo / "run.sh"), *"--repeat 2 --label a --label b".split()], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**machine.env, "TRAIN": CTRL_C, "BAD": bad, "STATUS": str(status), "DATA_PATH": "here"},
-        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # nohup and & have it ignored
-    while not ready.exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    _, err = process.communicate(timeout=15)
-    assert process.returncode == 130 and "error: interrupted\n" in err and "failed" not in err
-    runs, logs = told(machine)
-    assert ".".join(runs[-1]) == bad and logs == compared
-
-
-@pytest.mark.parametrize("argv, error", {
-    "--repeat": "--repeat '': how many", "--repeat --label a": "--repeat '--label'", "--repeat two --label a": "--repeat 'two'",
-    "--repeat 0 --label a": "--repeat '0'", "--repeat -1 --label a": "--repeat '-1'", "--repeat= --label a": "--repeat ''",
-    "--repeat 2": "--label and a name", "--repeat 2 --x=1": "--label and a name", "--repeat 2 --label": "--label and a name",
-    "--repeat 2 --label a --label": "--label and a name", "--repeat 2 --label=": "--label ''", "--repeat 2 --label a/b": "--label 'a/b'",
-    "--repeat 2 --label --x=1": "--label '--x=1'", "--repeat 2 --label --x": "--label '--x'", "--repeat 2 --label a*": "--label 'a*'",
-    "--repeat 2 --label a --label b --label a": "--label a: there is one", "--repeat 2 --run_label=b --label a": "--run_label=b: with",
-    "--repeat 2 --label a --seed=1 --label b --seed=2": "--seed=2: there is one", "--repeat 2 --label a --seed=x": "--seed=x: a whole",
-    "--repeat 2 --label a --seed=010": "--seed=010: a whole", "--repeat 2 --label a --seed=": "--seed=: a whole",
-}.items())
-def test_mistakes_are_named_before_anything_is_installed(machine, argv, error):
     machine.site("system", None)
-    assert machine.run(*argv.split(), status=1) == []
-    assert machine.err.startswith("run.sh: " + error) and machine.err.count("\n") == 1
-
-
-def test_commands_with_repeat_in_the_readme(machine):
-    """Each label trains something else, with knobs that exist."""
-    import train_gpt
-    commands = re.findall(r"^ *\./run\.sh --repeat .*$", (ROOT / "README.md").read_text(), re.M)
-    assert commands
-    for command in commands:
-        argv = shlex.split(command, comments=True)[2:]
-        runs, compared = repeat(machine, *argv)
-        assert len(runs) == len(compared.split()) == int(argv[0]) * argv.count("--label") > 2
-        assert len({(label, *arguments) for label, _, *arguments in runs}) == len({tuple(arguments) for _, _, *arguments in runs}) > 1
-        for label, seed, *arguments in runs:
-            assert train_gpt.parse_config([f"--run_label={label}", f"--seed={seed}", *arguments]).run.run_label == label
+    machine.site("dotvenv", "2.11.0")
+    usual = installed()
+    assert usual.keys() == measured.keys() and usual.items().isdisjoint(measured.items()) and installed() == {}
+    assert installed(SMI_GPUS="1") == measured and installed(SMI_GPUS="2") == {}
+    assert installed() == usual
+    (machine.folder / "nvidia0").touch()
+    assert installed() == measured
+    machine.site("active", None)
+    assert installed(**virtualenv) == measured
+    machine.site("active", "2.12.0", ["numpy", "triton"])
+    assert installed(**virtualenv) == measured
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Other ways to call it
+
+def test_repeated_runs_are_runs_of_their_own(machine):
+    """Each label with its own preset and data; --repeat may stand anywhere."""
+    argv = "--seed 3 --repeat 1 --label a --preset cpu --label b --train_files=x".split()
+    log = r"""mkdir -p logs; for a in "$@"; do
+      case "$a" in --run_label=*) a=${a#*=}; printf "run_label: $a\nseed: 3\n" >"logs/$a.txt" ;; esac; done"""
+    assert machine.run(*argv, TRAIN=log, SMI_GPUS="2", TORCH_GPUS="2") == [
+        "|".join(["system/python3|records/repeat.py", *argv]), STDLIB,
+        train(1, "--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"),
+        train(2, "--preset=record", "--run_label=b", "--seed=3", "--log_dir=logs", "--train_files=x")]
+    assert machine.out == "-- a=logs/a.txt b=logs/b.txt\n"
+
+
+def test_runs_side_by_side_find_the_data_there(machine):
+    argv = "--repeat", "1", "--label", "a", "--parallel", "--label", "b"
+    _, first, *runs = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
+    assert first == STDLIB and sorted(runs) == [
+        train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"]
+    assert machine.run("data", "--preset", "record") == ["system/python3|data/prepare.py|fineweb"] and machine.run("data") == []
+
+
+def test_rerun_gets_the_arguments_after_it(machine):
+    for argv in ["--rerun", "logs/my log.txt", "--x=1"], ["--rerun=logs/my log.txt", "--x=1"]:
+        assert machine.run(*argv, SMI_GPUS="1") == ["system/python3|records/rerun.py|logs/my log.txt|--x=1"]
+
 
 def test_test_subcommand_passes_its_arguments(machine):
     assert machine.run("test", "-k", "a or b") == ["system/python3|-m|pytest|tests|-q|-k|a or b"]

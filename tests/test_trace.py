@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace as NS
 
 import numpy as np
 import pytest
@@ -23,10 +24,13 @@ from oracles import write_shard
 from records import compare, trace, work
 from test_run import ENV, ROOT, TINY, VAL_TOKENS, text
 
+# What copies or sets memory has another name in a graph.
+IN_A_GRAPH = {"Memcpy DtoD (Device -> Device)": "memcpy32_post", "Memset (Device)": "memset32"}
 # A micro-step of three layers, the middle one without attention: (region, kernels in order).
 GEMM, SPLIT = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT"
 REDUCE = "void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16>(cublasLt::cublasSplitKParams<float>)"
 FUSED = "triton_red_fused_add_mul_rms_norm_7"
+COPY = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>(int)"
 MICRO_STEP = (
     ("forward embed", ["Memcpy DtoD (Device -> Device)", "index_select", FUSED, FUSED]),
     ("forward layer 0", ["_project_kernel", "_attention_kernel", GEMM, FUSED, "_mlp_hopper_kernel", "Memset (Device)", SPLIT,
@@ -73,69 +77,222 @@ class Recorder:
         self.device += dur
         self.truth[region] += dur
 
-    def micro_step(self, graph, duration=lambda name: 3.0):
-        """As one graph, or launch by launch, the backward pass from another thread."""
-        link = self.launch("cudaGraphLaunch") if graph else None
-        for way in ("forward", "backward"):
-            def launches():
-                for region, names in MICRO_STEP:
-                    for name in names if region.startswith(way) else ():
-                        self.kernel(name, duration(name), region, link=link or self.launch(tid=1 + (way == "backward"), cat="cuda_driver"))
-            launches() if graph else self.range(way, launches)
+    def replayed(self, content=MICRO_STEP, duration=lambda: 3.0, known=True):
+        """A micro-step as one graph, after copies of its inputs."""
+        def micro_step():
+            for name in ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD (Device -> Device)", COPY):
+                self.kernel(name, duration(), "micro-step")
+            link = self.launch("cudaGraphLaunch")
+            for region, names in content:
+                for name in names:
+                    name = IN_A_GRAPH.get(name, name)
+                    self.kernel(name, duration(), region if known else "micro-step", link=link)
+        self.range("micro-step", micro_step)
+
+    def launched(self, content=MICRO_STEP, duration=lambda: 3.0, gap=0.0, marks="ranges", known=True):
+        """A micro-step kernel by kernel, each `gap` after the one before; the backward pass is another thread's.
+
+        Its layers show by ranges and by numbers of operations, or (compiled) by our operators; known: whether they show.
+        """
+        compiled, numbers = marks == "operators", {}  # number: of an operation in a region of the forward pass
+
+        def operation(region):
+            numbers[region] = len(self.events)
+            self.event("cpu_op", "aten::mm", self.host, 1, **{"Sequence number": numbers[region]})
+            self.host += 2
+
+        def kernels(region, names, tid=1):
+            place = region.split()[1]
+            shown = region if known or place == "loss" else region.split()[0]
+            for name in names:
+                self.kernel(name, duration(), shown, gap, self.launch(tid=tid, cat="cuda_driver"))
+
+        def node(region, inside):
+            start = self.host
+            inside()
+            self.event("cpu_op", f"{trace.NODE}: X", start, self.host - start, 2,
+                       **{"Sequence number": numbers[region]})
+
+        def operators(region, names, before=0):
+            """All but the first `before` kernels are launched by our operators."""
+            kernels(region, names[:before])
+            half = 0 if region.endswith("1") else len(names) // 2  # layer 1 has no attention
+            for block, part in ("attention_block", names[before:half]), ("mlp_backward", names[max(before, half):]):
+                if part:
+                    start = self.host
+                    kernels(region, part)
+                    self.event("cpu_op", f"speedrun::{block}", start, self.host - start)
+
+        forward_part = [(r, names) for r, names in content if r.startswith("forward") and "loss" not in r]
+        backward_part = [(r, names) for r, names in content if r.startswith("backward") and "loss" not in r]
+
+        def forward():
+            for region, names in forward_part:
+                if "layer" not in region or not compiled:
+                    if marks == "ranges" and "layer" in region:
+                        self.range(region.removeprefix("forward "), lambda: None)
+                    operation(region)
+                    kernels(region, names)
+                    if compiled:
+                        operation("compiled")
+                else:
+                    operators(region, names)
+
+        def loss():
+            for region, names in content:
+                if region == "forward loss":
+                    operation(region)
+                    kernels(region, names)
+
+        def backward():
+            for region, names in content:
+                if region == "backward loss":
+                    node("forward loss", lambda: kernels(region, names, 2))
+            if compiled:
+                def layers():
+                    for i, (region, names) in enumerate(backward_part):
+                        if "layer" in region:
+                            operators(region, names, before=i == 0)
+                    kernels("backward embed", [FUSED])  # puts the gradients of all layers together
+                node("compiled", layers)
+            for region, names in backward_part:
+                if not compiled or "layer" not in region:
+                    node(region.replace("backward", "forward"), lambda: kernels(region, names[compiled:], 2))
+
+        self.range("micro-step", lambda: [self.range(part.__name__, part) for part in (forward, loss, backward)])
 
     def trace(self, **run):
         random.Random(0).shuffle(self.events)  # the order of a file means nothing
         return {"traceEvents": [{"ph": "M", "name": "process_name", "args": {"name": "python"}}, *self.events], "run": run}
 
 
-@pytest.mark.parametrize("graph", [True, False])
-def test_regions_of_a_gpu(graph):
-    """Two steps of two micro-steps; kernels of distinct lengths, so that one in the wrong place shows."""
-    rec, rng = Recorder(), random.Random(1)
-    idle = Counter()
+def run_of(*steps):
+    """What the trainer says of a run with CUDA graphs, as far as the regions need it."""
+    return dict(cuda_graphs=True, layers=[dict(attention=n != 1) for n in range(3)],
+                steps=[dict(step=step) for step in steps])
+
+
+def milliseconds(regions, column=0):
+    return {region: numbers[column] for region, numbers in regions.items() if numbers[column]}
+
+
+@pytest.mark.parametrize("steps, marks", [([20], "ranges"), ([19, 20, 21], "ranges"), ([19, 20, 21], "operators")])
+def test_regions_of_a_gpu(steps, marks):
+    """Two micro-steps per step, of which the very first is launched kernel by kernel. Kernels have distinct lengths, so that
+    one in the wrong place shows. The first of several steps counts nowhere."""
+    rec, rng, idle = Recorder(), random.Random(1), Counter()
+
+    def duration():
+        return rng.randint(1, 1000)
 
     def step():
         for _ in range(2):
             rec.range("data", lambda: None)
-            rec.range("micro-step", lambda: rec.micro_step(graph, lambda name: rng.randint(1, 1000)))
+            if rec.links:
+                rec.replayed(duration=duration)
+            else:
+                rec.launched(duration=duration, gap=2, marks=marks)
+                idle.update({region: 2 * len(names) for region, names in MICRO_STEP})
         rec.range("reduce lm_head", lambda: rec.kernel("_transpose_kernel", 5, "reduce lm_head", gap=40))
-        idle["reduce lm_head"] += 40
         rec.range("update mlp_bank", lambda: [rec.kernel("_gram_kernel", 7, "update mlp_bank", gap=10) for _ in range(3)])
-        idle["update mlp_bank"] += 30
+        idle.update({"reduce lm_head": 40, "update mlp_bank": 30})
         rec.range("zero gradients", lambda: rec.kernel("void at::native::f<1>(int)", 11, "zero gradients"))
         rec.kernel("void at::native::f<1>(int)", 2, "other")
         rec.event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", rec.device, 300, 9, stream=9, correlation=rec.launch())
 
-    rec.kernel("before the first step", 50, None)
-    for number in (20, 21):
+    for number in steps:
         rec.range(f"step {number}", step)
+        if len(steps) > 1 and number == steps[0]:
+            whole = sum(rec.truth.values())
+            rec.truth.clear(), idle.clear()
     rec.kernel("after the last step", 50, None)
-    truth = {region: us / 2000 for region, us in rec.truth.items() if region}
-    result = trace.analyse(rec.trace())
-    assert {region: numbers[0] for region, numbers in result["regions"].items()} == pytest.approx(truth)
-    assert {region: numbers[3] for region, numbers in result["regions"].items() if numbers[3]} == pytest.approx(
-        {region: us / 2000 for region, us in idle.items()})
-    whole = {way: sum(ms for region, ms in truth.items() if region.startswith(way)) for way in ("forward", "backward")}
-    optimizer = (5 + 21 + 11) / 1000
-    assert result["split"] == pytest.approx({**whole, "optimizer": optimizer, "other": 0.002, "exposed communication": 0, "idle": 0.07})
-    assert result["steps"] == [20, 21]
-    assert result["ms"] == pytest.approx(sum(truth.values()) + 0.07) == pytest.approx(sum(result["split"].values()))
+    idle["forward embed"] -= 2 * (len(steps) == 1)  # time begins with the first kernel
+    count = max(1, len(steps) - 1)
+    truth = {region: us / 1000 / count for region, us in rec.truth.items() if region}
+    result = trace.analyse(rec.trace(**run_of(*steps)))
+    assert milliseconds(result["regions"]) == pytest.approx(truth)
+    assert milliseconds(result["regions"], 3) == pytest.approx(
+        {region: us / 1000 / count for region, us in idle.items() if us})
+    passes = {way: sum(ms for region, ms in truth.items() if region.startswith(way)) for way in ("forward", "backward")}
+    gaps = sum(idle.values()) / 1000 / count
+    assert result["split"] == pytest.approx({**passes, "optimizer": 0.037, "other": 0.002 + truth["micro-step"],
+                                             "exposed communication": 0, "idle": gaps})
+    assert result["steps"] == (steps if len(steps) == 1 else steps[1:])
+    assert result["ms"] == pytest.approx(sum(truth.values()) + gaps) == pytest.approx(sum(result["split"].values()))
     assert ("_gram_kernel", 3, pytest.approx(0.021)) in result["names"] and ("Memcpy DtoH", 1, pytest.approx(0.3)) in result["names"]
     assert sum(row[1] for row in result["names"] if row[0].startswith("nvjet")) == 2 * sum(
         name in (GEMM, SPLIT) for _, names in MICRO_STEP for name in names)
+    shown = trace.table(result)
+    first = re.search(r"^the first micro-step of step (\d+) was launched kernel by kernel: (.*)$", shown, re.M)
+    assert int(first[1]) == steps[0] and ("idle contains" if len(steps) == 1 else "left out") in first[2]
+    assert "not told apart" not in shown and re.search(r"^layer 2 +\d", shown, re.M)
+    kept = sum(item.end - item.start for item in result["items"]) / 1000  # the track in the trace shows all steps
+    assert kept == pytest.approx(count * sum(truth.values()) + (whole / 1000 if len(steps) > 1 else 0))
 
 
-def test_micro_steps_of_other_kernels_are_not_cut():
-    """The host's ranges remain: here two of them, in one graph nothing."""
-    plain = {"_mlp_hopper_kernel": GEMM, "_cross_entropy_kernel": FUSED}
-    for graph, regions in (True, {"micro-step"}), (False, {"forward", "backward"}):
-        rec = Recorder()
-        rec.range("step 0", lambda: rec.range("micro-step", lambda: rec.micro_step(graph)))
-        for event in rec.events:
-            event["name"] = plain.get(event["name"], event["name"])
-        result = trace.analyse(rec.trace())
-        assert {region for region, numbers in result["regions"].items() if numbers[0]} == regions
-        assert ("not told apart" in trace.table(result)) != graph
+def test_rates_leave_the_first_step_out():
+    rec, run = Recorder(), RUN | run_of(1, 2, 3) | {"steps": RUN["steps"], "layers": RUN["layers"]}
+    for step in RUN["steps"]:
+        names = [name for name, *_ in work.calls(RUN | {"steps": [step]})]
+        rec.range(f"step {step['step']}", lambda: [
+            rec.kernel(kernel, 3, None) for name in names for kernel in work.WORK[name][0].split()])
+    rates = trace.analyse(rec.trace(**run))["rates"]
+    assert len(rates) > 10 and all(part is not None for *_, part in rates)
+    assert {name: count for name, count, *_ in rates}["project"] == 6
+
+
+def swapped(content):
+    """The first two kernels of the first layer change places."""
+    return [(region, [names[1], names[0], *names[2:]] if region == "forward layer 0" else names)
+            for region, names in content]
+
+
+def renamed(content):
+    return [(region, [name.replace("256x128", "128x128") for name in names]) for region, names in content]
+
+
+@pytest.mark.parametrize("other", [
+    swapped, renamed, lambda content: content[1:], lambda content: [*content, ("backward embed", [FUSED])],
+    lambda content: [("backward embed", [FUSED]), *content][:-1]])
+def test_a_graph_of_other_kernels_is_not_told_apart(other):
+    rec = Recorder()
+    rec.range("step 0", lambda: (rec.launched(), rec.replayed(other(MICRO_STEP), known=False), rec.replayed()))
+    shown = milliseconds(trace.analyse(rec.trace())["regions"])
+    assert shown == pytest.approx({region: us / 1000 for region, us in rec.truth.items()})
+    assert shown["micro-step"] > 0.2
+
+
+def test_a_stage_that_begins_in_a_profiled_step():
+    """Its first micro-step is launched kernel by kernel, too, and the inputs are copied afterwards, to record its graph. Each
+    stage's graphs follow the launched micro-step of their own stage."""
+    rec, later = Recorder(), renamed(MICRO_STEP[:-1]) + [("backward embed", [FUSED])]
+
+    def recorded():
+        rec.launched(later)
+        micro_step = rec.events[-1]  # its range lasts until the copies are launched
+        for _ in range(3):
+            rec.kernel("Memcpy DtoD (Device -> Device)", 3, "micro-step")
+        micro_step["dur"] = rec.host - micro_step["ts"]
+
+    rec.range("step 0", lambda: (rec.launched(), rec.replayed()))
+    rec.range("step 1", lambda: (recorded(), rec.replayed(later), rec.replayed(MICRO_STEP, known=False)))
+    shown = milliseconds(trace.analyse(rec.trace())["regions"])
+    assert shown == pytest.approx({region: us / 2000 for region, us in rec.truth.items()})
+
+
+@pytest.mark.parametrize("marks, layers", [("", 0), ("operators", 0), ("operators", 2), ("operators", 4)])
+def test_without_marks_of_layers(marks, layers):
+    """What the host's ranges tell is left; operators say nothing when the model has another number of blocks. A graph
+    without a launched micro-step is one region."""
+    rec = Recorder()
+    rec.range("step 0", lambda: rec.launched(marks=marks, known=False))
+    result = trace.analyse(rec.trace(layers=[dict(attention=True)] * layers))
+    assert milliseconds(result["regions"]) == pytest.approx({region: us / 1000 for region, us in rec.truth.items()})
+    assert {*milliseconds(result["regions"])} == {"forward", "forward loss", "backward loss", "backward"}
+    assert "not told apart" in trace.table(result)
+    rec = Recorder()
+    rec.range("step 0", lambda: rec.replayed(known=False))
+    assert [*milliseconds(trace.analyse(rec.trace())["regions"])] == ["micro-step"]
 
 
 def test_communication_and_overlap():
@@ -225,16 +382,16 @@ def test_operators_of_a_cpu():
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
 
-LAYERS = [dict(attention=True, paired=True, long=False, value_table=None),
-          dict(attention=False, paired=False, long=False, value_table=None),
-          dict(attention=True, paired=False, long=True, value_table=0),
-          dict(attention=True, paired=True, long=False, value_table=1)]
+LAYERS = [dict(attention=True, paired=True, long=False, value_embed=False),
+          dict(attention=False, paired=False, long=False, value_embed=False),
+          dict(attention=True, paired=False, long=True, value_embed=True),
+          dict(attention=True, paired=True, long=False, value_embed=True)]
 RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=True, head_rows=40, polar_steps=5, layers=LAYERS,
            gate_channels=12,
            banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
-           steps=[dict(step=step, adam=step % 2 == 1, tied=step < 3, tokens=64, windows=[3, 9], rows=[
-               dict(documents=[40, 4, 21], token_ids=30, bigram_rows=50), dict(documents=[64], token_ids=33, bigram_rows=60)])
-               for step in (1, 2, 3)])
+           steps=[dict(step=step, adam=step % 2 == 1, tied=step < 3, tokens=64, windows=[3, 9], micro_batches=[
+               dict(documents=[40, 4, 21], token_ids=30, touched=dict(bigram_embed=50)),
+               dict(documents=[64], token_ids=33, touched=dict(bigram_embed=60))]) for step in (1, 2, 3)])
 
 
 def brute_force_pairs(documents, window):
@@ -242,11 +399,13 @@ def brute_force_pairs(documents, window):
 
 
 def test_work_by_counting():
-    rows, found = [row for step in RUN["steps"] for row in step["rows"]], {}
+    micro_batches, found = [micro_batch for step in RUN["steps"] for micro_batch in step["micro_batches"]], {}
     for name, *sizes in work.calls(RUN):
         found.setdefault(name, []).append(work.WORK[name][1](*sizes))
-    paired = [brute_force_pairs([2 * n for n in row["documents"]], 3) for row in rows]  # one head of the two, twice as long
-    long = [2 * brute_force_pairs(row["documents"], 9) for row in rows]
+    documents = [micro_batch["documents"] for micro_batch in micro_batches]
+    # Paired: one head of the two, twice as long.
+    paired = [brute_force_pairs([2 * n for n in lengths], 3) for lengths in documents]
+    long = [2 * brute_force_pairs(lengths, 9) for lengths in documents]
     stream = 2 * 64 * 256  # bytes of one (N, D)
     assert sorted(found["attend"]) == sorted((2 * 2 * 128 * n, 4 * stream) for n in 2 * paired + long)
     assert sorted(found["attend_backward"]) == sorted((5 * 2 * 128 * n, 8 * stream) for n in 2 * paired + long)
@@ -262,7 +421,8 @@ def test_work_by_counting():
     assert Counter(found["quantise"]) == {(0, 64 * 256 * 4): 6, (0, 384 * 256 * 4): 2}
     assert found["transpose_bytes"] == [(0, 2 * 64 * 384)] * 6
     assert Counter(b for _, b in found["embedding_grad"]) == Counter(
-        stream + 2 * 2 * 256 * n for row in rows for n in [row["token_ids"]] * 3 + [row["bigram_rows"]])
+        stream + 2 * 2 * 256 * n for each in micro_batches
+        for n in [each["token_ids"]] * 3 + [each["touched"]["bigram_embed"]])
     tiles = 3 / 4  # of the 2 x 2 tiles of a product
     assert found["XXT"] == [(8 * 2 * 256**3 * tiles, 8 * 2 * 2 * 256**2)] * 15
     assert found["XTX"] == [(6 * 2 * 256**2 * 1024 * tiles, 6 * 2 * (1024 * 256 + 256**2))] * 15
@@ -289,9 +449,43 @@ def test_rates_of_our_kernels():
     assert (calls, unit) == (6, "FLOP/s") and rate == pytest.approx(0.25e12) and ms == pytest.approx(6 * 4e3 * 6 * 64 * 256**2 / 1e12)
     for other in items[1:], [*items, items[0]]:
         assert [name for name, *_, part in trace.rates(other, RUN, 3) if part is None] == ["mlp mlp_backward"]
-    assert trace.rates(items, RUN | {"limits": None}, 3) == []
+    assert trace.rates(items, RUN | {"limits": None}, 3) == trace.rates(items, {}, 3) == []
     result = dict(steps=[0, 1], run=RUN, ms=1.0, split={}, communication=0, regions={}, names=[], rates=trace.rates(items[1:], RUN, 3))
     assert re.search(r"^project +6 +\d+\.\d{3} +0\.25 TFLOP/s +25\.0%$", shown := trace.table(result), re.M) and "launches?" in shown
+
+
+def test_describe():
+    """One step in each of two stages, of two micro-batches; the result survives JSON, and `calls` understands it."""
+    def batch(tokens, borders, hashed):
+        return NS(tokens=torch.tensor(tokens), cu_seqlens=torch.tensor(borders),
+                  touched={"bigram_embed": np.array(hashed)})
+
+    def counted(documents, token_ids, rows):
+        return dict(documents=documents, token_ids=token_ids, touched={"bigram_embed": rows})
+
+    batches = [batch([1, 2, 1, 1], [0, 3, 4, 4], [5, 6, 5, 7]), batch([1, 1, 1, 1], [0, 4, 4, 4], [5, 5, 5, 5]),
+               batch([1, 2, 3, 4], [0, 1, 2, 4], [1, 2, 3, 9]), batch([3, 3, 4, 4], [0, 4, 4, 4], [8, 9, 8, 9])]
+    plans = [NS(step=4, stage=0, adam=False, tied=True, micro_batch_tokens=4),
+             NS(step=5, stage=1, adam=True, tied=False, micro_batch_tokens=4)]
+    layers = T.Layer(paired=True, long=True), T.Layer(attention=False)
+    config = NS(model=NS(model_dim=32, num_heads=2, padded_vocab=128, layers=layers), run=NS(cuda_graphs=True),
+                schedule=NS(stages=[NS(short_window=2, long_window=4), NS(short_window=3, long_window=6)]))
+    bank = torch.zeros(8, 32, 32)
+    optimizer = NS(params={"attn_gate_bank": torch.zeros(1, 2, 12)}, shards={"attn_bank": bank, "embed": bank[0]},
+                   matrix_lr={"attn_bank": torch.ones(8)})
+    on_cpu, run = (work.describe(config, NS(rank=1, world=2, device=torch.device(device)), plans, batches, optimizer,
+                                 NS(fp8=False, block=3), 5, {"bf16": 1.0}) for device in ("cpu", "cuda"))
+    assert json.loads(json.dumps(run)) == run and (on_cpu["cuda_graphs"], run["cuda_graphs"]) == (False, True)
+    assert run["steps"] == [
+        dict(step=4, adam=False, tied=True, tokens=4, windows=[2, 4],
+             micro_batches=[counted([3, 1], 2, 3), counted([4], 1, 1)]),
+        dict(step=5, adam=True, tied=False, tokens=4, windows=[3, 6],
+             micro_batches=[counted([1, 1, 2], 4, 4), counted([4], 2, 2)])]
+    assert (run["rank"], run["ranks"], run["gate_channels"], run["polar_steps"]) == (1, 2, 12, 5)
+    assert run["limits"] == {"bf16": 1.0}
+    assert run["banks"] == [[8, 32, 32]] and [layer["attention"] for layer in run["layers"]] == [True, False]
+    count = Counter(name for name, *_ in work.calls(run))
+    assert [count[name] for name in ("mlp", "attend", "cross_entropy", "XXT", "embedding_grad")] == [8, 4, 8, 10, 8]
 
 
 def test_work_knows_every_kernel():
@@ -299,6 +493,82 @@ def test_work_knows_every_kernel():
     launched = set(map(work.plain, re.findall(r"^\s+(_\w+_kernel)\[", source, re.M)))
     assert launched == {kernel for kinds, _ in work.WORK.values() for kernel in kinds.split()} and "_sum_rows_kernel" in launched
     assert "_mlp_hopper_kernel" in source
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------------
+
+
+class Finished:
+    """torch's profiler, stopped, with a made-up trace."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def export_chrome_trace(self, path):
+        Path(path).write_text(self.content)
+
+
+@pytest.fixture
+def report(monkeypatch):
+    """call(content of the exported trace, path): the report on steps 4 to 6 on a GPU, and the limits that describe gets."""
+    def call(content, path, dtype="bfloat16", ceilings=lambda: None):
+        described = []
+
+        def describe(*args):
+            described.append(args)
+            return run_of(4, 5, 6) | dict(device="cuda", rank=1, ranks=2)
+
+        monkeypatch.setattr(trace, "ceilings", ceilings)
+        monkeypatch.setattr(trace, "describe", describe)
+        config, rt = NS(run=NS(dtype=dtype)), NS(device=torch.device("cuda"))
+        text = trace.report(Finished(content), path, config, rt, "plans", "batches", "optimizer", "head", 5)
+        assert [args[:-1] for args in described] == [(config, rt, "plans", "batches", "optimizer", "head", 5)]
+        return text, described[0][-1]
+    return call
+
+
+def gpu_trace():
+    rec = Recorder()
+    for step in (4, 5, 6):
+        rec.range(f"step {step}", rec.launched if step == 4 else rec.replayed)
+    return json.dumps({"traceEvents": rec.events})
+
+
+def test_report(report, tmp_path):
+    path = tmp_path / "run_1_rank1.json.gz"
+    text, limits = report(gpu_trace(), path, ceilings=lambda: "limits")
+    shown, last = text.rsplit("\n\n", 1)
+    assert last == "trace, beside this log: run_1_rank1.json.gz" and limits == "limits"
+    assert [*tmp_path.iterdir()] == [path]
+    recorded = json.loads(gzip.open(path).read())
+    assert shown == trace.table(trace.analyse(recorded)) and shown.startswith("steps 5 to 6, rank 1 of 2 ")
+    track = [event for event in recorded["traceEvents"] if event.get("cat") == "region"]
+    expected = [region for region, _ in MICRO_STEP]
+    assert [event["name"] for event in track] == expected + 2 * ["micro-step", *expected]
+    assert report(gpu_trace(), path, "float32", ceilings=pytest.fail) == (text, None)
+
+
+def no_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_report_without_memory_for_the_limits(report, tmp_path):
+    text, limits = report(gpu_trace(), tmp_path / "x.json.gz", ceilings=no_memory)
+    warning = "warning: too little memory to measure what the kernels could do\n"
+    assert limits is None and text.startswith(f"{warning}steps 5 to 6, ")
+
+
+BARE_STEP = {"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}
+
+
+@pytest.mark.parametrize("content, folder, reason", [
+    (json.dumps({"traceEvents": []}), "", "no training step.*"), ("not json", "", "Expecting value.*"),
+    (json.dumps({"traceEvents": [BARE_STEP]}), "", "it has no kernels.*"),
+    (gpu_trace(), "missing", "No such file or directory")])
+def test_no_trace(report, tmp_path, content, folder, reason):
+    path = tmp_path / folder / "x.json.gz"
+    assert re.fullmatch(f"warning: no trace in {re.escape(str(path))}: {reason}", report(content, path)[0])
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- Names, cost, errors ---------------------------------------------------------------------------------------------
@@ -351,13 +621,12 @@ def in_process():
         T.dist.destroy_process_group()
 
 
-class SlowProfile:
-    def __init__(self, *args):
-        pass
+class SlowProfiler:
+    def __init__(self, trainer, report):
+        assert report is trace
 
     def start(self):
         time.sleep(1)
-        return 1
 
     stop = start
 
@@ -366,11 +635,12 @@ class SlowProfile:
 
 
 def test_starting_and_stopping_are_outside_the_clock(data, tmp_path, monkeypatch, in_process):
-    monkeypatch.setattr(trace, "Profile", SlowProfile)
+    monkeypatch.setattr(T, "Profiler", SlowProfiler)
     assert T.main([*data, f"--log_dir={tmp_path}", "--scheduled_steps=4", "--profile=5:1", "--micro_batches=1", "--val_every=9"]) == 0
     body = next(tmp_path.glob("*.txt")).read_text().rpartition("=" * 100)[2]
-    train, *others, total = (float(x) for x in re.findall(r"^\w+_seconds: (.*)$", body, re.M))
-    assert train + sum(others) < total - 1.9 and re.search(r"^step:6/6 val_loss.*\ncost\n", body, re.M)
+    seconds = {phase: float(x) for phase, x in re.findall(r"^(\w+)_seconds: (.*)$", body, re.M)}
+    assert 1.9 < seconds["profile"] < 3 and sum(seconds.values()) - seconds["total"] - seconds["gpu"] < seconds["total"]
+    assert re.search(r"^step:6/6 val_loss.*\ncost\n", body, re.M)
 
 
 @pytest.mark.parametrize("octets, message", [
@@ -410,7 +680,8 @@ def check(shown, ranks):
     found = numbers(shown)
     split = {name: float(found[name][0]) for name in ("forward", "backward", "optimizer", "other", "exposed communication", "idle", "all")}
     assert sum(split.values()) == pytest.approx(2 * split["all"], abs=0.01) and (split["exposed communication"] > 0) == (ranks > 1)
-    layers = [[float(x) for x in found[place]] for place in ("embed", *(f"layer {n}" for n in range(len(T.LAYERS))), "loss")]
+    names = [f"layer {n}" for n in range(len(T.PRESETS["cpu"].model.layers))]
+    layers = [[float(x) for x in found[place]] for place in ("embed", *names, "loss")]
     assert all(min(row) > 0 for row in layers)
     forward, backward = (sum(column) for column in zip(*layers))
     assert forward == pytest.approx(split["forward"], abs=0.01) and 0.9 * split["backward"] < backward <= split["backward"] + 0.01
@@ -463,6 +734,7 @@ def test_two_ranks(data, tmp_path):
         config = T.parse_config(args)
         loader = L.Loader(config, T.Runtime(rank, 2, torch.device("cpu")), [T.make_plan(config, step) for step in range(7)])
         batches = [loader.next_batch() for _ in range(7)][4:]
-        assert [step["rows"] for step in result["run"]["steps"]] == [[{
-            "documents": [n for n in np.diff(batch.cu_seqlens).tolist() if n], "token_ids": len({*batch.tokens.tolist()}),
-            "bigram_rows": len({*batch.bigram_rows_cpu.tolist()})}] for batch in batches]
+        assert [step["micro_batches"] for step in result["run"]["steps"]] == [[{
+            "documents": [n for n in np.diff(batch.cu_seqlens).tolist() if n],
+            "token_ids": len({*batch.tokens.tolist()}),
+            "touched": {"bigram_embed": len({*batch.touched["bigram_embed"].tolist()})}}] for batch in batches]
