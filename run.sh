@@ -18,7 +18,7 @@ usage() {
                               what stands before the first label is for all; seeds count from --seed=S (1), the same
                               for all labels; a run that fails, or Ctrl-C, is the last
     --parallel                one run per GPU at a time; an N that the number of GPUs divides keeps all of them busy
-    --exchange=A,B            two labels that differ in length: what steps are worth (for records/compare.py)
+    --exchange=SHORT,LONG     two labels of different length; the comparison says what a change is worth in tokens
 ./run.sh --rerun LOG [--key=value ...]
                               train again with the source and the settings of a log, on the data of this machine, and
                               compare the losses; this executes the code that is in the log

@@ -195,8 +195,9 @@ def test_ctrl_c_ends_the_run_and_keeps_the_finished_ones(place, bad, status, com
     "": "--repeat ''", "--label a": "--repeat ''", "two --label a": "--repeat 'two'", "0 --label a": "--repeat '0'",
     "-1 --label a": "--repeat '-1'", "2": "--label and a name", "2 --x=1": "--label and a name",
     "2 --label": "--label ''", "2 --label=": "--label ''", "2 --label a/b": "--label 'a/b'",
-    "2 --label a*": "--label 'a*'", "2 --label --x=1": "--label ''", "2 --label=--x": "--label '--x'", "2 --label -a-": "--label '-a-'",
-    "2 --label -a+-b": "--label '-a+-b'", "2 --label a --label b --label a": "--label a: there is one",
+    "2 --label a*": "--label 'a*'", "2 --label --x=1": "--label ''", "2 --label=--x": "--label '--x'",
+    "2 --label -a-": "--label '-a-'", "2 --label -a+-b": "--label '-a+-b'",
+    "2 --label a --label b --label a": "--label a: there is one",
     "2 --run_label b --label a": "--run_label=b: with", "2 --label a --seed=1 --seed=2": "--seed=2: there is one",
     "2 --label a --seed x": "--seed=x: write", "2 --label a --seed=010": "--seed=010: write",
     "2 --label a --seed=": "--seed=: write", "2 --label a --label b --exchange=a,c": "--exchange=a,c: write two",
@@ -244,7 +245,7 @@ def test_commands_with_repeat_in_the_readme(place):
 def test_each_gpu_has_a_queue_of_its_own(place):
     """At most one run at a time on each, and as many at once as there are GPUs."""
     place.run(*"6 --label a --parallel --label b".split(), CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2",
-              BEFORE="others(3)", TRAIN="time.sleep(random.random() / 10)")
+              BEFORE="others(3)", TRAIN="time.sleep(random.random() / 3)")
     queues, starts = {}, {call["run"]: call["time"] for call in place.told("run")}
     for call in place.told("run"):
         queues.setdefault(call["CUDA_VISIBLE_DEVICES"], []).append(call["run"])
