@@ -17,7 +17,7 @@ usage() {
                               train N times for each label, by turns (A B A B), then compare the runs that finished;
                               what stands before the first label is for all; seeds count from --seed=S (1), the same
                               for all labels; a run that fails, or Ctrl-C, is the last
-    --parallel                one run per GPU at a time; an N that the number of GPUs divides keeps all of them busy
+    --parallel                one run per GPU at a time; the labels take turns on every GPU
     --exchange=SHORT,LONG     two labels of different length; the comparison says what a change is worth in tokens
 ./run.sh --rerun LOG [--key=value ...]
                               train again with the source and the settings of a log, on the data of this machine, and

@@ -48,7 +48,6 @@ import time
 started = time.perf_counter()  # the imports take seconds
 
 import dataclasses
-import difflib
 import gc
 import math
 import os
@@ -66,7 +65,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Callable, NamedTuple, get_type_hints
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -77,6 +76,7 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.checkpoint import load_checkpoint, require_room, write_checkpoint
 from data.files import UserError, is_writable, one_line, user_error
+from data.knobs import config_from_dict, flatten, override, read_arguments, render
 from data.loader import (
     Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
 from data.log import Log, loaded_sources, published, write_header
@@ -266,116 +266,6 @@ PRESETS = {
 
 # Knobs of Data and Run that change what is learned; a resumed run has to keep them, like all of Model, Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
-NUMBERED = {"layers": ("layer", 0), "stages": ("stage", 1)}  # field that holds several items -> name of an item, first number
-
-
-def flatten(config) -> dict:
-    """Every knob of the config -> its value: stage<n>.<field>, a whole Layer as layer<n>, how many there are as stages, layers."""
-    flat = {}
-    for section in dataclasses.fields(config):
-        for key, value in vars(getattr(config, section.name)).items():
-            name, first = NUMBERED.get(key, ("", 0))
-            flat[key] = len(value) if name else value
-            if key == "layers":
-                flat |= {f"{name}{i}": layer for i, layer in enumerate(value, first)}
-            elif key == "stages":
-                flat |= {f"{name}{i}.{k}": v for i, stage in enumerate(value, first) for k, v in vars(stage).items()}
-    return flat
-
-
-def config_from_dict(tree) -> Config:
-    """The inverse of `dataclasses.asdict`. A knob that is missing has its default, which is neutral; UserError for an unknown knob."""
-    items = {"layers": Layer, "stages": Stage}
-    try:
-        return Config(**{name: type(getattr(RECORD74, name))(**{
-            key: tuple(items[key](**item) for item in value) if key in items else value for key, value in section.items()})
-            for name, section in tree.items()})
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"these settings are those of another train_gpt.py: {error}") from None
-
-
-def render(value) -> str:
-    """A knob's value as it is written on the command line."""
-    if isinstance(value, Layer):
-        plain = vars(Layer())
-        words = [key if v is True else f"{key}={render(v)}" for key, v in vars(value).items() if v != plain[key]]
-        return " ".join(words) or "default"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def parse_value(key, text, kind, example):
-    """`text` as a value of the type `kind`; the message of a UserError shows an example."""
-    def number(part):
-        value = float(part)
-        if not math.isfinite(value):
-            raise ValueError
-        return value
-
-    try:
-        if kind is Layer:
-            words = dict(word.partition("=")[::2] for word in text.split() if word != "default")
-            return Layer(**{word: parse_value(f"{key}.{word}", value or "true", get_type_hints(Layer)[word], True)
-                            for word, value in words.items()})
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind == int | None:
-            return None if text.lower() == "none" else int(text)
-        if kind in (int, str):
-            return kind(text)
-        return number(text) if kind is float else tuple(number(part) for part in text.split(","))
-    except (ValueError, KeyError):
-        words = {int: "int", bool: "bool", float: "float, a finite number", Layer: "words that are fields of Layer"}
-        words = words.get(kind, "a number or none" if kind == int | None else "comma-separated numbers")
-        raise UserError(f"--{key}={text}: expected {words}, for example --{key}={render(example)}") from None
-
-
-def read_arguments(argv) -> dict[str, str]:
-    """--key=value and --key value arguments as {key: value}; the last of equal keys counts."""
-    overrides, arguments = {}, deque(argv)
-    while arguments:
-        argument = arguments.popleft()
-        key, equals, text = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not equals and (not arguments or arguments[0].startswith("--")):
-            raise UserError(f"argument '{argument}': write --key=value (see --help)")
-        overrides[key] = text if equals else arguments.popleft()
-    return overrides
-
-
-def override(config, overrides) -> Config:
-    """The config with other values, {key of `flatten` or layer<n>.<field>: text}. Raises UserError on anything it does not know."""
-    overrides = dict(overrides)
-
-    def number_of_items(key, items):
-        """More stages repeat the last but one, since the last is the extension; more layers are plain ones."""
-        count = parse_value(key, overrides.pop(key, str(len(items))), int, len(items))
-        least, new = (2, items[-2:-1]) if key == "stages" else (1, (Layer(),))
-        if count < least:
-            raise UserError(f"--{key}={count}: must be {least} or more")
-        end = items[-1:] if key == "stages" else ()
-        return (items[:len(items) - len(end)] + new * count)[:count - len(end)] + end
-
-    def updated(item, prefix=""):
-        hints, new = get_type_hints(type(item)), {}
-        for key, old in vars(item).items():
-            if key in NUMBERED:
-                name, first = NUMBERED[key]
-                items = enumerate(number_of_items(key, old), first)
-                new[key] = tuple(updated(whole(f"{name}{i}", one), f"{name}{i}.") for i, one in items)
-            elif prefix + key in overrides:
-                new[key] = parse_value(prefix + key, overrides.pop(prefix + key), hints[key], old)
-        return dataclasses.replace(item, **new)
-
-    def whole(key, item):
-        """A layer given as words."""
-        return parse_value(key, overrides.pop(key), Layer, item) if isinstance(item, Layer) and key in overrides else item
-
-    changed = Config(**{name: updated(section) for name, section in vars(config).items()})
-    if overrides:
-        key, known = next(iter(overrides)), flatten(changed)
-        known |= {f"layer{i}.{field}": 0 for i in range(known["layers"]) for field in vars(Layer())}
-        near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
-        raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
-    return changed
 
 
 def with_run(config, **knobs) -> Config:
@@ -388,7 +278,7 @@ def resumed_config(overrides) -> tuple[Config, int]:
     the rest."""
     path = overrides["resume"]
     state = load_checkpoint(path)
-    base = config_from_dict(state["config"])
+    base = config_from_dict(RECORD74, state["config"])
     base = with_run(base, profile="")
     config = override(base, overrides)
     free = {*vars(base.data), *vars(base.run)} - LEARNED_KNOBS
@@ -1433,49 +1323,10 @@ class Clock:
         self.paused_seconds[phase] = self.paused_seconds.get(phase, 0.0) + self.began - pause
 
 
-class Profiler:
-    """torch's profiler around the steps of --profile; `report`, the module records/trace.py, makes tables of what it saw.
-
-    The first micro-step of these steps is launched kernel by kernel, which tells the layers of all others apart.
-    """
-
-    def __init__(self, trainer, report):
-        self.trainer, self.report = trainer, report
-
-    def start(self):
-        from torch.profiler import ProfilerActivity, profile  # a run without --profile does without
-        self.loader_state = self.trainer.loader.state_dict()
-        gpu = self.trainer.rt.device.type == "cuda"
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
-        self.profiler.start()
-        self.began = time.perf_counter()
-
-    def stop(self):
-        """Writes this rank's trace beside the log, and what it says into the log."""
-        self.seconds, trainer = time.perf_counter() - self.began, self.trainer
-        self.profiler.stop()
-        plans = [trainer.plans[step] for step in trainer.config.run.profiled]
-        batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.loader_state), len(plans) * trainer.micro_steps)]
-        trainer.synchronize()  # the copies ran on a side stream
-        log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
-        dist.broadcast_object_list(log)
-        path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
-        trainer.log.line(self.report.report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
-                                            trainer.head, len(kernels.POLAR_EXPRESS)))
-        dist.barrier()
-
-    def cost(self) -> str:
-        """One line, when the run is over."""
-        trainer, profiled = self.trainer, self.trainer.config.run.profiled
-        keys = [(plan.forward_key, plan.update_key) for plan in trainer.plans[trainer.first:]]
-        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
-        return self.report.cost(self.seconds, times, keys, range(profiled.start - trainer.first, profiled.stop - trainer.first))
-
-
 class Trainer:
     """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
 
-    def __init__(self, config, rt, log, ops, watch, resumed=None, report=None):
+    def __init__(self, config, rt, log, ops, watch, resumed=None, profiler=None):
         self.config, self.rt, self.log, self.watch = config, rt, log, watch
         self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
         self.dtype = getattr(torch, config.run.dtype)
@@ -1502,7 +1353,7 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
         self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
-        self.profiler = Profiler(self, report) if config.run.profile else None
+        self.profiler = profiler(self) if config.run.profile else None
         width = max(len(plan.mtp_weights) for plan in self.plans)
         self.mtp_table = torch.tensor([(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans], device=rt.device)
         self.synchronize()
@@ -1656,9 +1507,9 @@ class Trainer:
         torch.set_rng_state(state["rng"])
 
 
-def train(config, rt, log, argv, watch, report=None, sample=None):
-    """Everything after the process group exists. report: records/trace.py, if steps are profiled; sample: the function of that name
-    in records/evaluate.py, if a text shall be generated."""
+def train(config, rt, log, argv, watch, profiler=None, sample=None):
+    """Everything after the process group exists. profiler: `Profiler` of records/trace.py, if steps are profiled; sample: the function
+    of that name in records/evaluate.py, if a text shall be generated."""
     config, ops, choices = choose_kernels(config, rt.device)
     run, machine = config.run, capability(rt.device) | {"ranks": rt.world}
     write_header(log, argv, config.data, machine, {key: render(value) for key, value in flatten(config).items()})
@@ -1667,7 +1518,7 @@ def train(config, rt, log, argv, watch, report=None, sample=None):
     log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {run.micro_batches // rt.world}")
     resumed = load_checkpoint(run.resume) if run.resume else None
     watch.lap("log")
-    trainer = Trainer(config, rt, log, ops, watch, resumed, report)
+    trainer = Trainer(config, rt, log, ops, watch, resumed, profiler)
     ready = time.perf_counter()
     if run.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
@@ -1727,15 +1578,15 @@ def main(argv) -> int:
             from records.check import check_table
             return check_table(config, world, show=local == 0)
         config = check_start(config, world)
-        report = sample = None
+        profiler = sample = None
         if config.run.profile:
-            from records import trace as report
+            from records.trace import Profiler as profiler
         if config.run.sample_tokens:
             from records.evaluate import sample
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        train(config, rt, Log(config, rt), argv, watch, report, sample)
+        train(config, rt, Log(config, rt), argv, watch, profiler, sample)
         dist.destroy_process_group()
         return 0
     except UserError as error:

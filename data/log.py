@@ -93,7 +93,7 @@ def write_header(log, argv, data, machine: dict, settings: dict):
         files = find_files(getattr(data, f"{part}_files"))
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)
     facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
-              if key.startswith(("TORCH", "TRITON", "NCCL", "OMP")) and not key.startswith("TORCHELASTIC")}  # names of one run
+              if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_")) and not key.startswith("TORCHELASTIC")}  # names of one run
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,

@@ -29,6 +29,7 @@ import train_gpt as T
 from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError, atomic_write, data_root
+from data.knobs import parse_value
 
 # ---- The model of a checkpoint ---------------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ from data.files import UserError, atomic_write, data_root
 def load_model(path, knobs):
     """(config, model, operations) of a checkpoint, on a GPU if there is one. knobs {name: text} go before those of its run."""
     state = load_checkpoint(path)
-    config = T.config_from_dict(state["config"])
+    config = T.config_from_dict(T.RECORD74, state["config"])
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.run.dtype)
     # Nothing is trained here.
@@ -258,7 +259,7 @@ def arguments(argv, options, aliases):
     values, knobs, known = dict(options), {}, T.flatten(T.Config())
     for key, text in T.read_arguments(argv).items():
         if key in options:
-            values[key] = T.parse_value(key, text, type(options[key]), options[key])
+            values[key] = parse_value(key, text, type(options[key]), options[key])
         elif key in known or key in aliases or re.match(r"(stage|layer)\d", key):
             knobs[aliases.get(key, key)] = text
         else:

@@ -4,11 +4,12 @@
     ./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02    eight runs, one per GPU at a time
 
 Each run is a ./run.sh of its own. The labels take turns, so that a drift of the machine cancels. With --parallel they
-also take turns on every GPU: of G GPUs, run i of label number j gets GPU (i + j) mod G, and each GPU does its runs in
-the order of i, then j. Needs Python's standard library only.
+also take turns on every GPU: run number k of all goes to GPU k, counted around, and one further whenever the labels would
+begin again on the GPU on which they began. Each GPU does its runs in order. Needs Python's standard library only.
 """
 
 import getpass
+import math
 import os
 import re
 import signal
@@ -221,7 +222,8 @@ def main(argv) -> int:
     runs = []
     for i in range(times):
         for j, (label, arguments) in enumerate(labels.items()):
-            place = (i + j) % len(gpus) if gpus else 0
+            k = i * len(labels) + j
+            place = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
             title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[place]}" if gpus else "")
             runs.append(Run(label, first + i, arguments, title, place))
     status = get_data(labels, environment(gpus, 0)) if gpus else 0

@@ -1,6 +1,6 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
-This program reads the chrome traces that --profile=START:COUNT writes; train_gpt.py calls `report` to write them. A
+This program reads the chrome traces that --profile=START:COUNT writes; its class `Profiler` writes them. A
 kernel belongs to the range of host time (`region` in train_gpt.py) from which it was launched. A CUDA graph is one
 launch for all kernels of a micro-step. So the trainer runs the first micro-step of the profiled steps without its
 graph, kernel by kernel, and `tell_apart` gives the regions of its kernels to those of the graphs. The gaps between so
@@ -17,10 +17,12 @@ import gzip
 import json
 import re
 import sys
+import time
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -373,6 +375,49 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
     except (OSError, ValueError) as error:
         lines.append(f"warning: no trace in {path}: {one_line(error)}")
     return "\n".join(lines)
+
+
+class Profiler:
+    """torch's profiler around the steps of --profile: `train_gpt.py` calls `start` and `stop` while the clock stands still.
+
+    The first micro-step of these steps is launched kernel by kernel, which tells the layers of all others apart.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def start(self):
+        from torch.profiler import ProfilerActivity, profile  # reading a trace does without torch
+        self.loader_state = self.trainer.loader.state_dict()
+        gpu = self.trainer.rt.device.type == "cuda"
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
+        self.profiler.start()
+        self.began = time.perf_counter()
+
+    def stop(self):
+        """Writes this rank's trace beside the log, and what it says into the log."""
+        import torch.distributed as dist
+        from triton_kernels import POLAR_EXPRESS
+        self.seconds, trainer = time.perf_counter() - self.began, self.trainer
+        self.profiler.stop()
+        plans = [trainer.plans[step] for step in trainer.config.run.profiled]
+        count = len(plans) * trainer.micro_steps
+        batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.loader_state), count)]
+        trainer.synchronize()  # the copies ran on a side stream
+        log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
+        dist.broadcast_object_list(log)
+        path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
+        trainer.log.line(report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
+                                trainer.head, len(POLAR_EXPRESS)))
+        dist.barrier()
+
+    def cost(self) -> str:
+        """One line, when the run is over."""
+        trainer, profiled = self.trainer, self.trainer.config.run.profiled
+        kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first:]]
+        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
+        steps = range(profiled.start - trainer.first, profiled.stop - trainer.first)
+        return cost(self.seconds, times, kinds, steps)
 
 
 def cost(seconds, times, kinds, profiled, reach=20):

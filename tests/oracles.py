@@ -1,9 +1,8 @@
 """Oracles: the trainer once more, slow and plain, to judge the fast one.
 
-Written from a specification of record 74 alone, whose sections the § numbers in all tests name (it is not part of this
-repository); nothing here imports the trainer. No bf16 or
-FP8 rounding anywhere: arithmetic runs in the dtype of the tensors handed in, so fp64 gives reference values.
-Contents: model and losses (§1), data (§5), optimizer (§3), schedules of the record run (§4).
+Written from a description of record 74 alone; nothing here imports the trainer. No bf16 or FP8 rounding anywhere: arithmetic
+runs in the dtype of the tensors handed in, so fp64 gives reference values.
+Contents: model and losses, data, optimizer, schedules of the record run.
 
 Letters: N tokens, D width, H heads, d = D/H head width, F = 4D, V padded vocabulary, c matrices of R x C in a bank.
 """
@@ -12,10 +11,10 @@ import math
 import numpy as np
 import torch
 
-RMS_EPS = 2.0 ** -23  # §0.4
-GATE = 12  # channels that a gate reads, §1.1
+RMS_EPS = 2.0 ** -23
+GATE = 12  # channels that a gate reads
 
-# §1.3, one row per layer:
+# One row per layer:
 # (attn_bank row, window, paired, key offset, (value table, gate channels of x, gate channels of ve))
 LAYERS = [
     (0, "S", True, False, None),
@@ -32,20 +31,20 @@ LAYERS = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------ model, §1
+# ------------------------------------------------------------------------------------------------ model
 
 def rms(x):
-    """§0.2, §0.4: x / sqrt(mean(x^2) + eps) over the last axis."""
+    """x / sqrt(mean(x^2) + eps) over the last axis."""
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + RMS_EPS)
 
 
 def base_freqs(n):
-    """§1.8: n frequencies from 1 to 1/1024, equally spaced in the logarithm (n = 32 for d = 128)."""
+    """N frequencies from 1 to 1/1024, equally spaced in the logarithm (n = 32 for d = 128)."""
     return [1024.0 ** (-j / (n - 1)) for j in range(n)]
 
 
 def yarn(freqs, scale, W_old, W_new):
-    """§1.8: frequencies and attention scale after the long window went from W_old to W_new tokens."""
+    """Frequencies and attention scale after the long window went from W_old to W_new tokens."""
     out = []
     for w in freqs:
         turns = W_old * w / (2 * math.pi)
@@ -55,7 +54,7 @@ def yarn(freqs, scale, W_old, W_new):
 
 
 def bigram_hash(tokens, rows):
-    """§1.10: bigram table row of every token, as a list of Python ints; rows is the size of the table."""
+    """Bigram table row of every token, as a list of Python ints; rows is the size of the table."""
     M = rows - 1
     out = []
     for t in range(len(tokens)):
@@ -69,7 +68,7 @@ def bigram_hash(tokens, rows):
 
 
 def rotate(u, tau, freqs):
-    """§1.8: rotary embedding of u (N, H, d); tau (N, H) holds the angle index of every head vector."""
+    """Rotary embedding of u (N, H, d); tau (N, H) holds the angle index of every head vector."""
     d = u.shape[-1]
     freqs = torch.as_tensor(freqs, dtype=u.dtype, device=u.device)
     assert len(freqs) == d // 4
@@ -84,7 +83,7 @@ def rotate(u, tau, freqs):
 
 
 def pair(u):
-    """§1.7, App. B: (N, H, c) -> (2N, H/2, c); head h of token t is at position 2t + h//(H/2) of stream h mod (H/2)."""
+    """(N, H, c) -> (2N, H/2, c); head h of token t is at position 2t + h//(H/2) of stream h mod (H/2)."""
     N, H, c = u.shape
     half = H // 2
     out = u.new_zeros(2 * N, half, c)
@@ -94,13 +93,13 @@ def pair(u):
 
 
 def unpair(u):
-    """§1.7: inverse of pair()."""
+    """Inverse of pair()."""
     half = u.shape[1]
     return torch.stack([u[h // half::2, h % half] for h in range(2 * half)], dim=1)
 
 
 def attention_mask(cu, n, window):
-    """§1.5 step 4: (n, n) booleans; query p of a document sees its keys p - window ... p."""
+    """(n, n) booleans; query p of a document sees its keys p - window ... p."""
     assert cu[0] == 0 and cu[-1] == n
     mask = torch.zeros(n, n, dtype=torch.bool)
     for a, b in zip(cu[:-1], cu[1:]):
@@ -110,7 +109,7 @@ def attention_mask(cu, n, window):
 
 
 def attend(q, k, v, cu, window, scale):
-    """§1.5 step 4: dense softmax attention, one head at a time; q, k, v (n, heads, d)."""
+    """dense softmax attention, one head at a time; q, k, v (n, heads, d)."""
     mask = attention_mask(cu, q.shape[0], window).to(q.device)
     heads = []
     for h in range(q.shape[1]):
@@ -120,7 +119,7 @@ def attend(q, k, v, cu, window, scale):
 
 
 def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
-    """§1.5-1.7: attention of layer i on the normalised x (N, D)."""
+    """Attention of layer i on the normalised x (N, D)."""
     row, window, paired, key_offset, value = LAYERS[i]
     window = S if window == "S" else L
     N, D = x.shape
@@ -137,11 +136,11 @@ def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
     tau = 2 * t + h % 2 if paired else t + 0 * h
     q, k = rotate(q, tau, freqs), rotate(k, tau, freqs)
 
-    if key_offset:  # §1.6.2: the half that is not rotated comes from the previous token of the packed row
+    if key_offset:  # the half that is not rotated comes from the previous token of the packed row
         moved = torch.cat([k[:1, :, d // 2:], k[:-1, :, d // 2:]], dim=0)
         k = torch.cat([k[:, :, :d // 2], moved], dim=-1)
 
-    if value is not None:  # §1.6.3, §1.7
+    if value is not None:
         table, from_x, from_ve = value
         ve = params["value_embeds"][table * V + tok]  # (N, D)
         inp = torch.cat([x[:, :from_x], ve[:, :from_ve]], dim=-1)
@@ -158,19 +157,19 @@ def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
 
 
 def mlp(params, i, x):
-    """§1.9: relu(x W1^T)^2 W2, both matrices stored (F, D)."""
+    """Relu(x W1^T)^2 W2, both matrices stored (F, D)."""
     W1, W2 = params["mlp_bank"][i, 0], params["mlp_bank"][i, 1]
     return torch.relu(x @ W1.T) ** 2 @ W2
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
-    """§1.2-1.9: the normalised output h (N, D) that enters the head."""
+    """the normalised output h (N, D) that enters the head."""
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
     device = params["embed"].device
     tok, bigram_rows = tok.to(device), bigram_rows.to(device)
 
-    def lambdas(label):  # §1.4: rounded to lambda_dtype before use (K6)
+    def lambdas(label):  # rounded to lambda_dtype before use (K6)
         p = params[label]
         return p if lambda_dtype is None else p.to(lambda_dtype).to(p.dtype)
 
@@ -181,13 +180,13 @@ def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, la
     def attn(i, lane):
         return attention(params, i, rms(lane), tok, cu, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H)
 
-    # §1.2
+    # token embedding and bigram rows
     e = params["embed"][tok]
     gate = smear_lambda * torch.sigmoid(e[1:, :GATE] @ params["smear_gate"].T)  # (N-1, 1)
     x0 = rms(torch.cat([e[:1], e[1:] + gate * e[:-1]], dim=0))
     b = params["bigram_embed"][bigram_rows]
 
-    # §1.4
+    # layers
     lane0 = x0 + beta[0] * b
     for i in range(0, 6):
         inject = alpha[0] * x0 if i == 0 else alpha[i] * x0 + beta[i] * b
@@ -214,12 +213,12 @@ def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, la
 
 
 def softcapped_logits(params, h):
-    """§1.11: z = 23 sigmoid((l + 5) / 7.5), (N, V)."""
+    """Z = 23 sigmoid((l + 5) / 7.5), (N, V)."""
     return 23 * torch.sigmoid((h @ params["lm_head"] + 5) / 7.5)
 
 
 def mtp_losses(z, targets, weights):
-    """§1.11: loss_t (N,) from softcapped logits z (N, V); prediction k of token t is target t+k of the packed row."""
+    """Loss_t (N,) from softcapped logits z (N, V); prediction k of token t is target t+k of the packed row."""
     N = z.shape[0]
     targets = torch.as_tensor(targets).long().to(z.device)
     lse = torch.logsumexp(z, dim=-1)
@@ -234,7 +233,7 @@ def mtp_losses(z, targets, weights):
 
 def model_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, mtp_weights, kappa, H,
                lambda_dtype=None):
-    """§1.2-1.11 without FP8: (kappa * sum_t loss_t, softcapped logits (N, V)); differentiable in every parameter."""
+    """Without FP8: (kappa * sum_t loss_t, softcapped logits (N, V)); differentiable in every parameter."""
     h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
                      lambda_dtype=lambda_dtype)
     z = softcapped_logits(params, h)
@@ -242,16 +241,16 @@ def model_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale
 
 
 def validation_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
-    """§1.11 validation: plain mean cross-entropy of the next token."""
+    """Plain mean cross-entropy of the next token."""
     h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
                      lambda_dtype=lambda_dtype)
     return mtp_losses(softcapped_logits(params, h), targets, [1.0]).mean()
 
 
-# ------------------------------------------------------------------------------------------------- data, §5
+# ------------------------------------------------------------------------------------------------- data
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """§5.1: a shard file, sound or not; returns its path."""
+    """A shard file, sound or not; returns its path."""
     header = np.random.default_rng(1).integers(-2**31, 2**31, 256).astype("<i4")  # the rest of the header has no meaning
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
@@ -259,7 +258,7 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
 
 
 def one_call(tokens, B, i, n, M, ranks):
-    """§5.2: one call of the batcher from cursor i: (list of ranks batches, new cursor), or None if B runs out."""
+    """One call of the batcher from cursor i: (list of ranks batches, new cursor), or None if B runs out."""
     batches = []
     for _ in range(ranks):
         have, pieces, lengths = 0, [], []
@@ -280,7 +279,7 @@ def one_call(tokens, B, i, n, M, ranks):
 
 
 def pack_documents(tokens_of_shards, sep, spec, ranks=8):
-    """§5.2: for each (n, M) of spec, the list of `ranks` tuples (inputs (n,), targets (n,), document lengths).
+    """For each (n, M) of spec, the list of `ranks` tuples (inputs (n,), targets (n,), document lengths).
 
     The lengths sum to n + 1. A call that finds no more documents starts over on the next shard; after the last shard
     comes the first. Raises if no shard holds enough documents for one call.
@@ -301,7 +300,7 @@ def pack_documents(tokens_of_shards, sep, spec, ranks=8):
 
 
 def cu_capacity(n):
-    """§5.3: K, the smallest positive multiple of 128 that is at least n // 300."""
+    """K, the smallest positive multiple of 128 that is at least n // 300."""
     K = 128
     while K < n // 300:
         K += 128
@@ -309,7 +308,7 @@ def cu_capacity(n):
 
 
 def cu_seqlens(lengths, n, K):
-    """§5.3: cumulative lengths of documents that sum to n + 1 tokens (the last one loses one), filled up with n."""
+    """Cumulative lengths of documents that sum to n + 1 tokens (the last one loses one), filled up with n."""
     assert sum(lengths) == n + 1
     if len(lengths) >= K:
         raise ValueError(f"{len(lengths)} documents do not fit into {K} cumulative lengths")
@@ -323,7 +322,7 @@ def cu_seqlens(lengths, n, K):
 
 
 def validation_piece(tokens, pos, n, sep, K):
-    """§5.5: (inputs, targets, cu) of the n tokens from pos on; cu[0] = 0, then every separator, then n."""
+    """(inputs, targets, cu) of the n tokens from pos on; cu[0] = 0, then every separator, then n."""
     inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
     assert len(targets) == n
     cu = [0]
@@ -337,12 +336,12 @@ def validation_piece(tokens, pos, n, sep, K):
     return inputs.astype(np.int32), targets.astype(np.int64), np.array(cu, dtype=np.int32)
 
 
-# -------------------------------------------------------------------------------------------- optimizer, §3
+# -------------------------------------------------------------------------------------------- optimizer
 
-ADAM_LR, ADAM_EPS, ADAM_WD = 0.008, 1e-10, 0.005  # §3.1
-NORMUON_LR, NORMUON_BETA2, NORMUON_WD = 0.023, 0.95, 1.2  # §3.1
+ADAM_LR, ADAM_EPS, ADAM_WD = 0.008, 1e-10, 0.005
+NORMUON_LR, NORMUON_BETA2, NORMUON_WD = 0.023, 0.95, 1.2
 
-# §3.5 step 3
+# Polar Express: coefficients of the iterations
 POLAR = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -351,7 +350,7 @@ POLAR = [
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ]
 
-# §3.2, label: (beta1, beta2, lr_mul, wd_mul)
+# label: (beta1, beta2, lr_mul, wd_mul)
 ADAM_TABLE = {
     "sa_lambdas": (0.9, 0.99, 5.0, 0),
     "smear_lambda": (0.9, 0.99, 5.0, 0),
@@ -371,7 +370,7 @@ ADAM_TABLE = {
     "embed": (0.5, 0.95, 1, 150),
 }
 
-# §3.4, label: learning-rate multipliers of the matrices of one bank, repeated along the bank
+# label: learning-rate multipliers of the matrices of one bank, repeated along the bank
 NORMUON_TABLE = {
     "attn_bank": (1, 1, 1, 1),  # Q, K, V, O
     "mlp_bank": (2, 4),  # W1, W2
@@ -379,12 +378,12 @@ NORMUON_TABLE = {
 
 
 def polar_normalise(X):
-    """§3.5 step 2: every matrix of X (..., R, C) divided by 1.02 times its Frobenius norm (plus 1e-6)."""
+    """Every matrix of X (..., R, C) divided by 1.02 times its Frobenius norm (plus 1e-6)."""
     return X / (1.02 * torch.sqrt((X * X).sum((-2, -1), keepdim=True)) + 1e-6)
 
 
 def polar_express(X):
-    """§3.5 step 3 alone: five iterations on X (..., R, C) that polar_normalise() has scaled already."""
+    """Five iterations on X (..., R, C) that polar_normalise() has scaled already."""
     wide = X.shape[-2] <= X.shape[-1]
     for a, b, c in POLAR:
         P = X @ X.mT if wide else X.mT @ X
@@ -400,13 +399,13 @@ def polar_sign_svd(X):
 
 
 def normuon_state(w):
-    """§3.5: state of a bank chunk with master weights w (c, R, C), which is updated in place."""
+    """State of a bank chunk with master weights w (c, R, C), which is updated in place."""
     c, R, C = w.shape
     return dict(w=w, m=torch.zeros_like(w), v=w.new_zeros((c, R, 1) if R >= C else (c, 1, C)))
 
 
 def normuon_step(state, g, mu, lrs, wd):
-    """§3.5: one step of a bank chunk g (c, R, C), lrs one rate per matrix, wd = lambda; returns y after step 4."""
+    """One step of a bank chunk g (c, R, C), lrs one rate per matrix, wd = lambda; returns y after step 4."""
     w, m, v = state["w"], state["m"], state["v"]
     c, R, C = w.shape
     g = g.to(w.dtype)
@@ -430,23 +429,23 @@ def normuon_step(state, g, mu, lrs, wd):
 
 
 def split_master(w):
-    """§3.5 step 5: fp32 array -> (upper, lower) 16 bits as uint16; the upper half is the truncated bf16 weight."""
+    """fp32 array -> (upper, lower) 16 bits as uint16; the upper half is the truncated bf16 weight."""
     bits = np.ascontiguousarray(w, dtype=np.float32).view(np.uint32)
     return (bits >> np.uint32(16)).astype(np.uint16), (bits & np.uint32(0xFFFF)).astype(np.uint16)
 
 
 def join_master(upper, lower):
-    """§3.5 step 5: inverse of split_master()."""
+    """Inverse of split_master()."""
     return ((upper.astype(np.uint32) << np.uint32(16)) | lower.astype(np.uint32)).view(np.float32)
 
 
 def adam_state(p):
-    """§3.6: state of a parameter p, which is updated in place."""
+    """State of a parameter p, which is updated in place."""
     return dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
 
 
 def adam_step(state, g, lr, beta1, beta2, eps, wd_mul):
-    """§3.6: one Adam step with quadratic cautious decay; returns the update u that was subtracted."""
+    """One Adam step with quadratic cautious decay; returns the update u that was subtracted."""
     p, m, v = state["p"], state["m"], state["v"]
     g = g.to(p.dtype)
     state["t"] += 1
@@ -461,9 +460,9 @@ def adam_step(state, g, lr, beta1, beta2, eps, wd_mul):
 
 
 class OracleOptimizer:
-    """§3.2-3.8 for the whole model on one rank, with exact weights: the banks are their masters, nothing is rounded.
+    """The optimizer of the whole model on one rank, with exact weights: the banks are their masters, nothing is rounded.
 
-    `params` holds the current weights under the labels of §1.1; `states` the Adam and NorMuon states.
+    `params` holds the current weights under their labels; `states` the Adam and NorMuon states.
     """
 
     def __init__(self, params, dtype=torch.float64):
@@ -474,17 +473,17 @@ class OracleOptimizer:
             self.states[label] = normuon_state(self._matrices(label, self.params[label]))
         for label in ADAM_TABLE:
             self.states[label] = adam_state(self.params[label])
-        self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}  # §3.7
+        self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}
         self.tied = True
 
     def _matrices(self, label, tensor):
-        """§2.1: optimizer view, (40, D, D) of attn_bank and (24, F, D) of mlp_bank; shares storage."""
+        """Optimizer view, (40, D, D) of attn_bank and (24, F, D) of mlp_bank; shares storage."""
         D = tensor.shape[-1]
         return tensor.view(-1, D, D) if label == "attn_bank" else tensor.view(-1, tensor.shape[-2], D)
 
     @torch.no_grad()
     def step(self, grads, step, s, mu, split_step):
-        """§3.7, §3.8: optimizer step number `step` at learning-rate factor s and momentum mu."""
+        """Optimizer step number `step` at learning-rate factor s and momentum mu."""
         assert split_step % 2 == 1
         for label, muls in NORMUON_TABLE.items():
             g = self._matrices(label, grads[label].to(self.params[label].dtype).contiguous())
@@ -512,10 +511,10 @@ class OracleOptimizer:
             self.tied = False
 
 
-# -------------------------------------------------------------------------- schedules of the record run, §4
+# -------------------------------------------------------------------------- schedules of the record run
 
 def stage_of(step):
-    """§4.1, §4.2: 0, 1, 2, and 3 for the extension (which also holds step 1490)."""
+    """0, 1, 2, and 3 for the extension (which also holds step 1490)."""
     if step < 483:
         return 0
     if step < 967:
@@ -526,7 +525,7 @@ def stage_of(step):
 
 
 def lr_factor(step):
-    """§4.3: s(step)."""
+    """S(step)."""
     base = [1.0, 1.52, 1.73, 1.73][stage_of(step)]  # of no effect in the extension
     if step < 580:
         return base
@@ -535,7 +534,7 @@ def lr_factor(step):
 
 
 def muon_momentum(step):
-    """§4.4: mu(step)."""
+    """Mu(step)."""
     if step < 300:
         return 0.85 + 0.10 * step / 300
     if step <= 1440:
@@ -544,7 +543,7 @@ def muon_momentum(step):
 
 
 def mtp_weights(step):
-    """§4.1: weights of the next-token predictions, linear within a stage."""
+    """Weights of the next-token predictions, linear within a stage."""
     if step < 483:
         return [1.0, 0.5, 0.25 * (1 - step / 483)]
     if step < 967:

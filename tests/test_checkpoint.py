@@ -239,7 +239,7 @@ def test_every_knob_is_learned_or_free():
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)
-    config = T.config_from_dict(state["config"])
+    config = T.config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config(["--preset=record", f"--resume={base.saved[5]}", "--val_every=7"])
     assert resumed == T.with_run(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):

@@ -491,7 +491,7 @@ def made(tokens, losses, times):
 
 
 def exchanged(arm, short, long):
-    """The four numbers of `against`, as the specification has them. Each group: tokens, mean loss, mean seconds."""
+    """The four numbers of `against`, worked out by hand. Each group: tokens, mean loss, mean seconds."""
     rate = (short[1] - long[1]) / math.log(long[0] / short[0])
     loss = arm[1] - (short[1] - rate * math.log(arm[0] / short[0]))
     seconds = short[2] + (long[2] - short[2]) * (arm[0] - short[0]) / (long[0] - short[0])

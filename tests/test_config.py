@@ -92,16 +92,16 @@ def test_layer_knobs():
 def test_config_from_dict():
     """What a checkpoint holds; a knob that it does not know has its neutral value, one that only it knows is refused by name."""
     for config in T.PRESETS.values():
-        assert T.config_from_dict(dataclasses.asdict(config)) == config
+        assert T.config_from_dict(T.Config(), dataclasses.asdict(config)) == config
     tree = dataclasses.asdict(T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"]))
-    assert T.flatten(T.config_from_dict(tree))["stage5.share"] == 0 and T.config_from_dict(tree).model.layers[11].two_lanes
+    assert T.flatten(T.config_from_dict(T.Config(), tree))["stage5.share"] == 0 and T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
     del tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
-    assert T.config_from_dict(tree).optim.muon_lr == 0.023 and not T.config_from_dict(tree).model.layers[11].two_lanes
+    assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023 and not T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
     for change in (lambda: tree["optim"].update(muon_beta9=1), lambda: tree["model"]["layers"][0].update(triple=1), lambda: tree.update(extra={})):
         tree = dataclasses.asdict(RECORD)
         change()
         with pytest.raises(UserError, match="another train_gpt.py: .*(muon_beta9|triple|extra)"):
-            T.config_from_dict(tree)
+            T.config_from_dict(T.Config(), tree)
 
 
 @pytest.mark.parametrize("arg, message", [

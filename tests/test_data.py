@@ -532,7 +532,7 @@ def test_validation_errors(tmp_path):
 
 
 def test_cu_seqlens_vector():
-    """Appendix B: documents of 4, 3 and 4 tokens in 10 + 1."""
+    """Documents of 4, 3 and 4 tokens in 10 + 1."""
     wanted = [0, 4, 7, 10, 10, 10, 10, 10]
     got = L.cu_seqlens(np.array([4, 7, 10]), 10, 8)
     assert got.dtype == np.int32 and got.tolist() == wanted == oracles.cu_seqlens([4, 3, 4], 10, 8).tolist()
@@ -558,7 +558,7 @@ def test_cu_seqlens_size_around_its_borders():
 @pytest.mark.parametrize("before, current, row", [
     (50256, 464, 19030), (464, 3290, 223622), (262, 640, 99344), (0, 0, 0), (11, 262, 3826), (50256, 50256, 35060), (1, 0, 27191)])
 def test_bigram_vectors(before, current, row):
-    """Appendix B."""
+    """Rows worked out by hand."""
     for dtype in (np.uint16, np.int32, np.int64):
         got = L.bigram_rows(np.array([before, current], dtype), T.Model().bigram_rows)
         assert got.dtype == np.int32 and got.tolist() == [251519, row]

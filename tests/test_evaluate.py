@@ -43,7 +43,7 @@ def trained(corpus, tmp_path_factory):
 def eloquent(trained):
     """The same, with weights that make it say many things: every token depends on those before it, by all the ways there are."""
     model = T.GPT(trained.config.model, trained.ops, torch.float32, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for label, param in model.named_parameters():
             param.copy_(trained.model.get_parameter(label))
@@ -90,7 +90,7 @@ def test_what_fills_the_row_changes_nothing(eloquent, length):
     with torch.no_grad():
         h = E.forward(eloquent.model, eloquent.config, [tokens], view)
         hashed = oracles.bigram_hash(tokens, eloquent.config.model.bigram_rows)
-        want = eloquent.model(*(torch.tensor(x).int() for x in (tokens, [0, length], hashed)), view)
+        want = eloquent.model(*(torch.tensor(x).int() for x in (tokens, [0, length])), {"bigram_embed": torch.tensor(hashed).int()}, view)
     assert len(h) == -(-length // 128) * 128 and torch.allclose(h[:length], want, rtol=0, atol=1e-4 * want.abs().max())
 
 

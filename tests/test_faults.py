@@ -16,6 +16,7 @@ import train_gpt as T
 import triton_kernels as kernels
 import data.checkpoint
 import data.files
+import data.knobs
 import data.loader
 import data.log
 from test_run import ENV, ROOT, VAL_BATCH, corpus, fails, finish, start  # noqa: F401 (two of them are fixtures)
@@ -192,7 +193,7 @@ def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch
 def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
     """Here a limit on the size of files. It stops at once, and what fits is in the log."""
     import resource
-    room = sum(os.path.getsize(module.__file__) for module in (T, data.checkpoint, data.files, data.loader, data.log, kernels)) + 8000
+    room = sum(os.path.getsize(module.__file__) for module in (T, data.checkpoint, data.files, data.knobs, data.loader, data.log, kernels)) + 8000
     limit = f"\nimport resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, resource.RLIM_INFINITY))"
     process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID + limit)
     out, err, status = finish(process, 60)

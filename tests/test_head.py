@@ -11,7 +11,7 @@ import triton_kernels as tk
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SCALE_X, SCALE_W, SCALE_G = 100 / 448, 1.6 / 448, 0.75 / 448  # §1.11
+SCALE_X, SCALE_W, SCALE_G = 100 / 448, 1.6 / 448, 0.75 / 448
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 fp8 = pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() < (8, 9), reason="FP8 products need sm_89 or a CPU")
@@ -350,7 +350,7 @@ def quantised(x, scale, dtype):
 
 
 def fp8_oracle(h, weight, targets, weights, kappa=KAPPA):
-    """§1.11 in fp64 with its quantisers: (loss, dh, dW)."""
+    """The head in fp64 with its quantisers: (loss, dh, dW)."""
     hq, Wq = quantised(h, SCALE_X, E4M3), quantised(weight.detach(), SCALE_W, E4M3)
     logits = (SCALE_X * SCALE_W * (hq @ Wq)).to(BF16).double().requires_grad_()
     loss = kappa * oracles.mtp_losses(23 * torch.sigmoid((logits + 5) / 7.5), targets, weights).sum()

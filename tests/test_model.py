@@ -117,7 +117,7 @@ def test_every_technique_matters(setting):
 
 
 def test_initial_identities():
-    """Appendix B at step 0: MLPs and bigram rows are silent, attention gates 1/2, value gates 1, skip gate 0.18243."""
+    """At step 0 MLPs and bigram rows are silent, attention gates 1/2, value gates 1, skip gate 0.18243."""
     cpu = torch.device("cpu")
     ops, _ = kernels.choose_ops(cpu, "torch")
     model = T.GPT(CONFIG, ops, torch.float32, cpu)
@@ -146,3 +146,24 @@ def test_bf16_is_near_fp32():
         h = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         losses.append(kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_mixing_factors_scalar_per_token_or_absent(setting, monkeypatch):
+    """A factor per token with equal entries is the scalar; a missing injection is a factor of zero; other factors matter."""
+    model, tokens, cu, rows, view, _ = setting
+    n, static = len(tokens) - 1, model.mixes()
+
+    def output(change):
+        monkeypatch.setattr(model, "mixes", lambda: [change(i, mix) for i, mix in enumerate(static)])
+        with torch.no_grad():
+            return model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
+
+    base = output(lambda i, mix: mix)
+    per_token = output(lambda i, mix: T.Mix(*(None if factor is None else factor.expand(n, 1) for factor in mix)))
+    torch.testing.assert_close(per_token, base, rtol=1e-9, atol=1e-9)
+    zero, none = (output(lambda i, mix: mix._replace(x0=factor, bigram=mix.bigram if i == 0 else factor)) for factor in (0 * static[0].x0, None))
+    torch.testing.assert_close(none, zero, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(none, base, rtol=1e-3)
+    for field in T.Mix._fields:  # in the last layer, which has them all
+        changed = output(lambda i, mix: mix._replace(**{field: 2 * getattr(mix, field)}) if i == 10 else mix)
+        assert not torch.allclose(changed, base, rtol=1e-6), field

@@ -92,7 +92,7 @@ def test_rotate_against_oracle():
 
 
 def test_paired_reinterpretation():
-    """Appendix B: (t, h) goes to position 2t + h // 3 of stream h mod 3 and turns by index 2t + (h mod 2)."""
+    """(t, h) goes to position 2t + h // 3 of stream h mod 3 and turns by index 2t + (h mod 2)."""
     n, heads, width = 5, 6, 16
     table = T.rotary_table(np.array(oracles.base_freqs(width // 4)), 2 * n, torch.device("cpu"), FP64)
     seen = []
@@ -107,7 +107,7 @@ def test_paired_reinterpretation():
 
 
 def test_what_the_model_hands_to_attention():
-    """Every attention call of a forward pass: windows, borders, length, and q, k rotated, paired and offset as §1.6, §1.7 say."""
+    """Every attention call of a forward pass: windows, borders, length, and q, k rotated, paired and offset as in the reference."""
     n, heads, width, short, long = 37, 6, 16, 5, 11
     config, cpu = T.Model(vocab_size=40, model_dim=heads * width), torch.device("cpu")
     calls, turned = [], []

@@ -58,7 +58,7 @@ def test_polar_express_against_svd(shape):
 
 
 def test_polar_express_scalar_map_vector():
-    """Appendix B: [1e-3, 1/1.02] -> [0.8589, 1.1411]; 1e-4 -> at least 0.0988."""
+    """[1e-3, 1/1.02] -> [0.8589, 1.1411]; 1e-4 -> at least 0.0988."""
     sigma = torch.linspace(1e-3, 1 / 1.02, 20000, dtype=torch.float64)
     X = torch.cat((sigma, torch.tensor([1e-4]))).view(-1, 1, 1).double()
     y = kernels.polar_express(X, None, OPS).flatten()
@@ -77,7 +77,7 @@ def test_zero_matrix_only_decays():
 
 
 def test_adam_matches_torch_without_decay_and_first_step_is_lr():
-    """eps is not bias-corrected here, so it is compared at eps = 0; with a first step of one learning rate (Appendix B)."""
+    """eps is not bias-corrected here, so it is compared at eps = 0; with a first step of one learning rate."""
     p = torch.randn(50)
     theirs = torch.nn.Parameter(p.clone())
     reference = torch.optim.Adam([theirs], lr=0.01, betas=(0.9, 0.99), eps=0.0)

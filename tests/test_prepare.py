@@ -711,7 +711,7 @@ def copy(tmp_path):
         pytest.importorskip(module)  # run.sh would install it
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)
-    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "loader", "log", "prepare"))):
+    for name in ("run.sh", "train_gpt.py", "triton_kernels.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log", "prepare"))):
         shutil.copy(ROOT / name, repo / name)
     (repo / "records").mkdir()
     for module in (ROOT / "records").glob("*.py"):

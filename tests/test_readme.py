@@ -330,7 +330,7 @@ def test_messages_are_those_of_the_sources():
     """The first column of the table of troubles."""
     section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
     messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
-    files = ("train_gpt.py", "triton_kernels.py", *(f"data/{name}.py" for name in ("files", "loader", "checkpoint", "log")), "run.sh",
+    files = ("train_gpt.py", "triton_kernels.py", *(f"data/{name}.py" for name in ("files", "knobs", "loader", "checkpoint", "log")), "run.sh",
              *(f"records/{script}.py" for script in ("check", "evaluate", "compare")))
     sources = re.sub(r'"\s*f?"', "", "".join((ROOT / file).read_text() for file in files))  # parts of one message joined
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []

@@ -250,12 +250,12 @@ def test_each_gpu_has_a_queue_of_its_own(place):
     for call in place.told("run"):
         queues.setdefault(call["CUDA_VISIBLE_DEVICES"], []).append(call["run"])
         assert call["NPROC"] == "1"
-    assert queues == {"5": ["a.1", "b.3", "a.4", "b.6"], "3": ["b.1", "a.2", "b.4", "a.5"],
-                      "GPU-x": ["b.2", "a.3", "b.5", "a.6"]}
+    assert queues == {"5": ["a.1", "b.2", "a.5", "b.6"], "3": ["b.1", "a.3", "a.4", "b.5"],
+                      "GPU-x": ["a.2", "b.3", "b.4", "a.6"]}
     ends = {call["end"]: call["time"] for call in place.told("end")}
     assert all(ends[one] < starts[other] for queue in queues.values() for one, other in zip(queue, queue[1:]))
     assert place.compared() == " ".join(f"{label}.{seed}" for label in "ab" for seed in range(1, 7))
-    title = "run.sh: b, run 2 of 6, seed 2, GPU GPU-x"
+    title = "run.sh: b, run 3 of 6, seed 3, GPU GPU-x"
     told = [line for line in place.err.splitlines() if line.startswith(title)]
     assert told == [title, title + ": final_val_loss: 3.2, train_seconds: 7.5"] and place.err.count("\n") == 24
 
@@ -293,8 +293,8 @@ def test_a_failure_lets_the_others_finish(place):
     """Here the three that were started; none follows on the GPUs that are free."""
     runs, compared = place.run("4", "--parallel", "--label=a", "--label=b", status=3, CUDA_VISIBLE_DEVICES="0,1,2",
                                BAD="a.1", BEFORE="others(3)", TRAIN=FAIL + "\ntime.sleep(0.5)")
-    assert sorted(runs) == [("a", "1"), ("b", "1"), ("b", "2")] and compared == "b.1 b.2"
-    assert "\nerror: no\nrun.sh: a, run 1 of 4, seed 1, GPU 0: failed with status 3\nrun.sh: b, run 1" in place.err
+    assert sorted(runs) == [("a", "1"), ("a", "2"), ("b", "1")] and compared == "a.2 b.1"
+    assert "\nerror: no\nrun.sh: a, run 1 of 4, seed 1, GPU 0: failed with status 3\nrun.sh: " in place.err
 
 
 @pytest.mark.parametrize("to, number", [

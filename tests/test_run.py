@@ -118,7 +118,7 @@ def oracle_loss(model, val):
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, loss: the final one, tensors: "p label", "m label" ... of the checkpoint."""
-    names = "train_gpt.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "loader", "log")), "triton_kernels.py"
+    names = "train_gpt.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log")), "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
     def run(name):
@@ -265,7 +265,7 @@ def test_log_opens_with_sources_versions_and_config(runs):
 
 
 def test_log_lines_and_results(runs):
-    """Every step line has one of the formats of the specification, in the order of the run; results agree with them."""
+    """Every step line has one of the two formats, in the order of the run; results agree with them."""
     run, lines, last = runs["one"], re.findall(r"^step:.*$", runs["one"].body, re.M), 0
     order = sorted([(step, "") for step in range(1, STEPS + 1)] + [(step, r"val_loss:\d+\.\d{4} ") for step in VAL_STEPS])
     for line, (step, loss) in zip(lines, order, strict=True):

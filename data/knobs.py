@@ -1,0 +1,121 @@
+"""Settings as text. A config is a frozen dataclass of sections, which are frozen dataclasses of knobs; here its knobs become
+arguments of the command line, lines of the log and parts of a checkpoint, and come back from there.
+
+A section may hold several items of one kind. Stages are counted from 1; each of their fields is a knob, stage<n>.<field>. Layers
+are counted from 0; each is a knob, layer<n>, written in words: the fields that differ from a plain one. layer<n>.<field> changes
+one field. How many there are, `stages` and `layers`, are knobs, too.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections import deque
+from typing import get_args, get_type_hints
+
+from data.files import UserError
+
+FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of the first
+
+
+def flatten(config) -> dict:
+    """Every knob of the config -> its value."""
+    flat = {}
+    for section in vars(config).values():
+        for key, value in vars(section).items():
+            flat[key] = len(value) if key in FIRST else value
+            for i, item in enumerate(value, FIRST[key]) if key in FIRST else ():
+                flat |= {f"layer{i}": item} if key == "layers" else {f"stage{i}.{k}": v for k, v in vars(item).items()}
+    return flat
+
+
+def render(value) -> str:
+    """A knob's value as it is written on the command line."""
+    if dataclasses.is_dataclass(value):
+        plain = vars(type(value)())
+        words = [key if v is True else f"{key}={render(v)}" for key, v in vars(value).items() if v != plain[key]]
+        return " ".join(words) or "default"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def parse_value(key, text, kind, example):
+    """`text` as a value of the type `kind`; the message of a UserError shows an example."""
+    def number(part):
+        value = float(part)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
+
+    try:
+        if dataclasses.is_dataclass(kind):
+            words, hints = (word.partition("=") for word in text.split() if word != "default"), get_type_hints(kind)
+            return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], True) for word, _, value in words})
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind == int | None:
+            return None if text.lower() == "none" else int(text)
+        if kind in (int, str):
+            return kind(text)
+        return number(text) if kind is float else tuple(number(part) for part in text.split(","))
+    except (ValueError, KeyError):
+        wanted = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none"}.get(
+            kind, "words that are fields of Layer" if dataclasses.is_dataclass(kind) else "comma-separated numbers")
+        raise UserError(f"--{key}={text}: expected {wanted}, for example --{key}={render(example)}") from None
+
+
+def read_arguments(argv) -> dict[str, str]:
+    """--key=value and --key value arguments as {key: value}; the last of equal keys counts."""
+    overrides, arguments = {}, deque(argv)
+    while arguments:
+        argument = arguments.popleft()
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not equals and (not arguments or arguments[0].startswith("--")):
+            raise UserError(f"argument '{argument}': write --key=value (see --help)")
+        overrides[key] = text if equals else arguments.popleft()
+    return overrides
+
+
+def override(config, overrides):
+    """The config with other values, {knob: text}. Raises UserError on a knob or a value that it does not understand."""
+    overrides = dict(overrides)
+
+    def resized(key, items):
+        """More layers are plain ones. More stages repeat the last but one, since the last is the extension."""
+        count, end = parse_value(key, overrides.pop(key, str(len(items))), int, len(items)), int(key == "stages")
+        if count < 1 + end:
+            raise UserError(f"--{key}={count}: must be {1 + end} or more")
+        new = items[-2:-1] if end else (type(items[0])(),)
+        return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
+
+    def updated(item, prefix=""):
+        hints, new = get_type_hints(type(item)), {}
+        for key, old in vars(item).items():
+            if key in FIRST:
+                name, items = prefix + key[:-1], enumerate(resized(key, old), FIRST[key])
+                new[key] = tuple(updated(parsed(f"{name}{i}", one, type(one)), f"{name}{i}.") for i, one in items)
+            else:
+                new[key] = parsed(prefix + key, old, hints[key])
+        return dataclasses.replace(item, **new)
+
+    def parsed(key, old, kind):
+        return parse_value(key, overrides.pop(key), kind, old) if key in overrides else old
+
+    changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
+    if overrides:
+        key, known = next(iter(overrides)), flatten(changed)
+        known |= {f"{name}.{field}": 0 for name, item in known.items() if dataclasses.is_dataclass(item) for field in vars(item)}
+        near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
+        raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
+    return changed
+
+
+def config_from_dict(default, tree):
+    """The inverse of `dataclasses.asdict`. Knobs that are missing have the values of `default`; UserError for unknown ones."""
+    def section(old, values):
+        hints = get_type_hints(type(old))
+        items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
+        return dataclasses.replace(old, **values | items)
+
+    try:
+        return dataclasses.replace(default, **{name: section(getattr(default, name), values) for name, values in tree.items()})
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"these settings are those of another train_gpt.py: {error}") from None
