@@ -1666,8 +1666,8 @@ def quantise(x, scale, out=None):
 # Returns the loss of each row (n,) fp32. `grad` (n, V), if there is one, gets ∂Loss/∂ℓ / code_scale, rounded once to its
 # dtype (e5m2, bf16, ...), saturated; it may be `logits` itself.
 #
-# One program per row reads it once, 2 bytes per logit, and writes 1: 7.4 GB at N = 49152, 1.74 ms. Measured: 2.51 with the
-# halves packed by shifts instead of the assembly below, which has not been timed alone; without a gradient 1.62.
+# One program per row reads it once, 2 bytes per logit, and writes 1: 7.4 GB at N = 49152, 1.74 ms. Measured: 2.48 with the
+# halves packed by one instruction of assembly, 2.67 by shifts (records/2026-11-22_ground); without a gradient 1.62.
 # The next limit is the special-function unit, 16 results per clock and SM, 0.6 ms for each one per logit. exp, 1/x, exp
 # would be three; two logits share a reciprocal (1/a = b · 1/(ab)), which makes it 2.5. z < 23, so exp(z - 23) needs no
 # running maximum.

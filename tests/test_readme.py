@@ -99,8 +99,8 @@ def checks(command, corpus, tmp_path, monkeypatch):
 def guard(command, corpus, tmp_path, monkeypatch):
     """The program in test_guard.py, without the run, which its tests make; it writes the same file again."""
     stored = json.loads(test_guard.STORED.read_text())
-    heads = iter(stored.values() if "--write" in command else [stored["plain"]])
-    monkeypatch.setattr(test_guard, "curve", lambda args: iter(next(heads)["losses"]))
+    curves = iter([curve for curve in stored.values() if isinstance(curve, dict)] if "--write" in command else [stored["record74"]])
+    monkeypatch.setattr(test_guard, "curve", lambda args: iter(next(curves)["losses"]))
     monkeypatch.setattr(test_guard, "STORED", copy := tmp_path / "guard.json")
     copy.write_bytes((ROOT / "tests/guard.json").read_bytes())
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -197,6 +197,7 @@ CHECKED = {  # command -> what checks it: a function above, another test, or .ci
     " --val_batch_tokens=8192 --sample_prompt=": OWN,
     "./run.sh --repeat 3 --label base --label low --muon_lr=0.02": REPEAT,
     "./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02": REPEAT,
+    "./run.sh --rerun logs/run_1.txt": "test_run_sh.py::test_rerun_gets_the_arguments_after_it",
     "./run.sh --repeat": REPEAT,  # named, not to be typed
     "python tests/bench_kernels.py": "test_bench.py::test_cases_run",
     "python tests/test_guard.py": guard,
