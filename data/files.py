@@ -32,7 +32,10 @@ def user_error(message, *kinds):
 
 @contextmanager
 def atomic_write(path):
-    """A binary file to write to, which appears at `path` when it is complete and on the disk; UserError when that fails."""
+    """A binary file to write to, which appears at `path` when it is complete and on the disk.
+
+    Raises UserError when it cannot be written.
+    """
     partial = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,7 @@ REMAKE = "fetch or make it again with data/prepare.py"
 
 
 def read_shard_header(path: Path) -> int:
-    """Number of tokens of a shard: 256 int32 (magic, version, number of tokens, then unused), then one uint16 per token.
+    """Number of tokens of a shard: 256 int32 (magic, version, number of tokens, then unused), then a uint16 per token.
 
     Raises UserError when the file is not a shard, has another version, or is shorter or longer than its header says.
     """

@@ -1,9 +1,9 @@
-"""Settings as text. A config is a frozen dataclass of sections, which are frozen dataclasses of knobs; here its knobs become
-arguments of the command line, lines of the log and parts of a checkpoint, and come back from there.
+"""Settings as text. A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs. Here knobs
+become arguments of the command line, lines of the log and parts of a checkpoint, and come back from there.
 
-A section may hold several items of one kind. Stages are counted from 1; each of their fields is a knob, stage<n>.<field>. Layers
-are counted from 0; each is a knob, layer<n>, written in words: the fields that differ from a plain one. layer<n>.<field> changes
-one field. How many there are, `stages` and `layers`, are knobs, too.
+A section may hold several items of one kind. Stages are counted from 1, and each field of a stage is a knob,
+stage<n>.<field>. Layers are counted from 0, and each layer is a knob, layer<n>, written in words: the fields in which it
+differs from a plain layer. layer<n>.<field> changes one field. The numbers of items, `stages` and `layers`, are knobs too.
 """
 
 import dataclasses
@@ -48,7 +48,8 @@ def parse_value(key, text, kind, example):
     try:
         if dataclasses.is_dataclass(kind):
             words, hints = (word.partition("=") for word in text.split() if word != "default"), get_type_hints(kind)
-            return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], True) for word, _, value in words})
+            return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], True)
+                           for word, _, value in words})
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if kind == int | None:
@@ -102,20 +103,22 @@ def override(config, overrides):
     changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
     if overrides:
         key, known = next(iter(overrides)), flatten(changed)
-        known |= {f"{name}.{field}": 0 for name, item in known.items() if dataclasses.is_dataclass(item) for field in vars(item)}
+        items = {name: item for name, item in known.items() if dataclasses.is_dataclass(item)}
+        known |= {f"{name}.{field}": 0 for name, item in items.items() for field in vars(item)}
         near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
         raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
     return changed
 
 
 def config_from_dict(default, tree):
-    """The inverse of `dataclasses.asdict`. Knobs that are missing have the values of `default`; UserError for unknown ones."""
+    """The inverse of `dataclasses.asdict`. A missing knob has the value of `default`; UserError for an unknown knob."""
     def section(old, values):
         hints = get_type_hints(type(old))
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 
     try:
-        return dataclasses.replace(default, **{name: section(getattr(default, name), values) for name, values in tree.items()})
+        sections = {name: section(getattr(default, name), values) for name, values in tree.items()}
+        return dataclasses.replace(default, **sections)
     except (TypeError, AttributeError) as error:
         raise UserError(f"these settings are those of another train_gpt.py: {error}") from None

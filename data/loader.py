@@ -16,9 +16,9 @@ from data.files import UserError, find_files, read_shard, read_shard_header
 
 
 def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of the bigram table for each token and its predecessor, int32; the first token has the last row (PR 201, classiclarryd).
+    """Row of the bigram table for each token and its predecessor, int32; the first token has the last row. K1.
 
-    K1: the predecessor may belong to the previous document.
+    PR 201, classiclarryd.
     """
     tokens = tokens.astype(np.int32)
     hashed = np.empty_like(tokens)
@@ -33,9 +33,10 @@ def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
 
 
 def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """[0, borders..., tokens, tokens, ...] of length `size`, int32: cumulative document lengths, the rest empty documents."""
+    """[0, borders..., tokens, tokens, ...] of length `size`, int32: cumulative lengths of documents, then of empty ones."""
     if len(borders) >= size:
-        raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}: lower --tokens_per_doc")
+        raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}:"
+                        " lower --tokens_per_doc")
     cu = np.full(size, tokens, np.int32)
     cu[0] = 0
     cu[1:1 + len(borders)] = borders
@@ -86,9 +87,9 @@ class Shard:
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
-        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor), None if they run out.
+        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor).
 
-        Documents are cut at max_doc_len, the last one also where the row is full; what is cut off is never seen.
+        None if the documents run out. Documents are cut at max_doc_len, the last one also where the row is full; what is cut off is never seen.
         """
         lengths = np.minimum(self.lengths[cursor:cursor + tokens + 1], max_doc_len)
         total = np.cumsum(lengths)
@@ -109,12 +110,12 @@ def survey_training_data(config, stage_steps) -> tuple[str, bool]:
     lengths = Shard(files[0], config.model, 2**22).lengths
     longest = batches.max() // config.run.micro_batches + 1
     if longest > max(have):
-        raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch {longest}:"
-                        " use more data, a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
+        raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch"
+                        f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
     kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]
     least, about = (stage_steps @ tokens for tokens in (batches, batches / kept))
-    found = (f"{len(files)} files, {sum(have):,} tokens; the run takes {least:,}, with what is cut off long documents about"
-             f" {about:,.0f}: {about / sum(have):.2f} passes")
+    found = (f"{len(files)} files, {sum(have):,} tokens; the run takes {least:,}, with what is cut off long documents"
+             f" about {about:,.0f}: {about / sum(have):.2f} passes")
     if config.data.data_end == "wrap" or about <= sum(have):
         return found, True
     found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
@@ -133,9 +134,10 @@ def survey_validation_data(config) -> str:
 class Loader:
     """Training batches of one rank; all numbers of ranks see the same documents in the same order.
 
-    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A row that does not fit into
-    the rest of a shard starts on the next one. (The reference repeats all G rows of a micro-step there, so its order depends on G
-    after the first shard; this is its order on one rank.) A thread builds one batch ahead, another reads one shard ahead.
+    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A row that does
+    not fit into the rest of a shard starts on the next shard. (The reference repeats all G rows of a micro-step there,
+    so its order depends on G after the first shard; ours is its order on one rank.) One thread builds the next batch,
+    another one reads the next shard.
 
     plans: of the steps to serve, in order.
     """
@@ -182,21 +184,23 @@ class Loader:
                 while (row := current.pack(cursor, tokens, max_doc_len)) is None:
                     shard, cursor, tried = shard + 1, 0, tried + 1
                     if tried > len(self.files):
-                        raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at {max_doc_len};"
-                                        " use more data or a smaller batch (--stage1.batch_tokens ...)")
+                        raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
+                                        f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
                     if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
-                        raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use --data_end=wrap")
+                        raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use"
+                                        " --data_end=wrap")
                     if shard == len(self.files):
                         self.warn("training data exhausted: starting again with the first shard")
                     current, coming = coming.result(), self.reader.submit(self._shard, shard + 1)
                 starts, lengths, cursor = row
                 if rank == self.rt.rank:
                     batch = self._batch(current, starts, lengths, tokens)
-            index, part = (index, part + 1) if part + 1 < self.config.run.micro_batches // self.rt.world else (index + 1, 0)
+            last_part = self.config.run.micro_batches // self.rt.world - 1
+            index, part = (index, part + 1) if part < last_part else (index + 1, 0)
             yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
     def _batch(self, shard, starts, lengths, tokens):
-        """One row -> (Batch on the device, event after its copies). K2: a cut document's last target is the next separator."""
+        """One row -> (Batch on the device, event after its copies). K2."""
         run_of_tokens = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
@@ -215,7 +219,7 @@ def require_validation_tokens(config, have):
 
 
 class ValidationData:
-    """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`; documents cut only between pieces."""
+    """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`, which cut documents."""
 
     def __init__(self, config, rt):
         self.config, self.rt = config, rt

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing. Lines are written at once: a killed run loses none."""
+    """The log file and the console of rank 0; other ranks write nothing.
+
+    Every line is written at once, so a run that is killed loses none.
+    """
 
     def __init__(self, config, rt):
         self.path = ROOT / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
@@ -46,7 +49,10 @@ class Log:
 
 
 def loaded_sources() -> dict[str, str]:
-    """{path: text} of train_gpt.py, then of every other loaded module of this repository; an environment in it does not count."""
+    """{path: text} of train_gpt.py, then of every other loaded module of this repository.
+
+    The packages of a Python environment that lies in the repository are left out.
+    """
     script = ROOT / "train_gpt.py"
     files = {Path(file).resolve() for module in [*sys.modules.values()]
              if (file := getattr(module, "__dict__", {}).get("__file__"))}
@@ -79,7 +85,7 @@ def revision() -> str:
 def write_header(log, argv, data, machine: dict, settings: dict):
     """Sources, versions, machine, command, data, settings: what `./run.sh --rerun LOG` needs.
 
-    argv: arguments of the run; data: the section of its config; machine: what to say of the hardware; settings: {knob: text}.
+    argv: arguments of the run; data: section of its config; machine: what to say of the hardware; settings: {knob: text}.
     """
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
@@ -93,7 +99,8 @@ def write_header(log, argv, data, machine: dict, settings: dict):
         files = find_files(getattr(data, f"{part}_files"))
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)
     facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
-              if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_")) and not key.startswith("TORCHELASTIC")}  # names of one run
+              if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
+              and not key.startswith("TORCHELASTIC")}  # these differ from run to run
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,

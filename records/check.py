@@ -1,7 +1,8 @@
 """The table of `python train_gpt.py --check`: what a run with these arguments would meet here, and whether it would start.
 
-Each of CHECKS takes (config, number of ranks), returns what it found, raises UserError when the run will not start, CheckWarning
-when it may fail later. A start makes the same checks without this file, in train_gpt.py, and stops at the first failure.
+Each of CHECKS takes (config, number of ranks) and returns what it found. It raises UserError when the run will not
+start, CheckWarning when the run may fail later. A start makes the same checks without this file, in train_gpt.py, and
+stops at the first failure.
 """
 
 import getpass
@@ -35,7 +36,8 @@ def check_device(config, world):
     device, name = T.find_device(config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    return ", ".join([name, f"ranks {world}", *(f"{key.split('_')[-1]} {value}" for key, value in T.capability(device).items())])
+    found = (f"{key.split('_')[-1]} {value}" for key, value in T.capability(device).items())
+    return ", ".join([name, f"ranks {world}", *found])
 
 
 def check_kernels(config, world):
@@ -69,7 +71,8 @@ def check_caches(config, world):
         getpass.getuser()
     except (KeyError, OSError):
         if config.run.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and T.torch_version() < (2, 13):
-            raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or TORCHINDUCTOR_CACHE_DIR") from None
+            raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or"
+                               " TORCHINDUCTOR_CACHE_DIR") from None
     return ", ".join(folders) or "nothing is compiled"
 
 
@@ -87,12 +90,12 @@ def check_memory(config, world):
     if warning := T.memory_warning(config, device, world):
         raise CheckWarning(warning)
     least, most = T.estimate_memory(config, world)
-    return (f"{T.free_memory(device):.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with"
-            f" --micro_batches={config.run.micro_batches}")
+    return (f"{T.free_memory(device):.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate)"
+            f" with --micro_batches={config.run.micro_batches}")
 
 
 def expected_time(config, world):
-    """From seconds per token with the default kernels: one H200 (790 TFLOP/s in bf16; records), two cores of an EPYC (README)."""
+    """From seconds per token with the default kernels: of an H200 (790 TFLOP/s in bf16; records), of two cores (README)."""
     device, schedule = T.find_device(config), config.schedule
     if config.model != T.PRESETS["cpu" if device.type == "cpu" else "record74"].model or config.run.kernels != "auto":
         return "not known for this model or these kernels"
@@ -106,12 +109,13 @@ def expected_time(config, world):
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s that this GPU just did)"
 
 
-CHECKS = {"versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
-          "validation data": check_validation_data, "caches": check_caches, "disk": check_disk, "memory": check_memory}
+CHECKS = {
+    "versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
+    "validation data": check_validation_data, "caches": check_caches, "disk": check_disk, "memory": check_memory}
 
 
 def check_table(config, world, show) -> int:
-    """Prints the table; without `show` says the first failure alone, since another rank prints. Returns the exit status."""
+    """Prints the table and returns the exit status. Without `show`, as another rank prints, raises the first failure."""
     columns, status = "{:<15} | {:<90} | {}", 0
     if show:
         print(columns.format("what", "found", "ok?"))
@@ -119,7 +123,8 @@ def check_table(config, world, show) -> int:
         config = T.choose_micro_batches(config, T.find_device(config), world)
     except UserError:  # no GPU, which a row says
         config = T.with_run(config, micro_batches=config.run.micro_batches or 8)
-    checks = CHECKS | ({"checkpoint": check_checkpoint} if config.run.resume else {}) | ({"time": expected_time} if show else {})
+    checks = CHECKS | ({"checkpoint": check_checkpoint} if config.run.resume else {})
+    checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:
             found, ok = check(config, world), "yes"

@@ -378,7 +378,7 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
 
 
 class Profiler:
-    """torch's profiler around the steps of --profile: `train_gpt.py` calls `start` and `stop` while the clock stands still.
+    """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock stands still.
 
     The first micro-step of these steps is launched kernel by kernel, which tells the layers of all others apart.
     """
