@@ -75,8 +75,8 @@ from torch import Tensor, nn
 
 import triton_kernels as kernels
 from data.checkpoint import load_checkpoint, require_room, write_checkpoint
-from data.files import UserError, is_writable, one_line, user_error
-from data.knobs import config_from_dict, flatten, override, read_arguments, render
+from data.files import UserError, is_writable, one_line, should_report, user_error
+from data.knobs import config_from_dict, flatten, help_text, override, read_arguments, render
 from data.loader import (
     Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
 from data.log import Log, loaded_sources, published, write_header
@@ -141,7 +141,8 @@ class Model:
 
     def where(self, trait) -> list[int]:
         """Numbers of the layers that have a trait, in order."""
-        return [i for i, layer in enumerate(self.layers) if getattr(layer, trait) not in (False, None)]
+        values = (getattr(layer, trait) for layer in self.layers)
+        return [i for i, value in enumerate(values) if value is not False and value is not None]
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Run:
     save: bool = False  # a checkpoint at the end, in a folder beside the log
     save_every: int = 0  # steps; checkpoints on the way, too (0: none)
     keep: int = 2  # the newest checkpoints of a run stay, so many (0: all)
-    resume: str = ""  # checkpoint to go on from; it brings its settings, --preset does not count
+    resume: str = ""  # checkpoint to go on from; it brings its settings
     sample_tokens: int = 0  # generate a text of this length at the end
     sample_prompt: str = ""  # its beginning
 
@@ -273,20 +274,25 @@ def with_run(config, **knobs) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, **knobs))
 
 
-def resumed_config(overrides) -> tuple[Config, int]:
-    """(settings of the checkpoint of --resume, its step). Machine and output may be given anew; UserError, with all differences, for
-    the rest."""
+def resumed_config(overrides, preset) -> tuple[Config, int]:
+    """(settings of the checkpoint of --resume, its step). Machine and output may be given anew.
+
+    UserError, with all differences, when anything else that is given, the preset too if there is one, is not as in the
+    checkpoint.
+    """
     path = overrides["resume"]
     state = load_checkpoint(path)
     base = config_from_dict(RECORD74, state["config"])
     base = with_run(base, profile="")
     config = override(base, overrides)
     free = {*vars(base.data), *vars(base.run)} - LEARNED_KNOBS
-    here, there = flatten(config), flatten(base)
+    here, there = flatten(override(PRESETS[preset], overrides) if preset else config), flatten(base)
+    here["micro_batches"] = here["micro_batches"] or there["micro_batches"]  # 0: whatever fitted
     apart = [f"{key}: here {render(here.get(key, 'missing'))}, in the checkpoint {render(there.get(key, 'missing'))}"
              for key in here | there if key not in free and here.get(key) != there.get(key)]
     if apart:
-        raise UserError(f"--resume={path}: that run has another config; {'; '.join(apart)}")
+        advice = f"; leave out --preset={preset}, the checkpoint brings its settings" if preset else ""
+        raise UserError(f"--resume={path}: that run has another config; {'; '.join(apart)}{advice}")
     check_weights(state, config.model)
     step, total = state["step"], stage_starts(config.schedule)[-1]
     if step >= total:
@@ -298,13 +304,13 @@ def resumed_config(overrides) -> tuple[Config, int]:
 def parse_config(argv, world=1) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on anything it does not know."""
     overrides = read_arguments(argv)
-    preset = overrides.pop("preset", "record")
-    if preset not in PRESETS:
+    preset = overrides.pop("preset", None)
+    if preset not in (None, *PRESETS):
         raise UserError(f"--preset={preset}: known presets are {', '.join(PRESETS)}")
     if overrides.get("resume"):
-        config, first_step = resumed_config(overrides)
+        config, first_step = resumed_config(overrides, preset)
     else:
-        config, first_step = override(PRESETS[preset], overrides), 0
+        config, first_step = override(PRESETS[preset or "record"], overrides), 0
         if 0 < config.run.micro_batches < world:
             config = with_run(config, micro_batches=world)
     check_config(config, world)
@@ -342,6 +348,7 @@ def check_config(config, world=1):
     require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
             f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; all must be above 0, but the last,"
             " which is the extension, 0")
+    require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps, the extension included")
     starts = stage_starts(schedule)
     require(all(a < b for a, b in zip(starts, starts[1:-1])), f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
     require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
@@ -386,21 +393,6 @@ def stage_starts(schedule: Schedule) -> list[int]:
     shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
     starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
     return [*starts, schedule.scheduled_steps + schedule.extension_steps]
-
-
-def help_text() -> str:
-    """The module docstring and one line per knob: name, values, and the comment that stands beside it in the source."""
-    source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M))
-    config, knobs = PRESETS["record"], {}
-    for key, value in flatten(config).items():
-        name = re.sub(r"^stage\d+", "stage<n>", key)
-        knobs[name] = f"{knobs[name]} {render(value)}" if name in knobs else f"  --{name}={render(value)}"
-        if key == f"layer{len(config.model.layers) - 1}":
-            knobs |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(Layer())}
-    lines = [f"{knob:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, knob in knobs.items()]
-    return (f"{__doc__}\nKnobs with the values of --preset=record (the others: {', '.join(n for n in PRESETS if n != 'record')});"
-            " of stage<n> those of all stages:\n" + "\n".join(lines))
 
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
@@ -473,9 +465,13 @@ def capability(device) -> dict[str, str]:
             "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no", "hardware_tma": "yes" if major >= 9 else "no"}
 
 
+def uses_fp8(config, device) -> bool:
+    return config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
+
+
 def choose_kernels(config, device):
     """(config, whose fp8 is off where the GPU has none, implementation of every operation, {operation: its name})."""
-    fp8 = config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
+    fp8 = uses_fp8(config, device)
     try:
         ops, names = kernels.choose_ops(device, config.run.kernels)
     except ValueError as error:
@@ -1118,19 +1114,18 @@ def memory_warning(config, device, world) -> str:
 
 def choose_micro_batches(config, device, world) -> Config:
     """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory, or with the most."""
-    chosen = None if not config.run.micro_batches else config
-    for count in (8, 16, 32, 64, 128) if chosen is None else ():
+    for count in () if config.run.micro_batches else (8, 16, 32, 64, 128):
         candidate = with_run(config, micro_batches=count)
         try:
             check_config(candidate, world)
         except UserError:
-            if chosen is None:
+            if count == 8:
                 raise
             break  # so many do not divide the batches
-        chosen = candidate
-        if not memory_warning(chosen, device, world):
+        config = candidate
+        if not memory_warning(config, device, world):
             break
-    return chosen
+    return config
 
 
 def torch_version() -> tuple[int, ...]:
@@ -1326,8 +1321,9 @@ class Clock:
 class Trainer:
     """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
 
-    def __init__(self, config, rt, log, ops, watch, resumed=None, profiler=None):
-        self.config, self.rt, self.log, self.watch = config, rt, log, watch
+    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None,
+                 profiler=None):
+        self.config, self.rt, self.log, self.watch, self.sources = config, rt, log, watch, sources
         self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
         self.dtype = getattr(torch, config.run.dtype)
         compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
@@ -1489,14 +1485,14 @@ class Trainer:
 
     def save(self, step, seconds):
         """All that `load_state_dict` needs before this step, into a file beside the log; every rank must call it."""
-        state = {"step": step, "seconds": seconds, "sources": loaded_sources(), "config": dataclasses.asdict(self.config),
+        state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.rt.rank == 0:
             state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.run.keep)
-            self.log.line(f"checkpoint: {os.path.relpath(path)}")
+            self.log.line(f"checkpoint: {published(str(path))}")
 
     def load_state_dict(self, state):
         """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
@@ -1512,13 +1508,14 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
     of that name in records/evaluate.py, if a text shall be generated."""
     config, ops, choices = choose_kernels(config, rt.device)
     run, machine = config.run, capability(rt.device) | {"ranks": rt.world}
-    write_header(log, argv, config.data, machine, {key: render(value) for key, value in flatten(config).items()})
+    sources = loaded_sources()  # before anybody edits them
+    write_header(log, argv, sources, config.data, machine, {key: render(value) for key, value in flatten(config).items()})
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
     tokens = [str(stage.batch_tokens // run.micro_batches) for stage in config.schedule.stages]
     log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {run.micro_batches // rt.world}")
     resumed = load_checkpoint(run.resume) if run.resume else None
     watch.lap("log")
-    trainer = Trainer(config, rt, log, ops, watch, resumed, profiler)
+    trainer = Trainer(config, rt, log, ops, watch, sources, resumed, profiler)
     ready = time.perf_counter()
     if run.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
@@ -1541,7 +1538,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
     gpus = rt.world if rt.device.type == "cuda" else 0
-    summary |= {"gpu_seconds": f"{gpus * seconds['total']:.3f}",  # the price of the run: all phases, all ranks
+    summary |= {"gpu_seconds": f"{gpus * (time.perf_counter() - started):.3f}",  # the price: all phases, all ranks
                 "steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
@@ -1549,23 +1546,13 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
         trainer.save(trainer.total, clock.counted)
 
 
-def should_report(local) -> bool:
-    """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough."""
-    time.sleep(local > 0)  # the first one usually has the same to say
-    try:
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()  # it gave each a folder, side by side
-    except FileExistsError:
-        return False
-    except (KeyError, IndexError, OSError):  # without torchrun, or its folders: better twice than never
-        pass
-    return True
-
-
 def main(argv) -> int:
     """Train as `argv` says; returns the exit status."""
     watch = Stopwatch()
     if "--help" in argv:
-        print(help_text())
+        text = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
+        others = ", ".join(name for name in PRESETS if name != "record")
+        print(f"{__doc__}\nKnobs with the values of --preset=record (others: {others}):\n{help_text(PRESETS['record'], text)}")
         return 0
     rank = local = 0
     try:

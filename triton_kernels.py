@@ -1,8 +1,8 @@
 """Triton kernels of the trainer, each beside the plain PyTorch that it replaces.
 
-Every op of section 9 has a wrapper `<name>` that checks its arguments and launches, a plain `<name>_ref` with the same
-contract that tests and benchmarks compare with, and a Triton kernel. CPU tensors take the reference, so the trainer runs
-without a GPU. TRITON_INTERPRET=1, set before the import, sends them through Triton's interpreter, as the tests do; what that
+Every operation of IMPLEMENTATIONS has a wrapper `<name>` that checks its arguments and launches, a plain `<name>_ref` with
+the same contract that tests and benchmarks compare with, and a Triton kernel. CPU tensors take the reference, so the
+trainer runs without a GPU. TRITON_INTERPRET=1, set before the import, sends them through Triton's interpreter, as the tests do; what that
 gets wrong (bf16 products, FP8) still takes the reference.
 
 Conventions

@@ -6,6 +6,7 @@ README.md beside this file describes the format of a shard.
 import glob
 import os
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def atomic_write(path):
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def should_report(local) -> bool:
+    """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough.
+
+    local: rank on this machine.
+    """
+    time.sleep(local > 0)  # the first one usually has the same to say
+    try:  # torchrun gave each process a folder, side by side
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
+    except FileExistsError:
+        return False
+    except (KeyError, IndexError, OSError):  # without torchrun, or its folders: better twice than never
+        pass
+    return True
 
 
 def existing_folder(folder: Path) -> Path:

@@ -9,6 +9,7 @@ differs from a plain layer. layer<n>.<field> changes one field. The numbers of i
 import dataclasses
 import difflib
 import math
+import re
 from collections import deque
 from typing import get_args, get_type_hints
 
@@ -45,6 +46,12 @@ def parse_value(key, text, kind, example):
             raise ValueError
         return value
 
+    def whole(part):
+        value = int(part)
+        if abs(value) >= 2**63:  # no number of anything here, and more than torch takes
+            raise ValueError
+        return value
+
     try:
         if dataclasses.is_dataclass(kind):
             words, hints = (word.partition("=") for word in text.split() if word != "default"), get_type_hints(kind)
@@ -53,9 +60,11 @@ def parse_value(key, text, kind, example):
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if kind == int | None:
-            return None if text.lower() == "none" else int(text)
-        if kind in (int, str):
-            return kind(text)
+            return None if text.lower() == "none" else whole(text)
+        if kind is str:
+            return text
+        if kind is int:
+            return whole(text)
         return number(text) if kind is float else tuple(number(part) for part in text.split(","))
     except (ValueError, KeyError):
         wanted = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none"}.get(
@@ -82,8 +91,8 @@ def override(config, overrides):
     def resized(key, items):
         """More layers are plain ones. More stages repeat the last but one, since the last is the extension."""
         count, end = parse_value(key, overrides.pop(key, str(len(items))), int, len(items)), int(key == "stages")
-        if count < 1 + end:
-            raise UserError(f"--{key}={count}: must be {1 + end} or more")
+        if not 1 + end <= count <= 1000:
+            raise UserError(f"--{key}={count}: must be {1 + end} or more, and at most 1000")
         new = items[-2:-1] if end else (type(items[0])(),)
         return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
 
@@ -108,6 +117,17 @@ def override(config, overrides):
         near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
         raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
     return changed
+
+
+def help_text(config, source) -> str:
+    """One line per knob: name, value (of stage<n> those of all stages), and the comment beside it in `source`."""
+    comments, knobs = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M)), {}
+    for key, value in flatten(config).items():
+        name = re.sub(r"^stage\d+", "stage<n>", key)
+        knobs[name] = f"{knobs[name]} {render(value)}" if name in knobs else f"  --{name}={render(value)}"
+        if dataclasses.is_dataclass(value) and f"layer{len(config.model.layers) - 1}" == key:
+            knobs |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(value)}
+    return "\n".join(f"{knob:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, knob in knobs.items())
 
 
 def config_from_dict(default, tree):

@@ -62,39 +62,42 @@ def loaded_sources() -> dict[str, str]:
 
 
 def published(text) -> str:
-    """The text with folders relative to the repository, or only their last part: logs are published."""
-    def shortened(match):
-        path = Path(match[0])
-        if path.is_relative_to(ROOT):
-            return str(path.relative_to(ROOT))
-        return path.name if path.is_dir() else "/".join(path.parts[-2:])
-    return re.sub(r"(?<![^\s=:,'\"])/[^\s=:,'\"]+", shortened, text)
+    """A value, or --key=value, whose value is a path: relative to the repository, or else only its last part.
+
+    Logs are published, and folders tell names. What is no path stays as it is.
+    """
+    key, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
+    if not value.startswith(("/", "..", "~")):
+        return text
+    path = Path(os.path.abspath(os.path.expanduser(value)))
+    return key + equals + (str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name)
 
 
-def revision() -> str:
-    """The commit of the repository, and whether its files are those of the commit."""
+def revision(sources) -> str:
+    """The commit of the repository, and whether the sources are those of the commit."""
     def git(*words):
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return f"{git('rev-parse', 'HEAD')} {'with changes' if git('status', '--porcelain', '-uno') else 'clean'}"
+        return f"{git('rev-parse', 'HEAD')} {'with changes' if git('status', '--porcelain', '--', *sources) else 'clean'}"
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def write_header(log, argv, data, machine: dict, settings: dict):
+def write_header(log, argv, sources: dict, data, machine: dict, settings: dict):
     """Sources, versions, machine, command, data, settings: what `./run.sh --rerun LOG` needs.
 
-    argv: arguments of the run; data: section of its config; machine: what to say of the hardware; settings: {knob: text}.
+    argv: arguments of the run; sources {path: text}; data: section of the config; machine: what to say of the hardware;
+    settings {knob: text}.
     """
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # nobody's processes and paths
     except FileNotFoundError:
         gpus = "nvidia-smi: not found"
-    triton, sources = sys.modules.get("triton"), loaded_sources()
-    facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(),
-                       "command": shlex.join(["train_gpt.py", *argv]), "sources": " ".join(sources)}
+    triton = sys.modules.get("triton")
+    facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
+                       "command": shlex.join(["train_gpt.py", *map(published, argv)]), "sources": " ".join(sources)}
     for part in "train", "val":
         files = find_files(getattr(data, f"{part}_files"))
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)

@@ -120,9 +120,10 @@ def check_table(config, world, show) -> int:
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
-        config = T.choose_micro_batches(config, T.find_device(config), world)
-    except UserError:  # no GPU, which a row says
-        config = T.with_run(config, micro_batches=config.run.micro_batches or 8)
+        device = T.find_device(config)
+    except UserError:  # a row says so
+        device = torch.device("cpu")
+    config = T.choose_micro_batches(T.with_run(config, fp8=T.uses_fp8(config, device)), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.run.resume else {})
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():

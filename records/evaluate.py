@@ -42,7 +42,7 @@ def load_model(path, knobs):
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.run.dtype)
     # Nothing is trained here.
     config = T.override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
-                                 "micro_batches": "8", "resume": "", "profile": ""} | knobs)
+                                 "resume": "", "profile": ""} | knobs)
     T.check_config(config)
     T.check_weights(state, config.model)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
@@ -290,7 +290,9 @@ def main(argv) -> int:
         return int(not argv)
     try:
         path, *argv = argv
-        argv = [f"--hellaswag={fetch_hellaswag()}" if arg == "--hellaswag" else arg for arg in argv]
+        for i, (arg, following) in enumerate(zip(argv, [*argv[1:], "--"])):
+            if arg == "--hellaswag" and following.startswith("--"):
+                argv[i] = f"--hellaswag={fetch_hellaswag()}"
         options, knobs = arguments(argv, {"hellaswag": "", "export": "", "validate": True}, {})
         config, model, ops = load_model(path, knobs)
         if options["export"]:

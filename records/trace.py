@@ -373,7 +373,7 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
     try:
         lines += [table(recorded(profiler, path, run)), "", f"trace, beside this log: {Path(path).name}"]
     except (OSError, ValueError) as error:
-        lines.append(f"warning: no trace in {path}: {one_line(error)}")
+        lines.append(f"warning: no trace in {Path(path).name}: {one_line(error)}")
     return "\n".join(lines)
 
 

@@ -377,6 +377,14 @@ def test_single_takes_no_number_that_does_not_divide(gpus):
     assert chosen.run.micro_batches == 8
 
 
+def test_a_batch_that_no_number_divides_stops_the_table(check):
+    """As it stops a start: with the same line."""
+    args = "--preset=cpu", "--micro_batches=0", "--stage1.batch_tokens=1000"
+    assert T.main([*args, "--check"]) == 1
+    line = "error: --stage1.batch_tokens=1000 must be a multiple of 16 * --micro_batches=8\n"
+    assert check.start(*args) == (1, 2 * line)  # of both
+
+
 def test_minutes_without_the_copy_engine(gpus):
     """21 % more than an H200 of the same rate."""
     def minutes():

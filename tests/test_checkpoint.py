@@ -228,11 +228,11 @@ def test_every_knob_is_learned_or_free():
             other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5, str: lambda: value + "x",
                      tuple: lambda: (*value, 9.0), T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
             if key in free - {"resume"}:
-                changed, step = T.resumed_config({"resume": "x", key: T.render(other)})
+                changed, step = T.resumed_config({"resume": "x", key: T.render(other)}, None)
                 assert T.flatten(changed)[key] == other and step == 3
             elif key != "resume":
                 with pytest.raises(UserError) as refused:
-                    T.resumed_config({"resume": "x", key: T.render(other)})
+                    T.resumed_config({"resume": "x", key: T.render(other)}, None)
                 assert f"; {key}: here {T.render(other)}, in the checkpoint {T.render(value)}" in str(refused.value).replace("config;", ";")
 
 
@@ -240,8 +240,10 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)
     config = T.config_from_dict(T.Config(), state["config"])
-    resumed = T.parse_config(["--preset=record", f"--resume={base.saved[5]}", "--val_every=7"])
+    resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
     assert resumed == T.with_run(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
+    with pytest.raises(UserError, match="model_dim: here 768, in the checkpoint 48;.*; leave out --preset=record, the checkpoint"):
+        T.parse_config(["--preset=record", f"--resume={base.saved[5]}"])
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
     with pytest.raises(UserError, match="16 processes do not divide --micro_batches=8: start a divisor of it$"):

@@ -11,7 +11,7 @@ import oracles
 import train_gpt as T
 from data.files import UserError
 
-CPU = torch.device("cpu")
+CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
 RECORD = T.PRESETS["record"]
 STEPS = range(1491)  # the last is the final validation
 
@@ -68,6 +68,12 @@ def test_number_of_stages():
     assert [stage.long_window for stage in config.schedule.stages] == [384, 896, 1408, 1408, 1700]
 
 
+def test_layer_0_can_be_a_source():
+    """A skip from layer 0 is one like any other: 0 is a number here."""
+    model = T.parse_config(["--layer6.skip_from=0"]).model
+    assert model.where("skip_from") == [6] and model.where("two_lanes") == [7, 8, 9, 10]
+
+
 def test_shares_of_the_stages():
     config = T.parse_config(["--scheduled_steps=100", "--stage1.share=0.5", "--stage2.share=0.25", "--stage3.share=0.25"])
     assert T.stage_starts(config.schedule) == [0, 50, 75, 100, 140]
@@ -117,6 +123,8 @@ def test_config_from_dict():
     ("--layer3=lang", "--layer3=lang: expected words that are fields of Layer, for example --layer3=long"),
     ("--layer6.skip_from=x", "expected a number or none, for example --layer6.skip_from=3"),
     ("--val_every", "'--val_every': write --key=value"),
+    ("--seed=9223372036854775808", "--seed=9223372036854775808: expected int"),
+    ("--layers=1001", "--layers=1001: must be 1 or more, and at most 1000"),
     ("--muon_lr=nan", "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023"),
     ("--muon_momentum=0.9,inf", "--muon_momentum=0.9,inf: expected comma-separated numbers"),
     ("val_every=3", "'val_every=3': write --key=value"),
@@ -142,6 +150,7 @@ def test_what_it_does_not_understand(arg, message):
     ("--vocab_size=65537", "--vocab_size=65537"),
     ("--scheduled_steps=2", "--scheduled_steps=2"),
     ("--extension_steps=-1", "schedule|extension_steps"),
+    ("--scheduled_steps=1000000", "--scheduled_steps=1000000: a run has at most 1000000 steps"),
     ("--stage2.share=0", "shares of the stages: 1.0, 0.0, 1.0, 0.0; all must be above 0"),
     ("--stage4.share=1", "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last"),
     ("--scheduled_steps=30 --stage2.share=0.001", "--scheduled_steps=30: one per stage"),
@@ -167,7 +176,7 @@ def test_what_it_does_not_understand(arg, message):
     ("--stage3.batch_tokens=1000", "--stage3.batch_tokens=1000"),
     ("--stage2.mtp_end=1", "--stage2.mtp_start and mtp_end need the same length"),
     ("--run_label=a/b", "--run_label=a/b.*a file"),
-    ("--seed=12345678901234567890", "--seed=12345678901234567890"),
+    ("--stage1.batch_tokens=12345678901234567890", "expected int"),
     ("--dtype=float32", "--kernels=attention:torch"),
     ("--dtype=float32 --kernels=XXT:torch", "--kernels=attention:torch"),
     ("--model_dim=960", "heads of 16, 32, 64, 128"),
@@ -244,9 +253,11 @@ def test_presets_pass_their_own_check():
         T.check_config(config)
 
 
-def test_help_lists_every_knob():
-    lines = T.help_text().splitlines()
-    assert T.help_text().startswith(T.__doc__)
+def test_help_lists_every_knob(capsys):
+    assert T.main(["--preset=cpu", "--help"]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert text.startswith(T.__doc__)
     for key, value in T.flatten(RECORD).items():
         if not key.startswith("stage") or key == "stages":
             (line,) = [line for line in lines if line.startswith(f"  --{key}=")]
@@ -257,9 +268,7 @@ def test_help_lists_every_knob():
     assert any(line[:1] == ["--layer<n>.long="] and "window," in line for line in words)
 
 
-def test_main_prints_help_or_one_line(capsys):
-    assert T.main(["--preset=cpu", "--help"]) == 0
-    assert capsys.readouterr().out == T.help_text() + "\n"
+def test_main_says_one_line(capsys):
     assert T.main(["--val_evry=3"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err == "error: unknown key --val_evry; the nearest is --val_every (see --help)\n"
@@ -578,6 +587,27 @@ def test_padded_sizes():
     assert [T.Model(vocab_size=v).padded_vocab for v in (128, 129, 257, 50257)] == [128, 256, 384, 50304]
     model = T.Model()
     assert (model.separator, model.head_dim, model.bigram_rows) == (50256, 128, 251520)
+
+
+# ---- Log ------------------------------------------------------------------------------------------------------------
+
+
+def test_no_folder_of_this_machine_is_published(tmp_path, monkeypatch):
+    """Values and arguments that are paths; what is in the repository keeps its folders, all else stays as it is."""
+    for text, wanted in {
+            "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane", "../../jane/x": "x",
+            "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt", "data/x/x_*.bin": "data/x/x_*.bin",
+            "--sample_prompt=1/2": "--sample_prompt=1/2", "def ": "def ", "": "", "1.0,0.5": "1.0,0.5"}.items():
+        assert T.published(text) == wanted
+
+
+def test_sources_are_those_of_the_repository(tmp_path, monkeypatch):
+    """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
+    sources = T.loaded_sources()
+    assert next(iter(sources)) == "train_gpt.py" and {"data/loader.py", "triton_kernels.py", "tests/test_config.py"} <= sources.keys()
+    assert all((ROOT / name).read_text() == text for name, text in sources.items())
+    monkeypatch.setattr("sys.prefix", str(ROOT / "tests"))
+    assert not any(name.startswith("tests/") for name in T.loaded_sources())
 
 
 # ---- Console ---------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_signal_as_each_python_spells_it(signum, line):
 
 @pytest.mark.parametrize("file", [None, "error.json", "/no/such/folder/error.json"])
 def test_without_a_folder_every_process_speaks(monkeypatch, file):
-    monkeypatch.setattr(T.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(data.files.time, "sleep", lambda seconds: None)
     if file:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
     assert T.should_report(0) and T.should_report(1)

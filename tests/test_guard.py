@@ -241,8 +241,13 @@ def other_values(config):
     free = {*vars(config.data), *vars(config.run)} - T.LEARNED_KNOBS
     for key, value in T.flatten(config).items():
         if isinstance(value, T.Layer):
-            fields = ("two_lanes",) if not value.attention else vars(value)
-            yield from ((f"{key}.{field}", T.render(not getattr(value, field))) for field in fields if field not in ("attention", "skip_from"))
+            if not value.attention:  # nothing else of such a layer may be on
+                yield f"{key}.attention", "true"
+                yield f"{key}.skip_from", "0"
+                continue
+            for field, old in vars(value).items():
+                if field not in ("attention", "skip_from"):
+                    yield f"{key}.{field}", T.render(not old)
         elif key not in free and key != "vocab_size":  # that of the data
             yield key, SIZES.get(key) or (T.render(tuple(2 * x or 0.5 for x in value)) if isinstance(value, tuple) else T.render(2 * value))
 
