@@ -50,7 +50,8 @@ RECORD_P, CHANCE = 0.01, 0.05  # p below which a record counts, a difference is 
 FIRST_STEPS = 10  # slower, shown apart; in short runs a tenth of the run
 ROWS = 12  # of the table of losses, at most
 # Settings that belong to one run, not to its group; runs on several GPUs have caches of their own.
-OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR"}
+OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
+       "save", "save_every", "keep", "sample_tokens", "sample_prompt"}
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps"}  # settings in which --exchange's two groups may differ
 

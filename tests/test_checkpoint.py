@@ -205,7 +205,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
             "--stage2.mtp_end=1,0.5", "--val_every=5", "--sample_tokens=3", "--kernels=torch", f"--val_tokens={VAL_BATCH}"]
     message = (r"--resume=\S+/state_step000005\.pt: that run has another config;"
                r" stage2\.mtp_end: here 1\.0,0\.5, in the checkpoint 1\.0,0\.0;"
-               r" muon_lr: here 0\.25, in the checkpoint 0\.008; seed: here 3, in the checkpoint 1337$")
+               r" muon_lr: here 0\.25, in the checkpoint 0\.008; seed: here 3, in the checkpoint 1337; leave out --preset=cpu, the checkpoint brings its settings$")
     fails(args, message)
 
 
@@ -248,6 +248,19 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
     with pytest.raises(UserError, match="16 processes do not divide --micro_batches=8: start a divisor of it$"):
         T.parse_config([f"--resume={base.saved[5]}"], 16)
+
+
+def test_sources_and_batches_of_a_checkpoint(corpus, tmp_path, monkeypatch, capsys):
+    """The sources are those that ran, though a file changes later; the number of micro-batches is that of the run."""
+    read, count = T.loaded_sources, []
+    monkeypatch.setattr(T, "loaded_sources", lambda: count.append(1) or read())
+    odd = ["--micro_batches=1", *(f"--stage{i}.batch_tokens=80" for i in (1, 2, 3, 4)), "--scheduled_steps=3", "--extension_steps=1"]
+    run = train(corpus, tmp_path, *odd, "--cooldown_frac=1", "--muon_cooldown=1", "--save_every=2", "--keep=0")
+    saved = [torch.load(path, weights_only=True)["sources"] for path in run.saved.values()]
+    assert count == [1] and saved[0] == saved[1] and len(saved) == 2 and saved[0]["train_gpt.py"] == Path(T.__file__).read_text()
+    capsys.readouterr()
+    assert evaluate.main([str(run.saved[4]), "--device=cpu"]) == 0
+    assert f"val_loss: {run.val['4']}\n" in capsys.readouterr().out
 
 
 OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1",

@@ -244,7 +244,7 @@ def test_accuracy(trained, tmp_path, capsys, monkeypatch):
     {"endings": ["a"]}, {"endings": [1, 2, 3, 4]}, {"label": 4}, {"label": None}))])
 def test_lines_that_are_no_examples(trained, tmp_path, capsys, line):
     path = made(tmp_path, [json.dumps(EXAMPLES[0]), line])
-    assert E.main([str(trained.path), "--device=cpu", f"--hellaswag={path}", "--validate=false"]) == 1
+    assert E.main([str(trained.path), "--device=cpu", "--hellaswag", str(path), "--validate=false"]) == 1
     assert capsys.readouterr().err == f"error: {path}, line 2: not an example with ctx, four endings and label\n"
 
 
