@@ -671,13 +671,14 @@ class GPT(nn.Module):
         return self.layers(self.lookup(tokens, rows), cu_seqlens, view)
 
     def lookup(self, tokens, rows):
-        """Rows of the tables, each (N, D): token embedding, bigram embedding, one value embedding for each layer that has one.
+        """Rows of the tables, each (N, D): token embedding, those of `rows`, a value embedding for each layer that has one.
 
         Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows. As a side effect, so
         this part is not compiled.
         """
-        by_token, by_bigram = kernels.Groups(tokens), kernels.Groups(rows["bigram_embed"])
-        tables = [(self.embed, 1, by_token), (self.bigram_embed, 1, by_bigram)]
+        by_token = kernels.Groups(tokens)
+        tables = [(self.embed, 1, by_token)]
+        tables += [(self.get_parameter(label), 1, kernels.Groups(ids)) for label, ids in rows.items()]
         if self.with_values:
             tables.append((self.value_embeds, len(self.with_values), by_token))
         return [x for table, planes, groups in tables for x in kernels.lookup(table, planes, groups, self.ops.embedding_grad)]
@@ -1099,17 +1100,14 @@ def estimate_memory(config, world) -> tuple[float, float]:
     return allocated / 2**20, (allocated + run.cuda_graphs * kept) / 2**20  # the graphs keep their memory to themselves
 
 
-def free_memory(device) -> float:
-    """MiB that the GPU has free; a CPU has as much as it takes."""
-    return torch.cuda.mem_get_info(device)[0] / 2**20 if device.type == "cuda" else math.inf
-
-
-def memory_warning(config, device, world) -> str:
-    """What to do when the estimate is more than the GPU has free; nothing when it is less."""
-    (least, most), free = estimate_memory(config, world), free_memory(device)
-    return "" if most <= free else (
-        f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with --micro_batches="
-        f"{config.run.micro_batches}: {LESS_MEMORY}")
+def memory_report(config, device, world) -> tuple[str, bool]:
+    """(what the run needs and what the GPU has free, whether that is enough)."""
+    if device.type == "cpu":
+        return "not estimated for a CPU", True
+    (least, most), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
+    found = (f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with"
+             f" --micro_batches={config.run.micro_batches}")
+    return (found, True) if most <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
 def choose_micro_batches(config, device, world) -> Config:
@@ -1123,7 +1121,7 @@ def choose_micro_batches(config, device, world) -> Config:
                 raise
             break  # so many do not divide the batches
         config = candidate
-        if not memory_warning(config, device, world):
+        if memory_report(config, device, world)[1]:
             break
     return config
 
@@ -1173,9 +1171,9 @@ def check_start(config, world) -> Config:
     survey_validation_data(config)
     require_caches(config, device)
     require_disk(config)
-    for warning in ("" if lasts else found, memory_warning(config, device, world)):
-        if warning and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    for text, fine in (found, lasts), memory_report(config, device, world):
+        if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {text}", file=sys.stderr, flush=True)
     return config
 
 

@@ -83,15 +83,10 @@ def check_disk(config, world):
 
 def check_memory(config, world):
     """The estimate against what the GPU has free."""
-    device = T.find_device(config)
-    if device.type == "cpu":
-        return "not estimated for a CPU"
-    config = T.choose_kernels(config, device)[0]
-    if warning := T.memory_warning(config, device, world):
-        raise CheckWarning(warning)
-    least, most = T.estimate_memory(config, world)
-    return (f"{T.free_memory(device):.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate)"
-            f" with --micro_batches={config.run.micro_batches}")
+    found, enough = T.memory_report(config, T.find_device(config), world)
+    if not enough:
+        raise CheckWarning(found)
+    return found
 
 
 def expected_time(config, world):
