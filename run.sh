@@ -12,7 +12,7 @@ usage() {
 ./run.sh [--key=value ...]    train; the arguments go to train_gpt.py (python train_gpt.py --help lists them)
 ./run.sh data [--key=value ...]
                               only get the data that such a run needs
-./run.sh test [argument ...]  run the tests; the arguments go to pytest
+./run.sh test [argument ...]  run the tests on all cores; the arguments go to pytest (-n 0: in one process)
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
                               train N times for each label, by turns (A B A B), then compare the runs that finished;
                               what stands before the first label is for all; seeds count from --seed=S (1), the same
@@ -79,12 +79,12 @@ probe() {
     version = tuple(int(n) for n in metadata.version("torch").split("+")[0].split(".")[:2] if n.isdigit())
     if version < (2, 11):
         sys.exit(print("torch-old"))
-    print("ready", *(name for name in sys.argv[1:] if util.find_spec(name) is None))' $2
+    print("ready", *(name for name in sys.argv[1:] if util.find_spec(name.replace("pytest-", "")) is None))' $2
 }
 
 packages="numpy tiktoken huggingface_hub"
 [ "$(uname)" != Linux ] || packages="$packages triton"  # torch's CPU build does not bring it along
-[ $mode != test ] || packages="$packages pytest"
+[ $mode != test ] || packages="$packages pytest pytest-xdist"
 python="" base="" outdated=""
 for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
   command -v "$candidate" >/dev/null || continue
@@ -130,7 +130,7 @@ if [ -z "$python" ]; then
 fi
 
 case $mode in
-  test) exec "$python" -m pytest tests -q "$@" ;;
+  test) exec "$python" -m pytest tests -q -n auto --dist loadfile "$@" ;;  # on all cores, file by file
   repeat | rerun) exec "$python" records/$mode.py "$@" ;;
 esac
 

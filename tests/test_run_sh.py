@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ["numpy", "tiktoken", "huggingface_hub", "triton", "pytest"]
+PACKAGES = ["numpy", "tiktoken", "huggingface_hub", "triton", "pytest", "xdist"]
 
 PYTHON = """#!/bin/bash
 case "$0" in *.venv/*) site=$SITES/dotvenv ;; */active*/bin/*) site=$SITES/active ;; *) site=$SITES/system ;; esac
@@ -234,7 +234,7 @@ def test_only_missing_packages_are_installed(machine):
     machine.site("system", "2.11.0", ["numpy", "huggingface_hub", "triton"])
     pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements|"
     assert machine.run()[0] == pip + "tiktoken"
-    assert machine.run("test") == [pip + "tiktoken|pytest", "system/python3|-m|pytest|tests|-q"]
+    assert machine.run("test") == [pip + "tiktoken|pytest|pytest-xdist", "system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile"]
     assert machine.run("--repeat", "1", status=1) == [pip + "tiktoken", "system/python3|records/repeat.py|--repeat|1"]
 
 
@@ -258,7 +258,7 @@ def test_without_a_recent_torch_a_venv_is_made_once(machine, torch):
     assert machine.run() == [*VENV, f"{IN_VENV}|data/prepare.py|stdlib", train(1, "--preset=cpu", python=IN_VENV)]
     assert ("torch older than 2.11" in machine.err) == bool(torch)
     assert machine.run() == [train(1, "--preset=cpu", python=IN_VENV)]
-    assert machine.run("test", "-x") == [f"{IN_VENV}|-m|pytest|tests|-q|-x"]
+    assert machine.run("test", "-x") == [f"{IN_VENV}|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-x"]
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("# changed\n")
     assert machine.run() == [*VENV, train(1, "--preset=cpu", python=IN_VENV)]
@@ -387,7 +387,7 @@ def test_rerun_gets_the_arguments_after_it(machine):
 
 
 def test_test_subcommand_passes_its_arguments(machine):
-    assert machine.run("test", "-k", "a or b") == ["system/python3|-m|pytest|tests|-q|-k|a or b"]
+    assert machine.run("test", "-k", "a or b") == ["system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
