@@ -337,7 +337,7 @@ def test_messages_are_those_of_the_sources():
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
 
 
-RECORDS = [str(path.relative_to(ROOT)) for path in ROOT.glob("records/*/README.md")]
+RECORDS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("records/*/README.md"))]
 
 
 @pytest.mark.parametrize("file", [*WITH_COMMANDS, *RECORDS])
