@@ -323,7 +323,7 @@ def test_export(trained, tmp_path, capsys):
 
 def test_commands_of_the_readme(corpus, tmp_path):
     """As typed, but for a run of few and small steps, whose log goes elsewhere."""
-    section = (ROOT / "README.md").read_text().partition("## Keep the model")[2].partition("\n## ")[0]
+    section = (ROOT / "README.md").read_text().partition("## Save, sample and evaluate")[2].partition("\n## ")[0]
     first, newest, *others = re.search("```bash\n(.*?)```", section, re.S)[1].strip().splitlines()
     (tmp_path / "data" / "hellaswag").mkdir(parents=True)
     made(tmp_path, map(json.dumps, EXAMPLES)).rename(tmp_path / "data" / "hellaswag" / "hellaswag_val.jsonl")
