@@ -466,6 +466,7 @@ def capability(device) -> dict[str, str]:
 
 
 def uses_fp8(config, device) -> bool:
+    """Whether the training head runs in FP8: it was asked for, and the GPU has it."""
     return config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
 
 
@@ -1127,10 +1128,12 @@ def choose_micro_batches(config, device, world) -> Config:
 
 
 def torch_version() -> tuple[int, ...]:
+    """(major, minor) of PyTorch."""
     return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 
 
 def require_torch():
+    """UserError when PyTorch is too old."""
     if torch_version() < (2, 11):
         raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
 

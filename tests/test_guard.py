@@ -99,7 +99,7 @@ def curve(args):
 
 
 def stored(name):
-    """The stored curve, or None where it is the one that `name` says."""
+    """The stored curve of `name`, or None where guard.json says that it is the curve of record74."""
     curves = json.loads(STORED.read_text())
     return None if isinstance(curves[name], str) else curves[name]
 
