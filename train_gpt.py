@@ -124,7 +124,7 @@ class Model:
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
 
     @property
-    def separator(self):
+    def bos_id(self):
         return self.vocab_size - 1
 
     @property
@@ -139,7 +139,7 @@ class Model:
     def bigram_rows(self):
         return self.bigram_tables * self.padded_vocab
 
-    def where(self, trait) -> list[int]:
+    def layers_with(self, trait) -> list[int]:
         """Numbers of the layers that have a trait, in order."""
         values = (getattr(layer, trait) for layer in self.layers)
         return [i for i, value in enumerate(values) if value is not False and value is not None]
@@ -204,7 +204,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Run:
+class System:
     """Machine, numerics and output of one run."""
 
     run_label: str = "run"  # first part of the log's file name
@@ -240,7 +240,7 @@ class Config:
     schedule: Schedule = Schedule()
     optim: Optim = Optim()
     data: Data = Data()
-    run: Run = Run()
+    system: System = System()
 
 
 RECORD74 = Config()
@@ -248,7 +248,7 @@ PRESETS = {
     "record74": RECORD74,  # stays as it is, for comparison
     "record": RECORD74,  # the best run for 8 GPUs
     # The best run for one GPU of 12 GB or more. Smaller validation forwards cut more documents, so its loss is not the record's.
-    "single": Config(data=Data(val_batch_tokens=65536), run=Run(micro_batches=0)),
+    "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
     # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16; bytes as tokens.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
@@ -262,16 +262,16 @@ PRESETS = {
         Optim(),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
-        Run(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200, sample_prompt="def ")),
+        System(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200, sample_prompt="def ")),
 }
 
 # Knobs of Data and Run that change what is learned; a resumed run has to keep them, like all of Model, Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
 
 
-def with_run(config, **knobs) -> Config:
+def with_system(config, **knobs) -> Config:
     """The config with other knobs of Run."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, **knobs))
+    return dataclasses.replace(config, system=dataclasses.replace(config.system, **knobs))
 
 
 def resumed_config(overrides, preset) -> tuple[Config, int]:
@@ -283,9 +283,9 @@ def resumed_config(overrides, preset) -> tuple[Config, int]:
     path = overrides["resume"]
     state = load_checkpoint(path)
     base = config_from_dict(RECORD74, state["config"])
-    base = with_run(base, profile="")
+    base = with_system(base, profile="")
     config = override(base, overrides)
-    free = {*vars(base.data), *vars(base.run)} - LEARNED_KNOBS
+    free = {*vars(base.data), *vars(base.system)} - LEARNED_KNOBS
     here, there = flatten(override(PRESETS[preset], overrides) if preset else config), flatten(base)
     here["micro_batches"] = here["micro_batches"] or there["micro_batches"]  # 0: whatever fitted
     apart = [f"{key}: here {render(here.get(key, 'missing'))}, in the checkpoint {render(there.get(key, 'missing'))}"
@@ -311,11 +311,11 @@ def parse_config(argv, world=1) -> Config:
         config, first_step = resumed_config(overrides, preset)
     else:
         config, first_step = override(PRESETS[preset or "record"], overrides), 0
-        if 0 < config.run.micro_batches < world:
-            config = with_run(config, micro_batches=world)
+        if 0 < config.system.micro_batches < world:
+            config = with_system(config, micro_batches=world)
     check_config(config, world)
-    if config.run.profile and config.run.profiled.start < first_step:
-        raise UserError(f"--profile={config.run.profile}: the run goes on at step {first_step}")
+    if config.system.profile and config.system.profiled.start < first_step:
+        raise UserError(f"--profile={config.system.profile}: the run goes on at step {first_step}")
     return config
 
 
@@ -328,7 +328,7 @@ def check_config(config, world=1):
     zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer")
     for key, value in flatten(config).items():
         require(type(value) is not int or value >= (least := int(key not in zero)), f"--{key}={value}: must be {least} or more")
-    model, schedule, run, data = config.model, config.schedule, config.run, config.data
+    model, schedule, system, data = config.model, config.schedule, config.system, config.data
     stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
 
     require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
@@ -358,34 +358,34 @@ def check_config(config, world=1):
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
-    require(run.seed < 2**63, f"--seed={run.seed}: must be below 2 ** 63")
-    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", run.profile), f"--profile={run.profile}: expected START:COUNT, for example 20:4")
-    require(run.profiled.stop <= total, f"--profile={run.profile}: the run has steps 0 to {total - 1}")
-    require(not any(step % every == 0 for step in run.profiled[1:] for every in (run.val_every, run.save_every or total)),
-            f"--profile={run.profile}: a pause comes in between; take other steps, or change --val_every={run.val_every}"
-            f" or --save_every={run.save_every}")
-    require("/" not in run.run_label and "\\" not in run.run_label, f"--run_label={run.run_label}: it names a file, not a folder")
-    require(run.device in ("cuda", "cpu"), f"--device={run.device}: cuda or cpu")
-    require(run.dtype in ("bfloat16", "float32"), f"--dtype={run.dtype}: bfloat16 or float32")
-    plain_attention = run.device == "cpu" or run.kernels == "torch" or "attention:torch" in run.kernels
-    require(plain_attention or run.dtype == "bfloat16",
-            f"--dtype={run.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
+    require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile), f"--profile={system.profile}: expected START:COUNT, for example 20:4")
+    require(system.profiled.stop <= total, f"--profile={system.profile}: the run has steps 0 to {total - 1}")
+    require(not any(step % every == 0 for step in system.profiled[1:] for every in (system.val_every, system.save_every or total)),
+            f"--profile={system.profile}: a pause comes in between; take other steps, or change --val_every={system.val_every}"
+            f" or --save_every={system.save_every}")
+    require("/" not in system.run_label and "\\" not in system.run_label, f"--run_label={system.run_label}: it names a file, not a folder")
+    require(system.device in ("cuda", "cpu"), f"--device={system.device}: cuda or cpu")
+    require(system.dtype in ("bfloat16", "float32"), f"--dtype={system.dtype}: bfloat16 or float32")
+    plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
+    require(plain_attention or system.dtype == "bfloat16",
+            f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
     require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32, 64, 128, ..."
             " channels; or add --kernels=attention:torch")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
-    if not run.micro_batches:  # chosen later, and checked then
+    if not system.micro_batches:  # chosen later, and checked then
         require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
         return
-    require(run.micro_batches % world == 0,
-            f"{world} processes do not divide --micro_batches={run.micro_batches}: start a divisor of it"
-            + ("" if run.resume else ", or more than that"))
+    require(system.micro_batches % world == 0,
+            f"{world} processes do not divide --micro_batches={system.micro_batches}: start a divisor of it"
+            + ("" if system.resume else ", or more than that"))
     for i, stage in enumerate(stages, 1):
-        require(stage.batch_tokens % (16 * run.micro_batches) == 0,
-                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={run.micro_batches}"
-                + (f", one for each of {world} processes" if world == run.micro_batches > 1 else ""))
+        require(stage.batch_tokens % (16 * system.micro_batches) == 0,
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={system.micro_batches}"
+                + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
 
 
 def stage_starts(schedule: Schedule) -> list[int]:
@@ -417,7 +417,7 @@ def rank_from_env() -> tuple[int, int, int]:
 
 def find_device(config) -> torch.device:
     """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
-    if config.run.device == "cpu":
+    if config.system.device == "cpu":
         return torch.device("cpu")
     if torch.version.hip:
         raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA's;"
@@ -467,20 +467,20 @@ def capability(device) -> dict[str, str]:
 
 def uses_fp8(config, device) -> bool:
     """Whether the training head runs in FP8: it was asked for, and the GPU has it."""
-    return config.run.fp8 and capability(device)["hardware_fp8"] == "yes"
+    return config.system.fp8 and capability(device)["hardware_fp8"] == "yes"
 
 
 def choose_kernels(config, device):
     """(config, whose fp8 is off where the GPU has none, implementation of every operation, {operation: its name})."""
     fp8 = uses_fp8(config, device)
     try:
-        ops, names = kernels.choose_ops(device, config.run.kernels)
+        ops, names = kernels.choose_ops(device, config.system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return (with_run(config, fp8=fp8), ops, names | {"head": "fp8" if fp8 else config.run.dtype})
+    return (with_system(config, fp8=fp8), ops, names | {"head": "fp8" if fp8 else config.system.dtype})
 
 
-def region(name):
+def trace_range(name):
     """Context manager: a named range of host time in the trace of a profiled step, nothing in all others."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
@@ -521,8 +521,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
     while they are tied. Higher beta2 smooths scalars and gates (PR 177).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
-    with_attention, with_values, with_skip = (model.where(trait) for trait in ("attention", "value_embed", "skip_from"))
-    lanes_from = min(model.where("two_lanes"), default=len(layers))
+    with_attention, with_values, with_skip = (model.layers_with(trait) for trait in ("attention", "value_embed", "skip_from"))
+    lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
     mlp_rows = -(-len(layers) // 4) * 4  # padded, so that 2 matrices per layer divide among 8 ranks
     bound = 3**0.5 * 0.5 * D**-0.5
 
@@ -611,24 +611,24 @@ def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
     return torch.stack((angle.cos(), angle.sin()), -1).to(dtype)
 
 
-class View(NamedTuple):
+class AttentionSettings(NamedTuple):
     """What a stage changes in the forward pass; windows and scale as 0-D CPU tensors, so that one compiled graph serves all."""
 
     rotary: Tensor  # (>= 2N, d / 4, 2)
     short_window: Tensor | int
     long_window: Tensor | int
-    attn_scale: Tensor | float
+    scale: Tensor | float
     max_doc_len: int
 
 
-def stage_views(config, device, dtype, number=torch.tensor) -> list[View]:
-    """The View of every stage, and last that of the final validation (K10: wider, but the rotary state of the extension)."""
+def attention_settings(config, device, dtype, number=torch.tensor) -> list[AttentionSettings]:
+    """The AttentionSettings of every stage, and last that of the final validation (K10: wider, but the rotary state of the extension)."""
     stages = config.schedule.stages
-    rows = 2 * max(config.data.val_batch_tokens, *(s.batch_tokens // config.run.micro_batches for s in stages))
+    rows = 2 * max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
     states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
-    views = [View(rotary_table(frequencies, rows, device, dtype), number(stage.short_window), number(stage.long_window),
+    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), number(stage.short_window), number(stage.long_window),
                   number(scale), stage.max_doc_len) for stage, (frequencies, scale) in zip(stages, states)]
-    return [*views, views[-1]._replace(long_window=number(config.schedule.final_window))]
+    return [*settings, settings[-1]._replace(long_window=number(config.schedule.final_window))]
 
 
 class Mix(NamedTuple):
@@ -651,7 +651,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.table = param_table(config)
-        self.with_attention, self.with_values, self.with_skip = map(config.where, ("attention", "value_embed", "skip_from"))
+        self.with_attention, self.with_values, self.with_skip = map(config.layers_with, ("attention", "value_embed", "skip_from"))
         for param in self.table:
             self.register_parameter(param.label, nn.Parameter(torch.zeros(param.shape, dtype=param.dtype, device=device)))
 
@@ -667,9 +667,9 @@ class GPT(nn.Module):
                 tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
 
-    def forward(self, tokens, cu_seqlens, rows, view: View):
+    def forward(self, tokens, cu_seqlens, rows, attn: AttentionSettings):
         """tokens (N,) int32, cu_seqlens (K,) int32, rows {table: (N,) int32} -> normed final stream (N, D); the head is in HeadLoss."""
-        return self.layers(self.lookup(tokens, rows), cu_seqlens, view)
+        return self.layers(self.lookup(tokens, rows), cu_seqlens, attn)
 
     def lookup(self, tokens, rows):
         """Rows of the tables, each (N, D): token embedding, those of `rows`, a value embedding for each layer that has one.
@@ -677,12 +677,12 @@ class GPT(nn.Module):
         Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows. As a side effect, so
         this part is not compiled.
         """
-        by_token = kernels.Groups(tokens)
+        by_token = kernels.SortedIds(tokens)
         tables = [(self.embed, 1, by_token)]
-        tables += [(self.get_parameter(label), 1, kernels.Groups(ids)) for label, ids in rows.items()]
+        tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids)) for label, ids in rows.items()]
         if self.with_values:
             tables.append((self.value_embeds, len(self.with_values), by_token))
-        return [x for table, planes, groups in tables for x in kernels.lookup(table, planes, groups, self.ops.embedding_grad)]
+        return [x for table, num_tables, groups in tables for x in kernels.lookup(table, num_tables, groups, self.ops.embedding_grad)]
 
     def mixes(self) -> list[Mix]:
         """The Mix of every layer, from the static lambdas."""
@@ -696,7 +696,7 @@ class GPT(nn.Module):
             mixes.append(Mix(resid_attn, attn, attn_lane1, x0[i], bigram[i], resid_mlp, mlp, mlp_lane1))
         return mixes
 
-    def layers(self, rows, cu_seqlens, view: View):
+    def layers(self, rows, cu_seqlens, attn: AttentionSettings):
         """All that follows the tables; this is what is compiled. rows: what `lookup` gives."""
         model, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in rows)
@@ -720,17 +720,17 @@ class GPT(nn.Module):
 
         def attention(x, i, layer):
             """rms-normed stream (N, D) -> output of the attention block (N, D)."""
-            weights, window = attn_weights[i], view.long_window if layer.long else view.short_window
+            weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             # Scaling weights is cheaper than scaling x (PR 166).
-            y = ops.attention(x, self.sa_lambdas[i, 0] * weights[:3 * D], view.rotary, values.get(i), value_gates.get(i),
-                              attn_gates[i], cu_seqlens, view.max_doc_len, window, view.attn_scale, layer.paired, layer.long)
+            y = ops.attention(x, self.sa_lambdas[i, 0] * weights[:3 * D], attn.rotary, values.get(i), value_gates.get(i),
+                              attn_gates[i], cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
         lane0 = x0 + mixes[0].bigram * bigram  # layer 0 gets the bigram embedding before attention, all others after it
         lane1 = None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
-                with region(f"layer {i}"):  # a mark: the layer's operations follow
+                with trace_range(f"layer {i}"):  # a mark: the layer's operations follow
                     pass
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = skips[i]
@@ -801,7 +801,7 @@ class SparseRows:
 
     def send_rows(self):
         """After the micro-step has been launched: the host waits for the counts while the device computes, the rows follow."""
-        with region(f"wait {self.table}"):
+        with trace_range(f"wait {self.table}"):
             self.work.wait()
         self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
         self.rows_in = self.rows.new_empty(sum(self.counts_in))
@@ -870,14 +870,14 @@ class NorMuonAndAdam:
         sizes = torch.tensor([p.numel() for p in self.flat_params])
         self.state["replicated"] = {key: torch.zeros(int(sizes.sum()), device=rt.device) for key in ("m", "v")}
         for key, flat in self.state["replicated"].items():
-            for label, view in zip(self.flat_labels, flat_views(flat, self.flat_params)):
-                self.state[label][key] = view
+            for label, part in zip(self.flat_labels, flat_views(flat, self.flat_params)):
+                self.state[label][key] = part
         columns = zip(*(self.coefficients[label] for label in self.flat_labels))
         self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
 
         # Exchanging touched rows pays for the gradient of a single micro-batch only.
         self.sparse = {label: SparseRows(label, self.params[label].size(0), rt) for label, row in self.table.items()
-                       if row.comms == "sharded_sparse" and rt.world == config.run.micro_batches > 1}
+                       if row.comms == "sharded_sparse" and rt.world == config.system.micro_batches > 1}
 
     def _matrices(self, label, tensor):
         """The optimizer's view of a parameter-shaped tensor: banks (n, R, C), all else as it is."""
@@ -897,9 +897,9 @@ class NorMuonAndAdam:
         """The full tensor from every rank's part, without padding."""
         if self.table[label].comms == "replicated" or self.rt.world == 1:
             return part
-        octets = part.contiguous().view(torch.uint8)  # NCCL does not know int16
-        full = octets.new_empty(octets.size(0) * self.rt.world, *octets.shape[1:])
-        all_gather(full, octets)
+        data = part.contiguous().view(torch.uint8)  # NCCL does not know int16
+        full = data.new_empty(data.size(0) * self.rt.world, *data.shape[1:])
+        all_gather(full, data)
         return full.view(part.dtype)[:len(self._matrices(label, self.params[label]))]
 
     def before_micro_step(self, plan, touched):
@@ -923,7 +923,7 @@ class NorMuonAndAdam:
         # Phase 1: start the reductions. Tied: the embedding's gradient joins that of the head.
         pending = {}
         for name in filter(due, self.reduce_order):
-            with region(f"reduce {name}"):
+            with trace_range(f"reduce {name}"):
                 if name == "lm_head" and plan.tied:
                     self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
                 pending[name] = self._start_reduction(name)
@@ -931,25 +931,25 @@ class NorMuonAndAdam:
         # Phase 2: wait for each, update, start its gather.
         gathers = {}
         for name in filter(due, self.work_order):
-            with region(f"wait {name}"):
+            with trace_range(f"wait {name}"):
                 grad = pending.pop(name)()
-            with region(f"update {name}"):
+            with trace_range(f"update {name}"):
                 (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
             if self.rt.world > 1 and name != "replicated":
-                with region(f"gather {name}"):
+                with trace_range(f"gather {name}"):
                     gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
 
         # Phase 3: finish. Tied: the embedding is the transposed head.
         if plan.adam and plan.tied:
             if self.rt.world > 1:
-                with region("wait gather lm_head"):
+                with trace_range("wait gather lm_head"):
                     gathers.pop("lm_head").wait()
-            with region("update embed"):
+            with trace_range("update embed"):
                 self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
         for name, work in gathers.items():
-            with region(f"wait gather {name}"):
+            with trace_range(f"wait gather {name}"):
                 work.wait()
-        with region("zero gradients"):
+        with trace_range("zero gradients"):
             for label, param in self.params.items():
                 if label in self.matrix_lr or plan.adam:
                     param.grad.zero_()  # it stays where it is: CUDA graphs add to it
@@ -1064,7 +1064,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
         work = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
     split_step = starts[schedule.split_stage - 1] | 1
     return StepPlan(
-        step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.run.micro_batches, max_doc_len=stage.max_doc_len,
+        step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.system.micro_batches, max_doc_len=stage.max_doc_len,
         lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t, momentum=low + (high - low) * work,
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         adam=step % 2 == 1,  # K12
@@ -1090,15 +1090,15 @@ def estimate_memory(config, world) -> tuple[float, float]:
     36386), and 16 micro-batches on one (15898). To those 14.2 is fitted, about what autograd keeps per layer; the 18 of
     validation is counted.
     """
-    (weights, state), run, V = state_bytes(config.model), config.run, config.model.padded_vocab
-    N = max(stage.batch_tokens for stage in config.schedule.stages) // run.micro_batches
-    plane = config.model.model_dim * getattr(torch, run.dtype).itemsize  # one activation of one token
+    (weights, state), system, V = state_bytes(config.model), config.system, config.model.padded_vocab
+    N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
+    plane = config.model.model_dim * getattr(torch, system.dtype).itemsize  # one activation of one token
     # The head has its gradient, in bytes or bf16, and either a block of bf16 logits or (bytes) the gradient transposed.
-    head = (1 if run.fp8 else 2) * N * V + max(run.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
+    head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     kept = 14.2 * len(config.model.layers) * N * plane + head
     # Weights, gradients, while warming up the initial weights; rotary tables, codes of the head, workspaces.
-    allocated = (2 + run.compile) * weights + state / world + 430 * 2**20 + max(kept, 18 * config.data.val_batch_tokens * plane)
-    return allocated / 2**20, (allocated + run.cuda_graphs * kept) / 2**20  # the graphs keep their memory to themselves
+    allocated = (2 + system.compile) * weights + state / world + 430 * 2**20 + max(kept, 18 * config.data.val_batch_tokens * plane)
+    return allocated / 2**20, (allocated + system.cuda_graphs * kept) / 2**20  # the graphs keep their memory to themselves
 
 
 def memory_report(config, device, world) -> tuple[str, bool]:
@@ -1107,14 +1107,14 @@ def memory_report(config, device, world) -> tuple[str, bool]:
         return "not estimated for a CPU", True
     (least, most), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
     found = (f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with"
-             f" --micro_batches={config.run.micro_batches}")
+             f" --micro_batches={config.system.micro_batches}")
     return (found, True) if most <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
 def choose_micro_batches(config, device, world) -> Config:
     """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory, or with the most."""
-    for count in () if config.run.micro_batches else (8, 16, 32, 64, 128):
-        candidate = with_run(config, micro_batches=count)
+    for count in () if config.system.micro_batches else (8, 16, 32, 64, 128):
+        candidate = with_system(config, micro_batches=count)
         try:
             check_config(candidate, world)
         except UserError:
@@ -1143,7 +1143,7 @@ def require_caches(config, device) -> list[str]:
     folders = {}
     if device.type == "cuda" and not kernels.NO_TRITON:
         folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
-    if config.run.compile:  # by default a folder in that of temporary files; torch could say which, but makes it when asked
+    if config.system.compile:  # by default a folder in that of temporary files; torch could say which, but makes it when asked
         folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
     for name, folder in folders.items():
         if not is_writable(Path(folder).absolute()):
@@ -1155,13 +1155,13 @@ def require_disk(config) -> str:
     """How much room there is for what rank 0 writes; UserError when that is too little."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes"
-    run, need, purpose = config.run, 2**20, "the log"
-    if run.save or run.save_every:
+    system, need, purpose = config.system, 2**20, "the log"
+    if system.save or system.save_every:
         weights, state = state_bytes(config.model)
-        saves = -(-stage_starts(config.schedule)[-1] // run.save_every) if run.save_every else 1
-        count = min(saves, run.keep + 1) if run.keep else saves  # the oldest goes when the newest is complete
+        saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
+        count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes when the newest is complete
         need, purpose = need + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients and state at most
-    return require_room(Path(__file__).parent / run.log_dir, need, purpose)
+    return require_room(Path(__file__).parent / system.log_dir, need, purpose)
 
 
 def check_start(config, world) -> Config:
@@ -1183,15 +1183,15 @@ def check_start(config, world) -> Config:
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def summed_loss(forward, head, batch, view) -> Tensor:
+def summed_loss(forward, head, batch, attn) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32; the head unquantised, its logits in blocks of rows."""
-    h = forward(batch.tokens, batch.cu_seqlens, batch.rows, view._replace(max_doc_len=len(batch.tokens)))
+    h = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
 
 
-def validate(forward, head, data, view, rt) -> float:
+def validate(forward, head, data, attn, rt) -> float:
     """Mean loss over the validation tokens of all ranks, of which some may have fewer pieces than others, or none."""
-    total = sum((summed_loss(forward, head, batch, view) for batch in data), torch.zeros((), device=rt.device))
+    total = sum((summed_loss(forward, head, batch, attn) for batch in data), torch.zeros((), device=rt.device))
     if rt.world > 1:
         dist.all_reduce(total)
     return total.item() / data.config.data.val_tokens
@@ -1213,63 +1213,63 @@ class MicroStep:
     in its place.
     """
 
-    def __init__(self, forward, head, kappa, record):
-        self.forward, self.head, self.kappa, self.record = forward, head, kappa, record
-        self.graphs = {}  # StepPlan.forward_key -> (graph, its batch, its MTP weights, its view, its loss)
+    def __init__(self, forward, head, loss_scale, record):
+        self.forward, self.head, self.loss_scale, self.record = forward, head, loss_scale, record
+        self.graphs = {}  # StepPlan.forward_key -> (graph, its batch, its MTP weights, its attn, its loss)
         # Autograd adds up gradients on the stream on which it first met a parameter, so all runs of a parameter use one stream.
         # One graph runs at a time: they share their memory.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if record else (None, None)
 
-    def run(self, batch: Batch, mtp_weights, view):
-        with region("forward"):
-            h = self.forward(batch.tokens, batch.cu_seqlens, batch.rows, view)
-        with region("loss"):
-            loss = self.head(h, batch.targets, mtp_weights, self.kappa)
-        with region("backward"):
+    def run(self, batch: Batch, mtp_weights, attn):
+        with trace_range("forward"):
+            h = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
+        with trace_range("loss"):
+            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale)
+        with trace_range("backward"):
             loss.backward()
         return loss.detach()
 
-    def launched(self, batch, mtp_weights, view):
+    def launched(self, batch, mtp_weights, attn):
         """`run`, kernel by kernel, on the stream of the graphs."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            loss = self.run(batch, mtp_weights, view)
+            loss = self.run(batch, mtp_weights, attn)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss
 
-    def __call__(self, batch, mtp_weights, view, key, launch=False):
+    def __call__(self, batch, mtp_weights, attn, key, launch=False):
         """launch: what the graph would do, kernel by kernel."""
         if not self.record:
-            return self.run(batch, mtp_weights, view)
+            return self.run(batch, mtp_weights, attn)
         if key not in self.graphs:
-            first_loss = self.launched(batch, mtp_weights, view)  # compiles, which nothing recorded may do
+            first_loss = self.launched(batch, mtp_weights, attn)  # compiles, which nothing recorded may do
             batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
             # thread_local: the loader's threads may go on.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                loss = self.run(batch, mtp_weights, view)
-            self.graphs[key] = graph, batch, mtp_weights, view, loss
+                loss = self.run(batch, mtp_weights, attn)
+            self.graphs[key] = graph, batch, mtp_weights, attn, loss
             return first_loss
-        graph, its_batch, its_weights, its_view, loss = self.graphs[key]
+        graph, its_batch, its_weights, its_attn, loss = self.graphs[key]
         for place, value in zip((*its_batch.tensors, its_weights), (*batch.tensors, mtp_weights)):
             place.copy_(value)
         if launch:
-            return self.launched(its_batch, its_weights, its_view)
+            return self.launched(its_batch, its_weights, its_attn)
         graph.replay()
         return loss
 
 
-def train_step(micro_step, optimizer, loader, plan, view, mtp_weights, micro_steps, launch=False):
+def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, launch=False):
     """All micro-batches, then the optimizer. Returns the last micro-batch's loss (κ * sum). launch: the first without its graph."""
     for number in range(micro_steps):
-        with region("data"):
+        with trace_range("data"):
             batch = loader.next_batch()
         optimizer.before_micro_step(plan, batch.touched)
-        with region("micro-step"):
-            loss = micro_step(batch, mtp_weights, view, plan.forward_key, launch and number == 0)
+        with trace_range("micro-step"):
+            loss = micro_step(batch, mtp_weights, attn, plan.forward_key, launch and number == 0)
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
     if plan.adam:
-        with region("update head codes"):
+        with trace_range("update head codes"):
             micro_step.head.refresh()
     return loss
 
@@ -1326,10 +1326,10 @@ class Trainer:
                  profiler=None):
         self.config, self.rt, self.log, self.watch, self.sources = config, rt, log, watch, sources
         self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
-        self.dtype = getattr(torch, config.run.dtype)
-        compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.run.compile else (lambda f: f)
+        self.dtype = getattr(torch, config.system.dtype)
+        compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.system.compile else (lambda f: f)
         self.total = stage_starts(config.schedule)[-1]
-        self.micro_steps = config.run.micro_batches // rt.world
+        self.micro_steps = config.system.micro_batches // rt.world
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         self.tokens = list(accumulate(config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]))  # seen by then
         self.losses = deque()  # (step, event after its copy, loss on the host) of steps that are not known to have gone well
@@ -1339,43 +1339,43 @@ class Trainer:
         self.loader = self.new_loader(self.plans[:-1], config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
-        self.model.init_weights(config.run.seed)
+        self.model.init_weights(config.system.seed)
         if rt.world > 1:
             for param in self.model.parameters():
                 dist.broadcast(param.detach(), 0)
         self.layers = compiler(self.model.layers)
-        self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.run.fp8, ops.cross_entropy)
-        record = config.run.cuda_graphs and rt.device.type == "cuda"
+        self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy)
+        record = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, record)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
-        self.plain = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
-        self.views = stage_views(config, rt.device, self.dtype, (lambda x: x) if self.plain else torch.tensor)
-        self.profiler = profiler(self) if config.run.profile else None
+        self.static_settings = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
+        self.attn = attention_settings(config, rt.device, self.dtype, (lambda x: x) if self.static_settings else torch.tensor)
+        self.profiler = profiler(self) if config.system.profile else None
         width = max(len(plan.mtp_weights) for plan in self.plans)
         self.mtp_table = torch.tensor([(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans], device=rt.device)
         self.synchronize()
         watch.lap("model")
 
-    def forward(self, tokens, cu_seqlens, rows, view):
+    def forward(self, tokens, cu_seqlens, rows, attn):
         """What `GPT.forward` gives, compiled."""
         found = self.model.lookup(tokens, rows)
-        for x in (*found, cu_seqlens) if self.config.run.compile else ():
+        for x in (*found, cu_seqlens) if self.config.system.compile else ():
             torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
-        return self.layers(found, cu_seqlens, view)
+        return self.layers(found, cu_seqlens, attn)
 
     def new_loader(self, plans, config):
         return Loader(config, self.rt, plans, warn=lambda text: self.log.line("warning: " + text))
 
     def step(self, loader, plan, micro_steps, launch=False):
         mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
-        with region(f"step {plan.step}"):
-            return train_step(self.micro_step, self.optimizer, loader, plan, self.views[plan.stage], mtp_weights, micro_steps, launch)
+        with trace_range(f"step {plan.step}"):
+            return train_step(self.micro_step, self.optimizer, loader, plan, self.attn[plan.stage], mtp_weights, micro_steps, launch)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def settle(self):
+    def sync_ranks(self):
         """Before the clock goes on: no garbage, nothing under way, all ranks here. Else the first step waits for the slowest."""
         gc.collect()
         self.synchronize()
@@ -1385,13 +1385,13 @@ class Trainer:
     def compile_kernels(self):
         """Run all but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
         torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
-        N, view = 256, self.views[0]
+        N, attn = 256, self.attn[0]
         batch = make_batch(np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.config, self.rt.device)
         with torch.cuda.stream(self.micro_step.stream):
             with torch.no_grad():
-                summed_loss(self.model, self.head, batch, view)
+                summed_loss(self.model, self.head, batch, attn)
             for width in {len(plan.mtp_weights) for plan in self.plans}:
-                h = self.model(batch.tokens, batch.cu_seqlens, batch.rows, view)
+                h = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
                 self.head(h, batch.targets, self.mtp_table[0, :width], 1.0).backward()
             for label in self.optimizer.matrix_lr:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
@@ -1402,13 +1402,13 @@ class Trainer:
         steps = warmup_steps(self.plans[self.first:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
-        loader = self.new_loader([self.plans[step] for step in steps], with_run(self.config, micro_batches=self.rt.world))
+        loader = self.new_loader([self.plans[step] for step in steps], with_system(self.config, micro_batches=self.rt.world))
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
             for piece in islice(self.validation, 1):  # a rank may have none
-                for view in self.views if self.plain else self.views[-1:]:  # one graph for all, or one for each
-                    summed_loss(self.forward, self.head, piece, view)
+                for attn in self.attn if self.static_settings else self.attn[-1:]:  # one graph for all, or one for each
+                    summed_loss(self.forward, self.head, piece, attn)
             if kernels_ready is not None:
                 kernels_ready.result()
         self.synchronize()
@@ -1426,18 +1426,18 @@ class Trainer:
 
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, the clock)."""
-        run, clock = self.config.run, Clock(self.before)
+        system, clock = self.config.system, Clock(self.before)
         gc.disable()  # collected in pauses, outside the clock
         self.loader.ready.exception()  # waits for the first batch
-        self.settle()
+        self.sync_ranks()
         clock.start()  # first batch ready, everything compiled
         for step, plan in enumerate(self.plans[self.first:], self.first):
-            if step == run.profiled.stop:
+            if step == system.profiled.stop:
                 with clock.paused("profile"):
                     self.profiler.stop()
             last = step == self.total
-            validates = last or step % run.val_every == 0
-            saves = run.save_every and self.first < step < self.total and step % run.save_every == 0
+            validates = last or step % system.val_every == 0
+            saves = system.save_every and self.first < step < self.total and step % system.save_every == 0
             if validates or saves:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
@@ -1446,32 +1446,32 @@ class Trainer:
                         loss = self.validate(step, plan, seconds)
                     if saves:
                         self.save(step, seconds)
-                    self.settle()
+                    self.sync_ranks()
                 if last:
                     break
-            if step == run.profiled.start:
+            if step == system.profiled.start:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            host_loss = self.step(self.loader, plan, self.micro_steps, launch=step == run.profiled.start)
+            host_loss = self.step(self.loader, plan, self.micro_steps, launch=step == system.profiled.start)
             host_loss = host_loss.detach().to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, host_loss))
             self.check_losses(keep=2)
-            if run.profile and step + 1 not in run.profiled:
+            if system.profile and step + 1 not in system.profiled:
                 self.synchronize()  # so that the time of this step is its own, to compare the profiled ones with
             ms = 1000 * clock.seconds()
             self.clock_ms.append(ms)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
                               ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
-        if run.profile:
+        if system.profile:
             self.log.line(self.profiler.cost())
         return loss, clock
 
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step, logged with the seconds inside the clock."""
-        view = self.views[-1 if step == self.total else plan.stage]
-        loss, ms = validate(self.forward, self.head, self.validation, view, self.rt), 1000 * seconds
+        attn = self.attn[-1 if step == self.total else plan.stage]
+        loss, ms = validate(self.forward, self.head, self.validation, attn, self.rt), 1000 * seconds
         self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms")
         require_finite(loss, f"validation loss before step {step}")
         return loss
@@ -1492,7 +1492,7 @@ class Trainer:
         if self.rt.rank == 0:
             state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
-            write_checkpoint(state, path, self.config.run.keep)
+            write_checkpoint(state, path, self.config.system.keep)
             self.log.line(f"checkpoint: {published(str(path))}")
 
     def load_state_dict(self, state):
@@ -1508,22 +1508,22 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
     """Everything after the process group exists. profiler: `Profiler` of records/trace.py, if steps are profiled; sample: the function
     of that name in records/evaluate.py, if a text shall be generated."""
     config, ops, choices = choose_kernels(config, rt.device)
-    run, machine = config.run, capability(rt.device) | {"ranks": rt.world}
+    system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # before anybody edits them
     write_header(log, argv, sources, config.data, machine, {key: render(value) for key, value in flatten(config).items()})
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
-    tokens = [str(stage.batch_tokens // run.micro_batches) for stage in config.schedule.stages]
-    log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {run.micro_batches // rt.world}")
-    resumed = load_checkpoint(run.resume) if run.resume else None
+    tokens = [str(stage.batch_tokens // system.micro_batches) for stage in config.schedule.stages]
+    log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {system.micro_batches // rt.world}")
+    resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
     trainer = Trainer(config, rt, log, ops, watch, sources, resumed, profiler)
     ready = time.perf_counter()
-    if run.compile:
+    if system.compile:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
         trainer.warm_up()
     if resumed:
         trainer.load_state_dict(resumed)
-        log.line(f"resumed: step {trainer.first}, {trainer.before:.3f} s inside the clock, from {published(run.resume)}")
+        log.line(f"resumed: step {trainer.first}, {trainer.before:.3f} s inside the clock, from {published(system.resume)}")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
@@ -1543,7 +1543,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
                 "steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
-    if run.save or run.save_every:
+    if system.save or system.save_every:
         trainer.save(trainer.total, clock.counted)
 
 
@@ -1567,9 +1567,9 @@ def main(argv) -> int:
             return check_table(config, world, show=local == 0)
         config = check_start(config, world)
         profiler = sample = None
-        if config.run.profile:
+        if config.system.profile:
             from records.trace import Profiler as profiler
-        if config.run.sample_tokens:
+        if config.system.sample_tokens:
             from records.evaluate import sample
         watch.lap("checks")
         rt = init_runtime(config)

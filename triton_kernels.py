@@ -1591,8 +1591,8 @@ def mlp(x, W1, W2):
 # 7  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
 #
 #   ℓ = h W,  u = σ((ℓ + 5) / 7.5),  z = 23 u,  lse_t = ln Σ_v exp z
-#   Loss    = κ Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..P-1, terms with t + k >= N dropped  (K1: borders ignored)
-#   ∂Loss/∂ℓ = κ (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),   S = Σ_k w_k of the terms that count
+#   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..P-1, terms with t + k >= N dropped  (K1: borders ignored)
+#   ∂Loss/∂ℓ = loss_scale (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),   S = Σ_k w_k of the terms that count
 #
 # FP8 head: e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales, each quantised straight from fp32.
 # Forward: logits of a block of rows, their loss and their gradient, block after block: the (N, V) logits never exist as a
@@ -1606,7 +1606,7 @@ def mlp(x, W1, W2):
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
 E4M3_MAX = 448.0
-X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX  # real value = code · scale (GRAD_SCALE · κ)
+X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX  # real value = code · scale (GRAD_SCALE · loss_scale)
 
 
 def softcap(logits):
@@ -1659,7 +1659,7 @@ def quantise(x, scale, out=None):
 
 # ---- Cross-entropy of some rows --------------------------------------------------------------------------------------
 #
-#   losses = cross_entropy(logits, targets, weights, kappa, code_scale, grad)
+#   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad)
 #
 # logits (n, V) bf16, fp16 or fp32, rows contiguous; targets (n, P) int64 of any strides, < V (not verified), -1 = none; weights
 # (P,) fp32.
@@ -1671,31 +1671,31 @@ def quantise(x, scale, out=None):
 # The next limit is the special-function unit, 16 results per clock and SM, 0.6 ms for each one per logit. exp, 1/x, exp
 # would be three; two logits share a reciprocal (1/a = b · 1/(ab)), which makes it 2.5. z < 23, so exp(z - 23) needs no
 # running maximum.
-# Up to its factor κ S / Σ, the gradient is e u (1 - u), known before the sum: that is what waits for Σ in registers, two
+# Up to its factor loss_scale S / Σ, the gradient is e u (1 - u), known before the sum: that is what waits for Σ in registers, two
 # fp16 numbers in each, hence 50 registers of 512 threads, and two programs fit an SM: one reads while the other computes.
 # No column is compared with a target: once the row is written, the <= P columns that are targets are overwritten.
 
 CE_LAUNCH = dict(SEGMENT=2048, num_warps=16, maxnreg=64)
 
 
-def cross_entropy_ref(logits, targets, weights, kappa, code_scale=1.0, grad=None):
+def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
     u = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SCALE)
     z = CAP * u
     lse = z.logsumexp(1, keepdim=True)
     w = weights * (targets >= 0)  # (n, P)
-    losses = kappa * (w * (lse - z.gather(1, targets.clamp(min=0)))).sum(1)
+    losses = loss_scale * (w * (lse - z.gather(1, targets.clamp(min=0)))).sum(1)
     if grad is not None:
         dz = w.sum(1, keepdim=True) * torch.exp(z - lse)
         classes = torch.arange(logits.size(1), device=logits.device)
         for k in range(targets.size(1)):
             dz = dz - torch.where(classes == targets[:, k:k + 1], w[:, k:k + 1], 0.0)
-        grad.copy_(dz * (u * (1 - u)) * (kappa * CAP / CAP_SCALE / code_scale))
+        grad.copy_(dz * (u * (1 - u)) * (loss_scale * CAP / CAP_SCALE / code_scale))
     return losses
 
 
-def head_loss_ref(h, W, targets, weights, kappa):
+def head_loss_ref(h, W, targets, weights, loss_scale):
     """The loss of all rows at once; differentiable by autograd; materialises the logits."""
-    return cross_entropy_ref(h @ W, multi_token_targets(targets, weights.numel()), weights, kappa).sum()
+    return cross_entropy_ref(h @ W, multi_token_targets(targets, weights.numel()), weights, loss_scale).sum()
 
 
 LIFT = tl.constexpr(21.0)  # e u (1 - u) <= 0.0154: times 2^21 fp16 holds it in full precision to 2.9e-11, at all to 2.8e-14
@@ -1715,7 +1715,7 @@ def _lifted_exp(u, CAP: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, kappa, code_scale, stride_l, stride_g, stride_tn, stride_tk,
+def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, code_scale, stride_l, stride_g, stride_tn, stride_tk,
                           V: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, CAP: tl.constexpr,
                           CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr, SEGMENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -1761,14 +1761,14 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, kappa, code_sc
     weight = tl.load(Weights + k, mask=there, other=0.0)
     u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(Logits + target, mask=there, other=0.0), CAP_SHIFT, CAP_SCALE)))
     lse = CAP + (tl.log2(total) - LIFT) / LOG2_E
-    kappa = tl.cast(kappa, tl.float32)
-    tl.store(Losses + row, kappa * tl.sum(weight * (lse - CAP * u), axis=0))
+    loss_scale = tl.cast(loss_scale, tl.float32)
+    tl.store(Losses + row, loss_scale * tl.sum(weight * (lse - CAP * u), axis=0))
 
     if Grad is not None:
         if Grad.dtype.element_ty == Logits.dtype.element_ty:
             tl.debug_barrier()  # Grad may be Logits: all threads have read those of the targets
         Grad += row * stride_g
-        unit = kappa * (CAP / CAP_SCALE) / tl.cast(code_scale, tl.float32)
+        unit = loss_scale * (CAP / CAP_SCALE) / tl.cast(code_scale, tl.float32)
         factor = tl.sum(weight, axis=0) * unit / total
         # Coinciding targets: each gets the sum of their weights, so that it does not matter which is stored last.
         chosen = tl.sum(tl.where(target[:, None] == target[None, :], weight[None, :], 0.0), axis=1)
@@ -1786,7 +1786,7 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, kappa, code_sc
         tl.store(Grad + target, at_target.to(Grad.dtype.element_ty), mask=there)
 
 
-def cross_entropy(logits, targets, weights, kappa, code_scale=1.0, grad=None):
+def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
     """Losses (n,) fp32 of logits (n, V); fills `grad` with the gradient w.r.t. the logits / code_scale."""
     n, V = logits.shape
     if targets.shape != (n, weights.numel()) or targets.dtype != torch.int64 or weights.dtype != torch.float32:
@@ -1796,12 +1796,12 @@ def cross_entropy(logits, targets, weights, kappa, code_scale=1.0, grad=None):
             grad.shape != logits.shape or grad.stride(1) != 1):
         raise ValueError("cross_entropy: logits, weights and grad must have contiguous rows, grad the shape of logits")
     if _takes_ref(logits, logits if grad is None else grad, exact=False):
-        return cross_entropy_ref(logits, targets, weights, kappa, code_scale, grad)
+        return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad)
     losses = torch.empty(n, device=logits.device)
     P = weights.numel()
     launch = CE_LAUNCH | dict(SEGMENT=min(CE_LAUNCH["SEGMENT"], triton.next_power_of_2(V)))
     _cross_entropy_kernel[(n,)](
-        logits, targets, weights, losses, grad, kappa, code_scale, logits.stride(0), 0 if grad is None else grad.stride(0),
+        logits, targets, weights, losses, grad, loss_scale, code_scale, logits.stride(0), 0 if grad is None else grad.stride(0),
         *targets.stride(), V=V, P=P, BLOCK_P=triton.next_power_of_2(P), CAP=CAP, CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE,
         **launch)
     return losses
@@ -1812,8 +1812,8 @@ def cross_entropy(logits, targets, weights, kappa, code_scale=1.0, grad=None):
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, head, targets, weights, kappa):
-        ctx.head, ctx.kappa = head, kappa
+    def forward(ctx, h, weight, head, targets, weights, loss_scale):
+        ctx.head, ctx.loss_scale = head, loss_scale
         shape, dtype = (h.size(0), weight.size(1)), torch.float8_e5m2 if head.fp8 else head.dtype
         grad = torch.empty(shape, dtype=dtype, device=h.device)  # of the loss w.r.t. the logits
         if head.fp8:
@@ -1829,7 +1829,7 @@ class _HeadLoss(torch.autograd.Function):
 
             def logits(rows):
                 return torch.mm(h[rows], W, out=grad[rows])
-        return head.blockwise(logits, targets, weights, kappa, GRAD_SCALE * kappa if head.fp8 else 1.0, grad)
+        return head.blockwise(logits, targets, weights, loss_scale, GRAD_SCALE * loss_scale if head.fp8 else 1.0, grad)
 
     @staticmethod
     @once_differentiable
@@ -1837,7 +1837,7 @@ class _HeadLoss(torch.autograd.Function):
         head = ctx.head
         grad, x, w = ctx.saved_tensors
         if head.fp8:
-            scale_g = upstream * (GRAD_SCALE * ctx.kappa)
+            scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
             grad_t = transpose_copy(grad, torch.empty(grad.shape[::-1], dtype=grad.dtype, device=grad.device))
             grad_h = torch._scaled_mm(grad, w.t(), scale_g, head.scale_w, out_dtype=head.dtype)
             grad_w = torch._scaled_mm(x, grad_t.t(), head.scale_x, scale_g, out_dtype=head.dtype)
@@ -1853,7 +1853,7 @@ def head_rows(classes):
 
 
 class HeadLoss:
-    """loss = head(h, targets, weights, kappa): the training loss, h (N, D), targets (N,) int64, weights (P,) fp32.
+    """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (P,) fp32.
 
     `weight` (D, V) is the parameter that gets the gradient. Call `refresh` whenever it has changed: the FP8 codes are
     made once per update, not once per micro-step. `exact=True` takes the unquantised weight (validation).
@@ -1873,28 +1873,28 @@ class HeadLoss:
             self.codes, self.codes_t = quantise(self.weight.detach(), W_SCALE, (self.codes, self.codes_t))
             torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a backward pass that comes late raises
 
-    def __call__(self, h, targets, weights, kappa, exact=False):
+    def __call__(self, h, targets, weights, loss_scale, exact=False):
         if not exact:
-            return _HeadLoss.apply(h, self.weight, self, targets, weights, kappa)
+            return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale)
         with torch.no_grad():
             W = self.weight.to(self.dtype)
-            return self.blockwise(lambda rows: h[rows] @ W, targets, weights, kappa)
+            return self.blockwise(lambda rows: h[rows] @ W, targets, weights, loss_scale)
 
-    def blockwise(self, logits, targets, weights, kappa, code_scale=1.0, grad=None):
+    def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
         """Loss (0-D fp32), a block of rows at a time: `logits(rows)` are theirs. Fills `grad` (N, V) / code_scale."""
         many = multi_token_targets(targets, weights.numel())
         blocks = (slice(start, start + self.block) for start in range(0, targets.numel(), self.block))
-        return torch.cat([self.cross_entropy(logits(rows), many[rows], weights, kappa, code_scale,
+        return torch.cat([self.cross_entropy(logits(rows), many[rows], weights, loss_scale, code_scale,
                                              None if grad is None else grad[rows]) for rows in blocks]).sum()
 
 
 # ======================================================================================================================
 # 8  Embedding tables: rows out, gradients straight into the gradient buffer
 #
-#   lookup(table, planes, groups, embedding_grad)   table (P·R, D) leaf parameter, P = planes -> P tensors (N, D): rows ids[t]
-#   embedding_grad(grad, groups, upstream)          grad[ids[t]] += Σ_t upstream[t]   in place, fp32 sums, rounded once
+#   lookup(table, num_tables, sorted_ids, embedding_grad)   table (P·R, D) leaf parameter, P = num_tables -> P tensors (N, D): rows ids[t]
+#   embedding_grad(grad, sorted_ids, upstream)          grad[ids[t]] += Σ_t upstream[t]   in place, fp32 sums, rounded once
 #
-#   grad (R, D) contiguous, bf16 or fp32; groups of ids (N,) int32, 0 <= id < R, which the forward of lookup sees to; upstream
+#   grad (R, D) contiguous, bf16 or fp32; sorted_ids of ids (N,) int32, 0 <= id < R, which the forward of lookup sees to; upstream
 #   (N, D), unit stride along D.
 #   Replaces aten.embedding_dense_backward, whose atomics want a fp32 table: zeroed, cast to bf16, added to the gradient, four
 #   passes over all rows of which a batch touches a few percent. Here the ids are sorted and one program sums all occurrences
@@ -1910,7 +1910,7 @@ EMBEDDING_LAUNCH = dict(BLOCK=2, STAGES=3, num_warps=4)
 EMBEDDING_PROGRAMS_PER_SM = 16  # what an SM holds at 4 warps each
 
 
-class Groups:
+class SortedIds:
     """ids (N,) int32, and where equal ones are."""
 
     def __init__(self, ids):
@@ -1933,8 +1933,8 @@ class Groups:
         return order, piece_starts, group_starts, F.pad(ids, (0, 1), value=-1)[piece_starts]
 
 
-def embedding_grad_ref(grad, groups, upstream):
-    grad += torch.ops.aten.embedding_dense_backward(_wide(upstream), groups.ids, grad.size(0), -1, False)
+def embedding_grad_ref(grad, sorted_ids, upstream):
+    grad += torch.ops.aten.embedding_dense_backward(_wide(upstream), sorted_ids.ids, grad.size(0), -1, False)
 
 
 @triton.jit
@@ -1964,15 +1964,15 @@ def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, N, D, stride_sn, FINAL: tl.co
         id = tl.load(Ids + (begin if FINAL else s)).to(tl.int64)
 
 
-def embedding_grad(grad, groups, upstream):
+def embedding_grad(grad, sorted_ids, upstream):
     """Adds to `grad` in place."""
-    N, D = groups.ids.numel(), grad.size(1)
+    N, D = sorted_ids.ids.numel(), grad.size(1)
     if upstream.shape != (N, D) or upstream.stride(1) != 1 or not grad.is_contiguous():
         raise ValueError(f"embedding_grad: for grad {tuple(grad.shape)}, contiguous, and {N} ids upstream must be {(N, D)} with"
                          f" unit stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
     if _takes_ref(grad):
-        return embedding_grad_ref(grad, groups, upstream)
-    order, piece_starts, group_starts, piece_ids = groups.pieces
+        return embedding_grad_ref(grad, sorted_ids, upstream)
+    order, piece_starts, group_starts, piece_ids = sorted_ids.pieces
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece is used
     for final, dst, src, starts in (False, sums, upstream, piece_starts), (True, grad, sums, group_starts):
         _sum_rows_kernel[(_sm_count(grad.device) * EMBEDDING_PROGRAMS_PER_SM,)](
@@ -1982,23 +1982,23 @@ def embedding_grad(grad, groups, upstream):
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, planes, groups, add):
-        ctx.table, ctx.planes, ctx.groups, ctx.add = table, planes, groups, add
-        return tuple(part.index_select(0, groups.ids) for part in table.chunk(planes))
+    def forward(ctx, table, num_tables, sorted_ids, add):
+        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.add = table, num_tables, sorted_ids, add
+        return tuple(part.index_select(0, sorted_ids.ids) for part in table.chunk(num_tables))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
         if ctx.table.grad is None:
             ctx.table.grad = torch.zeros_like(ctx.table)
-        for grad, dy in zip(ctx.table.grad.chunk(ctx.planes), upstream):
-            ctx.add(grad, ctx.groups, dy)
+        for grad, dy in zip(ctx.table.grad.chunk(ctx.num_tables), upstream):
+            ctx.add(grad, ctx.sorted_ids, dy)
         return None, None, None, None
 
 
-def lookup(table, planes, groups, embedding_grad):
+def lookup(table, num_tables, sorted_ids, embedding_grad):
     """See above. `table` is a leaf: backward adds to `table.grad`, which torch.autograd.grad does not see."""
-    return _Lookup.apply(table, planes, groups, embedding_grad)
+    return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad)
 
 
 # ======================================================================================================================

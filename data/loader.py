@@ -15,7 +15,7 @@ from torch import Tensor
 from data.files import UserError, find_files, read_shard, read_shard_header
 
 
-def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
+def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Row of the bigram table for each token and its predecessor, int32; the first token has the last row. K1.
 
     PR 201, classiclarryd.
@@ -49,18 +49,18 @@ class Batch(NamedTuple):
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens
     cu_seqlens: Tensor  # (K,) int32
-    rows: dict[str, Tensor]  # table -> (N,) int32, its row for every token; tables by token id are not listed
+    row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; tables by token id are not listed
     touched: dict[str, np.ndarray]  # table -> the same rows on the host, for the exchange of touched rows
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors on the device, in a fixed order."""
-        return [self.tokens, self.targets, self.cu_seqlens, *self.rows.values()]
+        return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values()]
 
     def clone(self):
         """A batch whose tensors are copies."""
-        rows = {table: rows.clone() for table, rows in self.rows.items()}
-        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), rows, self.touched)
+        row_ids = {table: ids.clone() for table, ids in self.row_ids.items()}
+        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids, self.touched)
 
 
 def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
@@ -70,7 +70,7 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     inputs, targets = tokens[:-1], tokens[1:]
-    touched = {"bigram_embed": bigram_rows(inputs, config.model.bigram_rows)}
+    touched = {"bigram_embed": bigram_hash(inputs, config.model.bigram_rows)}
     return Batch(on_device(inputs.astype(np.int32)), on_device(targets.astype(np.int64)), on_device(cu),
                  {table: on_device(rows) for table, rows in touched.items()}, touched)
 
@@ -80,9 +80,9 @@ class Shard:
 
     def __init__(self, path, model, most=sys.maxsize):
         self.tokens = read_shard(path, model.vocab_size, most)
-        self.starts = np.flatnonzero(self.tokens == model.separator)
+        self.starts = np.flatnonzero(self.tokens == model.bos_id)
         if not len(self.starts):
-            raise UserError(f"{path}: no document separator (token {model.separator}); data of another tokenizer?"
+            raise UserError(f"{path}: no document separator (token {model.bos_id}); data of another tokenizer?"
                             " (--vocab_size, --preset)")
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
@@ -108,7 +108,7 @@ def survey_training_data(config, stage_steps) -> tuple[str, bool]:
     files, stages = find_files(config.data.train_files), config.schedule.stages
     have, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
     lengths = Shard(files[0], config.model, 2**22).lengths
-    longest = batches.max() // config.run.micro_batches + 1
+    longest = batches.max() // config.system.micro_batches + 1
     if longest > max(have):
         raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch"
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
@@ -195,7 +195,7 @@ class Loader:
                 starts, lengths, cursor = row
                 if rank == self.rt.rank:
                     batch = self._batch(current, starts, lengths, tokens)
-            last_part = self.config.run.micro_batches // self.rt.world - 1
+            last_part = self.config.system.micro_batches // self.rt.world - 1
             index, part = (index, part + 1) if part < last_part else (index + 1, 0)
             yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
@@ -235,5 +235,5 @@ class ValidationData:
         size = cu_seqlens_size(n, self.config.data.tokens_per_doc)
         for start in range(self.rt.rank * n, self.config.data.val_tokens, self.rt.world * n):
             piece = self.tokens[start:start + n + 1]
-            borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.separator), n)
+            borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.bos_id), n)
             yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device)

@@ -23,7 +23,7 @@ class Log:
     """
 
     def __init__(self, config, rt):
-        self.path = ROOT / config.run.log_dir / f"{config.run.run_label}_{uuid.uuid4()}.txt"
+        self.path = ROOT / config.system.log_dir / f"{config.system.run_label}_{uuid.uuid4()}.txt"
         self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
         self.write_error = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
         if self.is_main:

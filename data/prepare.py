@@ -108,7 +108,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
     preset = "cpu" if separator == BYTE_SEPARATOR else "record"
     import train_gpt  # the knobs of the presets; the other commands do without
     config = train_gpt.PRESETS[preset]
-    data, stages, micro_batches = config.data, config.schedule.stages, config.run.micro_batches
+    data, stages, micro_batches = config.data, config.schedule.stages, config.system.micro_batches
     given = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
 
     # Of a shard's end that fills no row nothing is seen, so the longest row is an eighth of the longest shard at most, or 2048.

@@ -60,8 +60,8 @@ def check_validation_data(config, world):
 
 def check_checkpoint(config, world):
     """The one to go on from; parse_config has read it."""
-    state = load_checkpoint(config.run.resume)
-    return f"{config.run.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
+    state = load_checkpoint(config.system.resume)
+    return f"{config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
 def check_caches(config, world):
@@ -70,7 +70,7 @@ def check_caches(config, world):
     try:
         getpass.getuser()
     except (KeyError, OSError):
-        if config.run.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and T.torch_version() < (2, 13):
+        if config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and T.torch_version() < (2, 13):
             raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or"
                                " TORCHINDUCTOR_CACHE_DIR") from None
     return ", ".join(folders) or "nothing is compiled"
@@ -92,7 +92,7 @@ def check_memory(config, world):
 def expected_time(config, world):
     """From seconds per token with the default kernels: of an H200 (790 TFLOP/s in bf16; records), of two cores (README)."""
     device, schedule = T.find_device(config), config.schedule
-    if config.model != T.PRESETS["cpu" if device.type == "cpu" else "record74"].model or config.run.kernels != "auto":
+    if config.model != T.PRESETS["cpu" if device.type == "cpu" else "record74"].model or config.system.kernels != "auto":
         return "not known for this model or these kernels"
     minutes = np.diff(T.stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages] / 60
     if device.type == "cpu":
@@ -118,8 +118,8 @@ def check_table(config, world, show) -> int:
         device = T.find_device(config)
     except UserError:  # a row says so
         device = torch.device("cpu")
-    config = T.choose_micro_batches(T.with_run(config, fp8=T.uses_fp8(config, device)), device, world)
-    checks = CHECKS | ({"checkpoint": check_checkpoint} if config.run.resume else {})
+    config = T.choose_micro_batches(T.with_system(config, fp8=T.uses_fp8(config, device)), device, world)
+    checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:

@@ -39,22 +39,22 @@ def load_model(path, knobs):
     state = load_checkpoint(path)
     config = T.config_from_dict(T.RECORD74, state["config"])
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
-    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.run.dtype)
+    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
     # Nothing is trained here.
     config = T.override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
                                  "resume": "", "profile": ""} | knobs)
     T.check_config(config)
     T.check_weights(state, config.model)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
-    model = T.GPT(config.model, ops, getattr(torch, config.run.dtype), device)
+    model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
     model.load_state_dict(state["model"])
     return config, model, ops
 
 
-def final_view(model, config, tokens):
+def final_attention(model, config, tokens):
     """The view of the final validation, for rows of up to `tokens`."""
     data = dataclasses.replace(config.data, val_batch_tokens=tokens)
-    return T.stage_views(dataclasses.replace(config, data=data), model.embed.device, model.dtype)[-1]
+    return T.attention_settings(dataclasses.replace(config, data=data), model.embed.device, model.dtype)[-1]
 
 
 def forward(model, config, documents, view):
@@ -62,11 +62,11 @@ def forward(model, config, documents, view):
     fill it up to a multiple of 128: what is behind a token does not change it, and the kernels are made for such rows."""
     borders = np.cumsum([len(document) for document in documents])
     N = -(-borders[-1] // 128) * 128
-    row = np.full(N + 1, config.model.separator, np.uint16)
+    row = np.full(N + 1, config.model.bos_id, np.uint16)
     row[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = loader.make_batch(row, cu, config, model.embed.device)
-    return model(batch.tokens, batch.cu_seqlens, batch.rows, view._replace(max_doc_len=int(N)))
+    return model(batch.tokens, batch.cu_seqlens, batch.row_ids, view._replace(max_doc_len=int(N)))
 
 
 def logits(model, h):
@@ -95,9 +95,9 @@ def text_codec(vocab_size):
 def generate(model, config, ids, count, temperature, top_k):
     """Yields `count` token ids that follow `ids`. Each takes a forward pass over the separator and the recent tokens, as many as
     the longest document in training had. The separator is never drawn: one document."""
-    ids, separator, recent = list(ids), config.model.separator, config.schedule.stages[-1].max_doc_len - 1
-    view = final_view(model, config, recent + 128)
-    generator = torch.Generator().manual_seed(config.run.seed)
+    ids, separator, recent = list(ids), config.model.bos_id, config.schedule.stages[-1].max_doc_len - 1
+    view = final_attention(model, config, recent + 128)
+    generator = torch.Generator().manual_seed(config.system.seed)
     for _ in range(count):
         document = [separator, *ids[max(0, len(ids) - recent):]]
         last = forward(model, config, [document], view)[len(document) - 1:len(document)]
@@ -112,8 +112,8 @@ def sample(model, config, temperature=0.8, top_k=0):
     """Yields --sample_prompt, then --sample_tokens tokens that follow, in pieces of whole characters; --seed decides which."""
     encode, octets = text_codec(config.model.vocab_size)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    yield config.run.sample_prompt
-    for id in generate(model, config, encode(config.run.sample_prompt), config.run.sample_tokens, temperature, top_k):
+    yield config.system.sample_prompt
+    for id in generate(model, config, encode(config.system.sample_prompt), config.system.sample_tokens, temperature, top_k):
         yield decoder.decode(octets(id))
     yield decoder.decode(b"", final=True)
 
@@ -124,14 +124,14 @@ def sample(model, config, temperature=0.8, top_k=0):
 def bits_per_byte(config, loss, tokens):
     """A mean loss over `tokens` (nats per token) in bits per byte of their text. Separators are no text but had to be predicted."""
     octets = text_codec(config.model.vocab_size)[1]
-    lengths = np.array([*(len(octets(id)) for id in range(config.model.separator)), 0])
+    lengths = np.array([*(len(octets(id)) for id in range(config.model.bos_id)), 0])
     return loss * len(tokens) / math.log(2) / lengths[tokens].sum()
 
 
 def validate(model, config, ops):
     """Prints the loss of the final validation."""
     rt = T.Runtime(0, 1, model.embed.device)
-    data, view = loader.ValidationData(config, rt), T.stage_views(config, rt.device, model.dtype)[-1]
+    data, view = loader.ValidationData(config, rt), T.attention_settings(config, rt.device, model.dtype)[-1]
     loss = T.validate(model, T.kernels.HeadLoss(model.lm_head, model.dtype, False, ops.cross_entropy), data, view, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:
@@ -186,7 +186,7 @@ def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
 def ending_losses(model, config, pairs):
     """Yields the losses (k,) fp32, nats per token, of every ending given its context: pairs of (context ids, k ending ids), side by
     side in rows of at most --val_batch_tokens."""
-    separator, limit = config.model.separator, config.data.val_batch_tokens
+    separator, limit = config.model.bos_id, config.data.val_batch_tokens
     rows, room = [], 0
     for pair in pairs:
         length = 3 + sum(map(len, pair))
@@ -197,7 +197,7 @@ def ending_losses(model, config, pairs):
             room = limit
         rows[-1].append(pair)
         room -= length
-    view = final_view(model, config, limit + 128)
+    view = final_attention(model, config, limit + 128)
     for row in rows:
         # Smear, bigram hash and key offset look one token back, also into another document (K1). Behind two separators, each a
         # document, that is always the same, and a loss does not depend on what else is in the row.

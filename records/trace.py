@@ -364,7 +364,7 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
     """
     from torch import OutOfMemoryError  # reading a trace does without torch
     lines, limits = [], None
-    if rt.device.type == "cuda" and config.run.dtype == "bfloat16":
+    if rt.device.type == "cuda" and config.system.dtype == "bfloat16":
         try:
             limits = ceilings()
         except OutOfMemoryError:
@@ -400,7 +400,7 @@ class Profiler:
         from triton_kernels import POLAR_EXPRESS
         self.seconds, trainer = time.perf_counter() - self.began, self.trainer
         self.profiler.stop()
-        plans = [trainer.plans[step] for step in trainer.config.run.profiled]
+        plans = [trainer.plans[step] for step in trainer.config.system.profiled]
         count = len(plans) * trainer.micro_steps
         batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.loader_state), count)]
         trainer.synchronize()  # the copies ran on a side stream
@@ -413,7 +413,7 @@ class Profiler:
 
     def cost(self) -> str:
         """One line, when the run is over."""
-        trainer, profiled = self.trainer, self.trainer.config.run.profiled
+        trainer, profiled = self.trainer, self.trainer.config.system.profiled
         kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first:]]
         times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
         steps = range(profiled.start - trainer.first, profiled.stop - trainer.first)
@@ -437,8 +437,8 @@ def cost(seconds, times, kinds, profiled, reach=20):
 def main(paths):
     for path in paths:
         try:
-            octets = Path(path).read_bytes()
-            trace = json.loads(gzip.decompress(octets) if octets[:2] == b"\x1f\x8b" else octets)
+            data = Path(path).read_bytes()
+            trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             print(f"{path}\n{table(analyse(trace))}\n")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
             sys.exit(f"error: {path}: {one_line(error)}")

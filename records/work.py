@@ -98,7 +98,7 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
                       "windows": [stage.short_window, stage.long_window],
                       "micro_batches": micro_batches[i * each:(i + 1) * each]})
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
-            "cuda_graphs": config.run.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
+            "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
             "num_heads": model.num_heads, "padded_vocab": model.padded_vocab, "fp8": head.fp8, "head_rows": head.block,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],

@@ -29,7 +29,7 @@ BF16 = torch.bfloat16
 CONFIG = T.Config()
 D, H, V, HEAD = CONFIG.model.model_dim, CONFIG.model.num_heads, CONFIG.model.padded_vocab, CONFIG.model.head_dim
 STAGES = CONFIG.schedule.stages[:3]
-MICRO = CONFIG.run.micro_batches  # per step on one GPU
+MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
 KINDS = Counter((layer.paired, layer.long, layer.value_embed) for layer in CONFIG.model.layers if layer.attention)
@@ -265,7 +265,7 @@ def embedding_cases():
     for N in TOKENS:
         ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
         for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", CONFIG.model.bigram_rows, MICRO):
-            groups = tk.Groups((ids * 7919) % rows if name == "bigram" else ids)
+            groups = tk.SortedIds((ids * 7919) % rows if name == "bigram" else ids)
             grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
             groups.pieces
             yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, groups, upstream): tk.embedding_grad(*a), {

@@ -231,13 +231,13 @@ def mtp_losses(z, targets, weights):
     return loss
 
 
-def model_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, mtp_weights, kappa, H,
+def model_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, mtp_weights, loss_scale, H,
                lambda_dtype=None):
-    """Without FP8: (kappa * sum_t loss_t, softcapped logits (N, V)); differentiable in every parameter."""
+    """Without FP8: (loss_scale * sum_t loss_t, softcapped logits (N, V)); differentiable in every parameter."""
     h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
                      lambda_dtype=lambda_dtype)
     z = softcapped_logits(params, h)
-    return kappa * mtp_losses(z, targets, mtp_weights).sum(), z
+    return loss_scale * mtp_losses(z, targets, mtp_weights).sum(), z
 
 
 def validation_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):

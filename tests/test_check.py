@@ -372,9 +372,9 @@ def test_the_table_without_triton(gpus, monkeypatch):
 
 def test_single_takes_no_number_that_does_not_divide(gpus):
     gpus.free = 12500
-    assert T.choose_micro_batches(T.parse_config(["--preset=single", "--stage1.batch_tokens=1536"]), GPU, 1).run.micro_batches == 32
+    assert T.choose_micro_batches(T.parse_config(["--preset=single", "--stage1.batch_tokens=1536"]), GPU, 1).system.micro_batches == 32
     chosen = T.choose_micro_batches(T.parse_config(["--preset=single", "--stage1.batch_tokens=640", "--scheduled_steps=90"]), GPU, 1)
-    assert chosen.run.micro_batches == 8
+    assert chosen.system.micro_batches == 8
 
 
 def test_a_batch_that_no_number_divides_stops_the_table(check):

@@ -142,8 +142,8 @@ save = torch.save
 class Slow:
     def __init__(self, file):
         self.file, self.count, self.flush = file, 0, file.flush
-    def write(self, octets):
-        self.count += self.file.write(octets)
+    def write(self, data):
+        self.count += self.file.write(data)
         if self.count > 10**6:
             self.flush(), say("half of it")
             time.sleep(1000)
@@ -192,7 +192,7 @@ def test_nothing_half_written_stays(tmp_path):
         atomic_write(tmp_path / "file" / "x.pt").__enter__()
     with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "x.pt") as file:
         writes = [*[len] * 9, Mock(side_effect=KeyboardInterrupt), *[len] * 99]  # torch goes on, and fails in its own way
-        torch.save(torch.zeros(10**5), SimpleNamespace(write=lambda octets: writes.pop(0)(octets), flush=file.flush))
+        torch.save(torch.zeros(10**5), SimpleNamespace(write=lambda data: writes.pop(0)(data), flush=file.flush))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -241,7 +241,7 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     state = torch.load(base.saved[5], weights_only=True)
     config = T.config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
-    assert resumed == T.with_run(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
+    assert resumed == T.with_system(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
     with pytest.raises(UserError, match="model_dim: here 768, in the checkpoint 48;.*; leave out --preset=record, the checkpoint"):
         T.parse_config(["--preset=record", f"--resume={base.saved[5]}"])
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
@@ -294,7 +294,7 @@ class Harmful:
 
 def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
     """One line each, and nothing in them is executed."""
-    octets = base.saved[5].read_bytes()
+    data = base.saved[5].read_bytes()
     state = torch.load(base.saved[5], weights_only=True)
     del state["model"]["sa_lambdas"]
     state["model"]["embed"] = state["model"]["embed"][1:]
@@ -303,7 +303,7 @@ def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     torch.save(Harmful(), tmp_path / "harmful.pt")
     (tmp_path / "harmful.pkl").write_bytes(pickle.dumps(Harmful()))
-    (tmp_path / "truncated.pt").write_bytes(octets[:len(octets) // 2])
+    (tmp_path / "truncated.pt").write_bytes(data[:len(data) // 2])
     (tmp_path / "empty.pt").touch()
     (tmp_path / "text.pt").write_text("step:1")
     for name, message in {

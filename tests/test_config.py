@@ -20,16 +20,16 @@ STEPS = range(1491)  # the last is the final validation
 
 
 @pytest.mark.parametrize("arg, section, name, value", [
-    ("--val_every=125", "run", "val_every", 125),
+    ("--val_every=125", "system", "val_every", 125),
     ("--val_tokens=2_097_152", "data", "val_tokens", 2097152),
     ("--adam_eps=1e-8", "optim", "adam_eps", 1e-8),
     ("--muon_lr=1", "optim", "muon_lr", 1.0),
-    ("--run_label=a=b c,d", "run", "run_label", "a=b c,d"),
-    ("--sample_prompt=", "run", "sample_prompt", ""),
-    ("--compile=False", "run", "compile", False),
-    ("--compile=0", "run", "compile", False),
-    ("--save=true", "run", "save", True),
-    ("--save=1", "run", "save", True),
+    ("--run_label=a=b c,d", "system", "run_label", "a=b c,d"),
+    ("--sample_prompt=", "system", "sample_prompt", ""),
+    ("--compile=False", "system", "compile", False),
+    ("--compile=0", "system", "compile", False),
+    ("--save=true", "system", "save", True),
+    ("--save=1", "system", "save", True),
     ("--muon_momentum=0.9,1", "schedule", "muon_momentum", (0.9, 1.0)),
     ("--num_heads=12", "model", "num_heads", 12),
 ])
@@ -45,7 +45,7 @@ def test_values_of_every_type(arg, section, name, value):
 def test_no_arguments_and_several():
     assert T.parse_config([]) == RECORD and T.PRESETS["record74"] == T.Config()
     config = T.parse_config(["--seed", "3", "--preset=cpu", "--final_window", "99"])
-    assert (config.run.seed, config.schedule.final_window, config.run.device) == (3, 99, "cpu")
+    assert (config.system.seed, config.schedule.final_window, config.system.device) == (3, 99, "cpu")
     assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages and T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"]
 
 
@@ -71,7 +71,7 @@ def test_number_of_stages():
 def test_layer_0_can_be_a_source():
     """A skip from layer 0 is one like any other: 0 is a number here."""
     model = T.parse_config(["--layer6.skip_from=0"]).model
-    assert model.where("skip_from") == [6] and model.where("two_lanes") == [7, 8, 9, 10]
+    assert model.layers_with("skip_from") == [6] and model.layers_with("two_lanes") == [7, 8, 9, 10]
 
 
 def test_shares_of_the_stages():
@@ -192,7 +192,7 @@ def test_numbers_that_do_not_fit_together(args, message):
     # 48 is a multiple of 12 but not of the default 8: what counts is what runs.
     (" ".join(f"--stage{i}.batch_tokens={16 * 12 * i}" for i in (1, 2, 3, 4)) + " --micro_batches=6", 12, 12)])
 def test_every_rank_has_a_micro_batch(args, world, micro_batches):
-    assert T.parse_config(args.split(), world).run.micro_batches == micro_batches
+    assert T.parse_config(args.split(), world).system.micro_batches == micro_batches
 
 
 @pytest.mark.parametrize("args, world, message", [
@@ -227,7 +227,7 @@ def test_parsing_leaves_the_presets_alone():
     T.parse_config(["--preset=cpu", "--stage1.lr_mul=7", "--seed=7"])
     assert {name: T.flatten(config) for name, config in T.PRESETS.items()} == before
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RECORD.run.seed = 3
+        RECORD.system.seed = 3
 
 
 def test_no_knob_hides_another():
@@ -411,13 +411,13 @@ def small_record():
 
 def test_views_of_the_stages():
     """Windows, scale and tables of the four stages; the final validation has a longer window and nothing else (K10)."""
-    views = T.stage_views(small_record(), CPU, torch.float32)
+    views = T.attention_settings(small_record(), CPU, torch.float32)
     windows = [(int(view.short_window), int(view.long_window), view.max_doc_len) for view in views]
     assert windows == [(128, 384, 896), (384, 896, 2048), (640, 1408, 2048), (768, 1664, 2048), (768, 2560, 2048)]
     states = oracle_states()
     for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):
-        assert float(view.attn_scale) == pytest.approx(scale, rel=1e-7)
-        for number in (view.short_window, view.long_window, view.attn_scale):
+        assert float(view.scale) == pytest.approx(scale, rel=1e-7)
+        for number in (view.short_window, view.long_window, view.scale):
             assert number.shape == () and number.device == CPU
         assert view.rotary.shape == (4096, 32, 2)  # twice the longest row, for paired heads
         # The angle is an fp32 product of fp32 factors.
@@ -429,15 +429,15 @@ def test_view_tables_are_long_enough_and_rounded_last():
     """On the meta device for the size of the record; bf16 tables are the rounded fp32 ones."""
     for config in map(T.PRESETS.get, ("record", "cpu")):
         longest = max(config.data.val_batch_tokens, *(T.make_plan(config, step).micro_batch_tokens for step in (0, 50, 100, 1000, 1490)))
-        for view in T.stage_views(config, torch.device("meta"), torch.bfloat16):
+        for view in T.attention_settings(config, torch.device("meta"), torch.bfloat16):
             assert view.rotary.shape == (2 * longest, config.model.head_dim // 4, 2) and view.rotary.dtype == torch.bfloat16
-    exact, rounded = (T.stage_views(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (T.attention_settings(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
     assert torch.equal(exact.rotary.bfloat16(), rounded.rotary)
 
 
 def test_views_with_python_numbers():
-    view = T.stage_views(small_record(), CPU, torch.float32, number=lambda x: x)[0]
-    assert (view.short_window, view.long_window, view.attn_scale) == (128, 384, 0.1)
+    view = T.attention_settings(small_record(), CPU, torch.float32, number=lambda x: x)[0]
+    assert (view.short_window, view.long_window, view.scale) == (128, 384, 0.1)
 
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
@@ -586,7 +586,7 @@ def test_seed_decides_the_weights(weights):
 def test_padded_sizes():
     assert [T.Model(vocab_size=v).padded_vocab for v in (128, 129, 257, 50257)] == [128, 256, 384, 50304]
     model = T.Model()
-    assert (model.separator, model.head_dim, model.bigram_rows) == (50256, 128, 251520)
+    assert (model.bos_id, model.head_dim, model.bigram_rows) == (50256, 128, 251520)
 
 
 # ---- Log ------------------------------------------------------------------------------------------------------------

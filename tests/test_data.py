@@ -16,7 +16,7 @@ from records import check as C
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)
-SEP = MODEL.separator
+SEP = MODEL.bos_id
 BIGRAM_ROWS = 5 * 128
 WORLDS = [1, 2, 4, 8]
 SHAPES = [(16, 7), (64, 20), (48, 1000), (33, 12)]  # (tokens per row, longest document)
@@ -38,7 +38,7 @@ class Corpus:
         for i, tokens in enumerate(shards):
             write_shard(folder / f"train_{i:03}.bin", tokens)
         self.config = T.Config(model=MODEL, data=T.Data(train_files=f"{folder}/train_*.bin", **data),
-                               run=T.Run(micro_batches=micro_batches))
+                               system=T.System(micro_batches=micro_batches))
         self.warnings = []
 
     def loader(self, rank=0, world=1, first=0, device=CPU):
@@ -131,7 +131,7 @@ def test_hand_made_step(tmp_path):
     assert second.tokens.tolist() == [SEP, 21, 22, 23, SEP] and second.targets.tolist() == [21, 22, 23, SEP, 31]
     assert second.cu_seqlens.tolist() == [0, 4] + [5] * 126
     across_the_border = (36313 * SEP ^ 27191 * 23) % (BIGRAM_ROWS - 1)
-    hashed = second.rows["bigram_embed"]
+    hashed = second.row_ids["bigram_embed"]
     assert hashed[-1] == across_the_border and hashed[0] == BIGRAM_ROWS - 1
 
 
@@ -560,7 +560,7 @@ def test_cu_seqlens_size_around_its_borders():
 def test_bigram_vectors(before, current, row):
     """Rows worked out by hand."""
     for dtype in (np.uint16, np.int32, np.int64):
-        got = L.bigram_rows(np.array([before, current], dtype), T.Model().bigram_rows)
+        got = L.bigram_hash(np.array([before, current], dtype), T.Model().bigram_rows)
         assert got.dtype == np.int32 and got.tolist() == [251519, row]
 
 
@@ -568,15 +568,15 @@ def test_bigram_rows_against_oracle():
     """Ids up to 59138, where the products reach 2^31."""
     tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
     tokens[-2:] = 59138
-    assert L.bigram_rows(tokens, 251520).tolist() == oracles.bigram_hash(tokens, 251520)
-    assert L.bigram_rows(tokens[:1], 251520).tolist() == [251519]
+    assert L.bigram_hash(tokens, 251520).tolist() == oracles.bigram_hash(tokens, 251520)
+    assert L.bigram_hash(tokens[:1], 251520).tolist() == [251519]
 
 
 def test_bigram_rows_of_the_largest_ids_stay_in_the_table():
     tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
     tokens[:4] = 65535
     for rows in (251520, 327680, 640):
-        got = L.bigram_rows(tokens, rows)
+        got = L.bigram_hash(tokens, rows)
         assert got.dtype == np.int32 and got[0] == rows - 1
         assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
 

@@ -30,7 +30,7 @@ def test_embedding_grad(rows, width, n, device):
     untouched[ids.long()] = False
     for implementation in (tk.embedding_grad, REF):
         got = grad.clone()
-        implementation(got, tk.Groups(ids), upstream)
+        implementation(got, tk.SortedIds(ids), upstream)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(got[untouched], grad[untouched])
 
@@ -42,7 +42,7 @@ def test_strided_upstream_and_repetition(device):
     results = []
     for dy in (upstream, wide[:, 1], upstream):
         got = grad.clone()
-        tk.embedding_grad(got, tk.Groups(ids), dy)
+        tk.embedding_grad(got, tk.SortedIds(ids), dy)
         results.append(got)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -53,21 +53,21 @@ def test_production_shape(device):
     ids, grad, upstream = setting(50304, 768, 49152, torch.bfloat16, device)
     wanted = grad.double().index_add_(0, ids, upstream.double())
     got = grad.clone()
-    tk.embedding_grad(got, tk.Groups(ids), upstream)
+    tk.embedding_grad(got, tk.SortedIds(ids), upstream)
     # 1e-4: fp32 sums of up to 16384 terms that may cancel.
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
 
-@pytest.mark.parametrize("planes", [1, 3])
-def test_lookup(planes, device):
+@pytest.mark.parametrize("num_tables", [1, 3])
+def test_lookup(num_tables, device):
     """Values and gradients of autograd's own indexing, accumulated over two backward passes."""
-    table = torch.nn.Parameter(torch.randn(planes * 20, 8, device=device))
+    table = torch.nn.Parameter(torch.randn(num_tables * 20, 8, device=device))
     twin = table.detach().double().requires_grad_()
     for _ in range(2):
         ids = torch.randint(0, 20, (50,), dtype=torch.int32, device=device)
-        factor = torch.randn(planes, 50, 8, device=device)
-        rows = torch.stack(tk.lookup(table, planes, tk.Groups(ids), tk.embedding_grad))
-        expected = torch.stack([part[ids.long()] for part in twin.chunk(planes)])
+        factor = torch.randn(num_tables, 50, 8, device=device)
+        rows = torch.stack(tk.lookup(table, num_tables, tk.SortedIds(ids), tk.embedding_grad))
+        expected = torch.stack([part[ids.long()] for part in twin.chunk(num_tables)])
         assert torch.equal(rows.double(), expected)
         (rows * factor).sum().backward()
         (expected * factor.double()).sum().backward()
@@ -77,6 +77,6 @@ def test_lookup(planes, device):
 def test_wrong_upstream(device):
     ids, grad, upstream = setting(10, 8, 5, torch.float32, device)
     with pytest.raises(ValueError, match="embedding_grad: for grad .* upstream must be"):
-        tk.embedding_grad(grad, tk.Groups(ids), upstream[:4])
+        tk.embedding_grad(grad, tk.SortedIds(ids), upstream[:4])
     with pytest.raises(ValueError, match="unit stride"):
-        tk.embedding_grad(grad, tk.Groups(ids), upstream.mT.contiguous().mT)
+        tk.embedding_grad(grad, tk.SortedIds(ids), upstream.mT.contiguous().mT)

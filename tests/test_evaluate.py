@@ -86,7 +86,7 @@ def test_greedy_text_is_the_argmax_at_every_position(eloquent):
 @pytest.mark.parametrize("length", [1, 127, 128, 129])
 def test_what_fills_the_row_changes_nothing(eloquent, length):
     tokens = torch.randint(0, 257, (length,)).tolist()
-    view = E.final_view(eloquent.model, eloquent.config, 256)
+    view = E.final_attention(eloquent.model, eloquent.config, 256)
     with torch.no_grad():
         h = E.forward(eloquent.model, eloquent.config, [tokens], view)
         hashed = oracles.bigram_hash(tokens, eloquent.config.model.bigram_rows)
@@ -96,7 +96,7 @@ def test_what_fills_the_row_changes_nothing(eloquent, length):
 
 def test_temperature_seed_and_top_k(eloquent):
     def sampled(*args, seed=1):
-        config = dataclasses.replace(eloquent.config, run=dataclasses.replace(eloquent.config.run, seed=seed))
+        config = dataclasses.replace(eloquent.config, system=dataclasses.replace(eloquent.config.system, seed=seed))
         return list(E.generate(eloquent.model, config, list(b"the "), 20, *args))
 
     greedy, free = sampled(0.0, 0), sampled(3.0, 0)
@@ -116,15 +116,15 @@ def test_the_run_and_its_checkpoint_say_the_same(trained, capfd):
 
 def test_characters_are_whole(trained, monkeypatch):
     """Bytes of a character come one at a time; broken ones, and the half of one at the end, become signs of that."""
-    octets = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
-    monkeypatch.setattr(E, "generate", lambda model, config, ids, *rest: iter(octets))
-    pieces = list(E.sample(trained.model, dataclasses.replace(trained.config, run=T.Run(sample_prompt="é"))))
+    data = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
+    monkeypatch.setattr(E, "generate", lambda model, config, ids, *rest: iter(data))
+    pieces = list(E.sample(trained.model, dataclasses.replace(trained.config, system=T.System(sample_prompt="é"))))
     assert [piece for piece in pieces if piece] == ["é", "a", "¿", "€", "😀", "b", "\ufffd", "ü", "\ufffd"]
 
 
 def test_the_prompt_may_be_anything(trained):
     for prompt in "", "ü😀", "\udcff":
-        config = dataclasses.replace(trained.config, run=T.Run(sample_prompt=prompt, sample_tokens=2))
+        config = dataclasses.replace(trained.config, system=T.System(sample_prompt=prompt, sample_tokens=2))
         assert "".join(E.sample(trained.model, config)).startswith(prompt)
 
 
@@ -146,8 +146,8 @@ BPE = SimpleNamespace(encode_ordinary=lambda text: [len(word) for word in text.s
 
 def test_tokenizers(monkeypatch):
     """Bytes; the BPE of tiktoken where it can be had; no others."""
-    encode, octets = E.text_codec(257)
-    assert encode("aü") == [97, 195, 188] and octets(195) == b"\xc3"
+    encode, data = E.text_codec(257)
+    assert encode("aü") == [97, 195, 188] and data(195) == b"\xc3"
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))
     assert E.text_codec(50257) == (BPE.encode_ordinary, BPE.decode_single_token_bytes)
     for broken in SimpleNamespace(get_encoding=lambda name: 1 / 0), None:
@@ -289,11 +289,11 @@ def test_download(trained, tmp_path, capsys, monkeypatch):
 
 def read_safetensors(path):
     """(metadata, tensors), by the published description of the format."""
-    octets = path.read_bytes()
-    (length,) = struct.unpack("<Q", octets[:8])
-    header, data, end, tensors = json.loads(octets[8:8 + length]), octets[8 + length:], 0, {}
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data, end, tensors = json.loads(content[8:8 + length]), content[8 + length:], 0, {}
     metadata = header.pop("__metadata__")
-    assert octets[8:9] == b"{" and (8 + length) % 8 == 0 and all(isinstance(x, str) for x in metadata.values())
+    assert content[8:9] == b"{" and (8 + length) % 8 == 0 and all(isinstance(x, str) for x in metadata.values())
     for label, entry in header.items():
         begin, stop = entry["data_offsets"]
         assert begin == end  # no holes

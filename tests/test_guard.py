@@ -82,20 +82,20 @@ def numbers_of_numpy():
 def curve(args):
     """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch."""
     config = T.parse_config(["--preset=record74", *GUARD, *args])
-    rt = T.Runtime(0, 1, torch.device("cuda", 0) if config.run.device == "cuda" else torch.device("cpu"))
-    ops, _ = kernels.choose_ops(rt.device, config.run.kernels)
+    rt = T.Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
+    ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
     trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, T.Stopwatch())
     assert trainer.total == STEPS
     initial = T.GPT(config.model, ops, trainer.dtype, torch.device("cpu"))
     with numbers_of_numpy():
-        initial.init_weights(config.run.seed)
+        initial.init_weights(config.system.seed)
     trainer.model.load_state_dict(initial.state_dict())
     trainer.head.refresh()
 
-    yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.views[0], rt)
+    yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[0], rt)
     for plan in trainer.plans[:-1]:
         yield trainer.step(trainer.loader, plan, trainer.micro_steps).item() * trainer.micro_steps / plan.micro_batch_tokens
-    yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.views[-1], rt)
+    yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], rt)
 
 
 def stored(name):
@@ -233,12 +233,12 @@ def short_run(args):
     ops, _ = kernels.choose_ops(torch.device("cpu"), "auto")
     trainer = T.Trainer(config, T.Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch())
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
-    return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.views[-1], trainer.rt)]
+    return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)]
 
 
 def other_values(config):
     """{knob: another value, as text} of every knob that is learned; of a layer each field."""
-    free = {*vars(config.data), *vars(config.run)} - T.LEARNED_KNOBS
+    free = {*vars(config.data), *vars(config.system)} - T.LEARNED_KNOBS
     for key, value in T.flatten(config).items():
         if isinstance(value, T.Layer):
             if not value.attention:  # nothing else of such a layer may be on

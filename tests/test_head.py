@@ -40,12 +40,12 @@ def no_reference(monkeypatch):
     return reference
 
 
-def rows_oracle(logits, targets, weights, kappa=KAPPA):
+def rows_oracle(logits, targets, weights, loss_scale=KAPPA):
     """(losses, gradient w.r.t. the logits) in fp64 by autograd; targets (n, P), -1 = none."""
     logits = logits.double().requires_grad_()
     z = 23 * torch.sigmoid((logits + 5) / 7.5)
     w = weights.double() * (targets >= 0)
-    losses = kappa * (w * (z.logsumexp(1, keepdim=True) - z.gather(1, targets.clamp(min=0)))).sum(1)
+    losses = loss_scale * (w * (z.logsumexp(1, keepdim=True) - z.gather(1, targets.clamp(min=0)))).sum(1)
     return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
 
 
@@ -148,7 +148,7 @@ def test_rows_beyond_32_bits(device, no_reference):
 def test_cross_entropy_refuses(what, change, device):
     logits, targets, weights = random_rows(4, 32, 3, FP32, device)
     with pytest.raises(ValueError, match=what):
-        tk.cross_entropy(**change(dict(logits=logits, targets=targets, weights=weights, kappa=1.0)))
+        tk.cross_entropy(**change(dict(logits=logits, targets=targets, weights=weights, loss_scale=1.0)))
 
 
 # ---- Codes and bytes -------------------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ def run_head(loss_of, h, weight):
     return loss.detach(), *torch.autograd.grad(loss, (h, weight))
 
 
-def head_oracle(h, weight, targets, weights, kappa=KAPPA):
+def head_oracle(h, weight, targets, weights, loss_scale=KAPPA):
     W = weight.detach().double().requires_grad_()
-    return run_head(lambda h: kappa * oracles.mtp_losses(oracles.softcapped_logits({"lm_head": W}, h), targets, weights).sum(),
+    return run_head(lambda h: loss_scale * oracles.mtp_losses(oracles.softcapped_logits({"lm_head": W}, h), targets, weights).sum(),
                     h.double(), W)
 
 
@@ -349,14 +349,14 @@ def quantised(x, scale, dtype):
     return (x.double() / scale).clamp(-57344, 57344).float().to(dtype).double()
 
 
-def fp8_oracle(h, weight, targets, weights, kappa=KAPPA):
+def fp8_oracle(h, weight, targets, weights, loss_scale=KAPPA):
     """The head in fp64 with its quantisers: (loss, dh, dW)."""
     hq, Wq = quantised(h, SCALE_X, E4M3), quantised(weight.detach(), SCALE_W, E4M3)
     logits = (SCALE_X * SCALE_W * (hq @ Wq)).to(BF16).double().requires_grad_()
-    loss = kappa * oracles.mtp_losses(23 * torch.sigmoid((logits + 5) / 7.5), targets, weights).sum()
+    loss = loss_scale * oracles.mtp_losses(23 * torch.sigmoid((logits + 5) / 7.5), targets, weights).sum()
     (grad,) = torch.autograd.grad(loss, logits)
-    gq = quantised(grad, kappa * SCALE_G, E5M2)
-    return loss.detach(), kappa * SCALE_G * SCALE_W * gq @ Wq.T, SCALE_X * kappa * SCALE_G * hq.T @ gq
+    gq = quantised(grad, loss_scale * SCALE_G, E5M2)
+    return loss.detach(), loss_scale * SCALE_G * SCALE_W * gq @ Wq.T, SCALE_X * loss_scale * SCALE_G * hq.T @ gq
 
 
 @fp8

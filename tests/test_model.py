@@ -32,9 +32,9 @@ def setting():
     tokens = torch.randint(0, 120, (n + 1,))
     cu = torch.full((128,), n, dtype=torch.int32)
     cu[:len(LENGTHS) + 1] = torch.tensor([0, *np.cumsum(LENGTHS)])
-    rows = torch.from_numpy(L.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows))
+    rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
     frequencies, _ = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-    view = T.View(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT), torch.tensor(LONG),
+    view = T.AttentionSettings(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT), torch.tensor(LONG),
                   torch.tensor(SCALE, dtype=torch.float64), max(LENGTHS))
     settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(CONFIG.head_dim // 4), attn_scale=SCALE, H=6,
                     lambda_dtype=torch.bfloat16)
@@ -50,14 +50,14 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     exact, tokens, cu, rows, view, settings = setting
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
-    view = view._replace(rotary=view.rotary.to(device, dtype), attn_scale=view.attn_scale.to(dtype))
+    view = view._replace(rotary=view.rotary.to(device, dtype), scale=view.scale.to(dtype))
     h = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view)
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA)
     loss.backward()
 
     params = params_of(exact)
     borders = [0, *np.cumsum(LENGTHS)]
-    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows, mtp_weights=WEIGHTS, kappa=KAPPA, **settings)
+    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows, mtp_weights=WEIGHTS, loss_scale=KAPPA, **settings)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=loss_bound)
     for name, param in model.named_parameters():
@@ -112,7 +112,7 @@ def test_every_technique_matters(setting):
     one_document = torch.full_like(cu, len(tokens) - 1)
     one_document[0] = 0
     for changes in (dict(cu=one_document), dict(rows=rows.flip(0)), *(dict(view=view._replace(**{field: getattr(view, field) * 2}))
-                    for field in ("short_window", "long_window", "attn_scale"))):
+                    for field in ("short_window", "long_window", "scale"))):
         assert not torch.allclose(base, output(**changes), rtol=1e-6), changes
 
 
@@ -141,8 +141,8 @@ def test_bf16_is_near_fp32():
         cu = torch.full((128,), 128, dtype=torch.int32)
         cu[:2] = torch.tensor([0, 50])
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-        view = T.View(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
-        rows = torch.from_numpy(L.bigram_rows(tokens[:-1].numpy(), CONFIG.bigram_rows))
+        view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
+        rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
         h = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         losses.append(kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)

@@ -127,11 +127,11 @@ def test_what_the_model_hands_to_attention():
     model.init_weights(0)
     frequencies = oracles.base_freqs(width // 4)
     lengths, cu = random_documents(n, 12)
-    view = T.View(T.rotary_table(np.array(frequencies), 2 * n + 6, cpu, FP64), torch.tensor(short), torch.tensor(long),
+    view = T.AttentionSettings(T.rotary_table(np.array(frequencies), 2 * n + 6, cpu, FP64), torch.tensor(short), torch.tensor(long),
                   torch.tensor(0.1), 12)
     tokens = torch.randint(0, 40, (n,), dtype=torch.int32)
     with torch.no_grad():
-        model(tokens, cu, {"bigram_embed": torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows))}, view)
+        model(tokens, cu, {"bigram_embed": torch.from_numpy(L.bigram_hash(tokens.numpy(), config.bigram_rows))}, view)
 
     layers = [layer for layer in oracles.LAYERS if layer[0] is not None]
     assert len(calls) == 10 and len(turned) == 10
@@ -147,7 +147,7 @@ def test_what_the_model_hands_to_attention():
         for got, wanted in ((q, wanted_q), (k, wanted_k)):
             torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
         assert v.shape == q.shape and gate.shape == q.shape[:2] and int(reach) == {"S": short, "L": long}[window]
-        assert scale is view.attn_scale and torch.equal(borders, cu * (1 + paired)) and longest == 12 * (1 + paired)
+        assert scale is view.scale and torch.equal(borders, cu * (1 + paired)) and longest == 12 * (1 + paired)
 
 
 # ---- Choice of implementations ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_compiled_model_equals_eager(device):
     lengths, cu = random_documents(n, 200)
     cu = cu.to(device)
     tokens = torch.randint(0, 257, (n,), dtype=torch.int32)
-    rows = {"bigram_embed": torch.from_numpy(L.bigram_rows(tokens.numpy(), config.bigram_rows)).to(device)}
+    rows = {"bigram_embed": torch.from_numpy(L.bigram_hash(tokens.numpy(), config.bigram_rows)).to(device)}
     tokens, upstream = tokens.to(device), torch.randn(n, 768).to(device, BF16)
     states = T.rotary_states(128, [384, 896])
 
@@ -223,7 +223,7 @@ def test_compiled_model_equals_eager(device):
         frequencies, scale = states[stage]
         table = T.rotary_table(frequencies, 2 * n, device, BF16)  # rounded alike for all
         numbers = [30, 70][stage], [90, 150][stage], scale
-        return T.View(table.to(dtype), *map(torch.tensor, numbers), 256)
+        return T.AttentionSettings(table.to(dtype), *map(torch.tensor, numbers), 256)
 
     def run(model, forward, stage, dtype):
         model.zero_grad()
@@ -275,12 +275,12 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
     step = T.MicroStep(model, head, 0.25, record)
     frequencies, scale = T.rotary_states(config.head_dim, [128])[0]
-    views = {n: T.View(T.rotary_table(frequencies, 640, device, dtype), torch.tensor(n // 10), torch.tensor(n // 5), torch.tensor(scale), n)
+    views = {n: T.AttentionSettings(T.rotary_table(frequencies, 640, device, dtype), torch.tensor(n // 10), torch.tensor(n // 5), torch.tensor(scale), n)
              for n in set(rows)}
     losses = []
     for i, n in enumerate(rows):
         tokens = torch.randint(257, (n + 1,))
-        hashed = torch.from_numpy(L.bigram_rows(tokens[:-1].int().numpy(), config.bigram_rows))
+        hashed = torch.from_numpy(L.bigram_hash(tokens[:-1].int().numpy(), config.bigram_rows))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu)), {"bigram_embed": hashed.to(device)}, {})
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], key=n).item())

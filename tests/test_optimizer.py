@@ -203,7 +203,7 @@ def train(rt, steps, saved=None):
     Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for every G.
     """
     config = small_config()
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, micro_batches=rt.world))  # sparse exchange
+    config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))  # sparse exchange
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, rt, OPS)
     if saved is not None:

@@ -663,16 +663,16 @@ def test_the_printed_command_fits_the_text(data, tmp_path, monkeypatch, capsys, 
     arguments = printed_command(out)
     assert f"--preset={'cpu' if tokenizer == 'bytes' else 'record'}" in arguments
     config = train_gpt.parse_config(arguments)
-    assert config.run.sample_tokens == 200 and config.run.sample_prompt == ""
+    assert config.system.sample_tokens == 200 and config.system.sample_prompt == ""
     usual = train_gpt.PRESETS["cpu" if tokenizer == "bytes" else "record"]
     assert L.survey_training_data(config, np.diff(train_gpt.stage_starts(config.schedule)))[0] in out
     runtime = train_gpt.Runtime(0, 1, torch.device("cpu"))
     for stage in config.schedule.stages:
-        row = stage.batch_tokens // config.run.micro_batches
-        assert row <= max(2048, have // 8) or config.run.micro_batches == usual.run.micro_batches
+        row = stage.batch_tokens // config.system.micro_batches
+        assert row <= max(2048, have // 8) or config.system.micro_batches == usual.system.micro_batches
         plans = [types.SimpleNamespace(micro_batch_tokens=row, max_doc_len=stage.max_doc_len)] * min(20, 2 + 2 * have // stage.batch_tokens)
         loader = L.Loader(config, runtime, plans, warn=lambda line: None)
-        for _ in range(len(plans) * config.run.micro_batches):
+        for _ in range(len(plans) * config.system.micro_batches):
             assert len(loader.next_batch().tokens) == row
     pieces = list(L.ValidationData(config, runtime))
     seen, val = sum(len(piece.tokens) for piece in pieces), len(tokens_of(data / "m", "val"))
@@ -762,10 +762,10 @@ def test_numbers_of_the_readme():
     readme = " ".join((ROOT / "data/README.md").read_text().split())
     record, cpu = (train_gpt.PRESETS[name] for name in ("record", "cpu"))
     lengths = [sorted({stage.max_doc_len for stage in config.schedule.stages}) for config in (record, cpu)]
-    characters = [prepare.DOCUMENT_CHARACTERS[config.model.separator] for config in (record, cpu)]
+    characters = [prepare.DOCUMENT_CHARACTERS[config.model.bos_id] for config in (record, cpu)]
     for text in ("(%d, later %d; `--preset=cpu`: %d, later %d)" % (*lengths[0], *lengths[1]), f"0 to 3 | {prepare.SHARD_MAGIC},",
                  f"4 to 7 | {prepare.SHARD_VERSION},", f"| {prepare.SHARD_HEADER_BYTES} to 1023 + 2n |",
-                 f"0 to 50255 | {record.model.separator}, ", f"0 to 255 | {cpu.model.separator} |",
+                 f"0 to 50255 | {record.model.bos_id}, ", f"0 to 255 | {cpu.model.bos_id} |",
                  "%d characters (GPT-2) or %d (bytes)" % tuple(characters), f"there are {prepare.HUB_SHARDS} (",
                  f"data/fineweb10B: {prepare.FINEWEB_SHARDS} training", prepare.HUB_DATASET):
         assert text in readme, text

@@ -236,7 +236,7 @@ def test_commands_with_repeat_in_the_readme(place):
         assert len({(run[0], *run[2:]) for run in runs}) == len({run[2:] for run in runs}) > 1
         for label, seed, *arguments in runs:
             config = train_gpt.parse_config([f"--run_label={label}", f"--seed={seed}", *arguments])
-            assert config.run.run_label == label
+            assert config.system.run_label == label
 
 
 # ---- Side by side ----------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=counter, **options))
     torch._dynamo.reset()
     device = torch.device("cpu")
-    ops, _ = tk.choose_ops(device, config.run.kernels)
+    ops, _ = tk.choose_ops(device, config.system.kernels)
     watch = T.Stopwatch()
     trainer = T.Trainer(config, T.Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
     trainer.warm_up()
@@ -48,7 +48,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     assert list(watch) == ["imports", "data", "model", "evaluation", *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1]))]
     for step in range(trainer.total):  # the run itself meets nothing new
         trainer.step(trainer.loader, trainer.plans[step], 1)
-    for view in trainer.views:
+    for view in trainer.attn:
         T.summed_loss(trainer.forward, trainer.head, next(iter(trainer.validation)), view)
     assert counter.frame_count == GRAPHS
     torch._dynamo.reset()

@@ -435,10 +435,10 @@ def test_rates_of_our_kernels():
     """Each kernel takes four times what its operation needs at least, so each runs at 1/4 of the limit."""
     items = []
     for name, *sizes in work.calls(RUN):
-        flops, octets = work.WORK[name][1](*sizes)
+        flops, data = work.WORK[name][1](*sizes)
         launched = work.WORK[name][0].split()
         for kernel in launched:
-            us = 4e6 * max(flops / 1e12, octets / 1e11) / len(launched)
+            us = 4e6 * max(flops / 1e12, data / 1e11) / len(launched)
             items.append(trace.Item(kernel.replace("_mlp_", "_mlp_hopper_"), 0, us, us, 0))
     rows = {name: rest for name, *rest in trace.rates(items, RUN, 3)}
     assert {name for names in rows for name in names.split()} == set(work.WORK)
@@ -468,7 +468,7 @@ def test_describe():
     plans = [NS(step=4, stage=0, adam=False, tied=True, micro_batch_tokens=4),
              NS(step=5, stage=1, adam=True, tied=False, micro_batch_tokens=4)]
     layers = T.Layer(paired=True, long=True), T.Layer(attention=False)
-    config = NS(model=NS(model_dim=32, num_heads=2, padded_vocab=128, layers=layers), run=NS(cuda_graphs=True),
+    config = NS(model=NS(model_dim=32, num_heads=2, padded_vocab=128, layers=layers), system=NS(cuda_graphs=True),
                 schedule=NS(stages=[NS(short_window=2, long_window=4), NS(short_window=3, long_window=6)]))
     bank = torch.zeros(8, 32, 32)
     optimizer = NS(params={"attn_gate_bank": torch.zeros(1, 2, 12)}, shards={"attn_bank": bank, "embed": bank[0]},
@@ -520,7 +520,7 @@ def report(monkeypatch):
 
         monkeypatch.setattr(trace, "ceilings", ceilings)
         monkeypatch.setattr(trace, "describe", describe)
-        config, rt = NS(run=NS(dtype=dtype)), NS(device=torch.device("cuda"))
+        config, rt = NS(system=NS(dtype=dtype)), NS(device=torch.device("cuda"))
         text = trace.report(Finished(content), path, config, rt, "plans", "batches", "optimizer", "head", 5)
         assert [args[:-1] for args in described] == [(config, rt, "plans", "batches", "optimizer", "head", 5)]
         return text, described[0][-1]
@@ -609,8 +609,8 @@ def test_bad_knobs(knob, message):
 
 def test_good_knobs():
     for knob, steps in ("", []), ("94:2", [94, 95]), ("20:1", [20]), ("18:2", [18, 19]), ("20:20", [*range(20, 40)]):
-        assert [*T.parse_config(["--preset=cpu", f"--profile={knob}"]).run.profiled] == steps
-    assert not set(range(97)) & {T.Run().profiled.start, T.Run().profiled.stop}
+        assert [*T.parse_config(["--preset=cpu", f"--profile={knob}"]).system.profiled] == steps
+    assert not set(range(97)) & {T.System().profiled.start, T.System().profiled.stop}
 
 
 @pytest.fixture
@@ -643,12 +643,12 @@ def test_starting_and_stopping_are_outside_the_clock(data, tmp_path, monkeypatch
     assert re.search(r"^step:6/6 val_loss.*\ncost\n", body, re.M)
 
 
-@pytest.mark.parametrize("octets, message", [
+@pytest.mark.parametrize("data, message", [
     (b"not json", "Expecting value"), (gzip.compress(b"{}" * 99, mtime=0)[:-9], "[Cc]ompressed"), (b'{"traceEvents": []}', "no training step"),
     (None, "No such file"), (gzip.compress(b'{"a": 1}', mtime=0), "traceEvents")])
-def test_unreadable_traces(tmp_path, octets, message):
-    if octets is not None:
-        (tmp_path / "x.json").write_bytes(octets)
+def test_unreadable_traces(tmp_path, data, message):
+    if data is not None:
+        (tmp_path / "x.json").write_bytes(data)
     with pytest.raises(SystemExit, match=f"^error: .*x.json: .*{message}"):
         trace.main([str(tmp_path / "x.json")])
 
