@@ -1,45 +1,46 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
-This file is the trainer; `triton_kernels.py` holds the operations that deserve a kernel, `data/` what a run reads and
-writes. The system is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and the records before it).
+This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
+the files that a run reads and writes. The method is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
+McCormick, and the records before it).
 
-    ./run.sh                                                 set up everything, then train whatever this machine can
-    torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run: 8 GPUs (4, 2 or 1 accumulate gradients)
+    ./run.sh                                                 set up everything, then train the best run for this machine
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
     torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
-    python train_gpt.py --preset=cpu                         same wiring, small: minutes on a laptop
-    python train_gpt.py --check                              would a run start here? what can this machine do? (with any knobs)
-    python train_gpt.py --sample=CHECKPOINT --prompt="..."   text by what a run with --save=true has learned
-    python train_gpt.py --help                               every knob with its meaning; set one with --key=value
+    python train_gpt.py --preset=cpu                         the same model in small: minutes on a laptop
+    python train_gpt.py --check                              check, with any knobs, whether a run would start here
+    python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text with the weights of a run with --save=true
+    python train_gpt.py --help                               list every knob; set a knob with --key=value
 
-Expected: --preset=cpu, 2 cores: 1.96 nats per byte of Python's library in 170 s. --preset=record: 74 s inside the clock on
-eight H200s; with --scheduled_steps=145 --extension_steps=4 55 s on one, 57.5 s on an H100 (records/, measured before
-commit 5eb7088). FineWeb has not been tried yet.
+Expected results: --preset=cpu reaches 1.96 nats per byte of Python's library in 170 s on 2 cores. --preset=record takes
+74 s of training time on eight H200s. With --scheduled_steps=145 --extension_steps=4 it takes 55 s on one H200 and
+57.5 s on one H100 (records/, measured before commit 5eb7088). Nobody has trained it on FineWeb yet.
 
 Contents, top to bottom; a name is defined above its first use:
-    config     Layer, Model, Stage, Schedule, Optim, Data, Run; presets; --key=value; rules
-    runtime    ranks, device, what the GPU can do
-    model      parameter table, YaRN rotary, table lookup, the flat forward
-    optimizer  Adam's rule, sparse row exchange, NorMuonAndAdam
-    schedule   make_plan(step): stage, rates, momentum, what is due
-    memory     what a run needs, --micro_batches=0
-    eval       chunked validation
+    config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value; rules
+    runtime    ranks, device, capabilities of the GPU
+    model      parameter table, YaRN rotary, table lookup, the flat forward pass
+    optimizer  Adam's rule, exchange of sparse gradients, NorMuonAndAdam
+    schedule   make_plan(step): stage, rates, momentum, which parameters are updated
+    start      memory and folders that a run needs; --micro_batches=0
+    eval       validation in pieces
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
 
 Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
-A = micro_batches/G gradient-accumulation micro-steps.
+A = micro_batches/G micro-steps of gradient accumulation.
 
-Quirks of the reference on which the learned function depends; K1 to K12 mark them in all files:
-    K1  Smear, bigram hash, key offset and extra targets look across the border between two documents.
-    K2  The last target of a document that was cut is the separator that begins the next document.
+Quirks of the reference. The learned function depends on them; the comments K1 to K12 mark them in all files:
+    K1  Smear, bigram hash, key offset and the extra targets look across the border between two documents.
+    K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of stream h mod (H/2).
-    K5  Lane 1 gets no injection of embeddings, nor does a layer without attention.
+    K5  Embeddings are not injected into lane 1, nor into a layer without attention.
     K6  The lambdas act with bf16 precision (1.1 ** 0.5 becomes 1.046875).
-    K7  A zero update of NorMuon decays the weight; a zero update of Adam does not.
+    K7  NorMuon decays a weight whose update is zero; Adam does not.
     K8  The bf16 half of a bank's weight is truncated, not rounded.
-    K9  The matrices of one bank have different rates.
-    K10 The last validation has a longer window than training, with the rotary state of the extension.
-    K11 The rate factor jumps inside the cool-down, where a stage begins.
+    K9  The matrices of one bank have different learning rates.
+    K10 The last validation uses a longer window than training, with the rotary state of the extension.
+    K11 The learning rate jumps where a stage begins, also inside the cool-down.
     K12 The two gradients of one Adam update may come from different stages.
 """
 
@@ -84,18 +85,18 @@ from data.log import Log, loaded_sources, published, write_header
 IMPORT_SECONDS = time.perf_counter() - started
 
 
-# ---- Config: edit here, or override any field with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) ----
+# ---- Config: edit a default, or set a knob with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) -----
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer does. Parameters, gates and windows follow from the layers of the Model."""
+    """The parts of one layer. The parameters, gates and windows of the model follow from its layers."""
 
-    attention: bool = True  # a layer without it has only the MLP
-    paired: bool = False  # heads of a token become consecutive positions (K4; PR 191, classiclarryd)
-    long: bool = False  # long window, and half of a key is the previous token's (PR 169, classiclarryd)
-    value_embed: bool = False  # a value embedding is added to the values (PR 209 and PR 218, photon_mz)
-    two_lanes: bool = False  # attention reads lane 0, the MLP lane 1, both write both (PR 230, sisovicm)
-    skip_from: int | None = None  # the layer whose stream, kept before its MLP, is added here (PR 186, classiclarryd)
+    attention: bool = True  # false: the layer has only the MLP
+    paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
+    long: bool = False  # long window; half of each key comes from the previous token (PR 169, classiclarryd)
+    value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
+    two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
+    skip_from: int | None = None  # add the stream of this earlier layer, taken before its MLP (PR 186, classiclarryd)
 
 
 RECORD74_LAYERS = (
@@ -114,13 +115,13 @@ RECORD74_LAYERS = (
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes and wiring; `param_table` derives the parameters."""
+    """Sizes and layers; `param_table` derives the parameters from them."""
 
-    vocab_size: int = 50257  # token ids; the last one separates documents (GPT-2: 50256)
-    model_dim: int = 768  # D, residual width; heads * head width
-    num_heads: int = 6  # H, even: a paired layer folds two heads into one stream
-    bigram_tables: int = 5  # bigram rows, in units of the padded vocabulary (PR 201)
-    backout_layer: int | None = 7  # the stream after this layer is subtracted at the end (PR 140, classiclarryd)
+    vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
+    model_dim: int = 768  # D, width of the residual stream: heads * head width
+    num_heads: int = 6  # H, even, because a paired layer folds two heads into one stream
+    bigram_tables: int = 5  # rows of the bigram table, in units of the padded vocabulary (PR 201)
+    backout_layer: int | None = 7  # subtract the stream after this layer at the end (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
 
     @property
@@ -139,68 +140,68 @@ class Model:
     def bigram_rows(self):
         return self.bigram_tables * self.padded_vocab
 
-    def layers_with(self, trait) -> list[int]:
-        """Numbers of the layers that have a trait, in order."""
-        values = (getattr(layer, trait) for layer in self.layers)
+    def layers_with(self, field) -> list[int]:
+        """Numbers of the layers in which a field of Layer is set."""
+        values = (getattr(layer, field) for layer in self.layers)
         return [i for i, value in enumerate(values) if value is not False and value is not None]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What changes between the stages of a run."""
+    """The settings that change between the stages of a run."""
 
-    batch_tokens: int  # tokens per step over all ranks and micro-steps
-    max_doc_len: int  # documents are cut here, the tail is dropped; tokens
-    short_window: int  # look-back of most layers, tokens
-    long_window: int  # look-back of the long-window layers, tokens
-    lr_mul: float  # about (batch / first batch) ** 0.5 or 0.6
-    mtp_start: tuple[float, ...]  # weights of the next, second next, ... token at the start of the stage
-    mtp_end: tuple[float, ...]  # the weights at its end; linear in between
-    share: float = 1.0  # of the scheduled steps, relative to the other stages; 0 for the last stage, the extension
+    batch_tokens: int  # tokens per step, over all ranks and micro-steps
+    max_doc_len: int  # tokens; a longer document loses its tail
+    short_window: int  # tokens that most layers look back
+    long_window: int  # tokens that the long-window layers look back
+    lr_mul: float  # factor of all learning rates, about (batch / first batch) ** 0.5 or 0.6
+    mtp_start: tuple[float, ...]  # loss weights of the next, second next, ... token at the start of the stage
+    mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
+    share: float = 1.0  # part of the scheduled steps, relative to the other stages; 0 for the last, the extension
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of the run, its stages, and what follows the step number; `make_plan` evaluates it."""
+    """Length and stages of the run, and the values that follow the step number; `make_plan` evaluates them."""
 
-    scheduled_steps: int = 1450  # divided among all stages but the last by their shares
-    extension_steps: int = 40  # the last stage: floor rate, widest windows
+    scheduled_steps: int = 1450  # the shares of the stages divide these steps
+    extension_steps: int = 40  # steps of the last stage: lowest learning rate, widest windows
     stages: tuple[Stage, ...] = (  # counted from 1
         Stage(131072, 896, 128, 384, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(262144, 2048, 384, 896, 1.52, (1.0, 0.5), (1.0, 0.0)),
         Stage(393216, 2048, 640, 1408, 1.73, (1.0,), (1.0,)),
         Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,), share=0.0))
-    final_window: int = 2560  # K10: long window of the last validation, no rotary update
-    split_stage: int = 3  # head and embedding part at the first odd step of this stage (PR 175, PR 178, varunneal)
-    cooldown_frac: float = 0.60  # of the scheduled steps, linear to lr_floor
-    lr_floor: float = 0.15  # rate factor at the end of the cool-down and after
-    muon_momentum: tuple[float, float] = (0.85, 0.95)  # at the first step, after the warm-up
-    muon_warmup: int = 300  # steps in which the momentum rises
-    muon_cooldown: int = 50  # last steps, in which it falls back
+    final_window: int = 2560  # long window of the last validation, without a rotary update (K10)
+    split_stage: int = 3  # untie head and embedding at the first odd step of this stage (PR 175, PR 178, varunneal)
+    cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
+    lr_floor: float = 0.15  # factor of the learning rate at the end of the cool-down and after it
+    muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
+    muon_warmup: int = 300  # steps in which Muon's momentum rises linearly
+    muon_cooldown: int = 50  # last steps of the run, in which Muon's momentum falls back linearly
 
 
 @dataclass(frozen=True)
 class Optim:
-    """Rates common to all parameters; what differs between them is in `param_table`."""
+    """Rates common to all parameters; `param_table` has the factors of each parameter."""
 
-    adam_lr: float = 0.008  # times lr_mul of the parameter
-    adam_eps: float = 1e-10  # not bias-corrected
-    adam_wd: float = 0.005  # times rate squared
-    muon_lr: float = 0.023  # times matrix_lr of the bank
-    muon_beta2: float = 0.95  # of the per-row second moment (NorMuon)
-    muon_wd: float = 1.2  # times rate squared
+    adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
+    adam_eps: float = 1e-10  # added to the root of the second moment, without bias correction
+    adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
+    muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
+    muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
+    muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where the tokens come from and how many validate."""
+    """Files of tokens, and how many tokens validate."""
 
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order; relative to $DATA_PATH or this folder
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # likewise
-    val_tokens: int = 10485760  # the first ones of the validation files
-    val_batch_tokens: int = 262144  # tokens of one validation forward; documents are cut between two of them
-    tokens_per_doc: int = 300  # shortest mean document that fits: sets the fixed length of cu_seqlens
-    data_end: str = "wrap"  # when the training shards run out: wrap (to the first, with a warning) or stop
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
+    val_tokens: int = 10485760  # validate on the first tokens of the validation files
+    val_batch_tokens: int = 262144  # tokens of one validation forward pass; its borders cut documents
+    tokens_per_doc: int = 300  # smallest mean document length that fits: sets the fixed length of cu_seqlens
+    data_end: str = "wrap"  # at the end of the training shards: wrap (begin again, with a warning) or stop
 
 
 @dataclass(frozen=True)
@@ -209,32 +210,33 @@ class System:
 
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
-    seed: int = 1337  # of the initial weights
-    micro_batches: int = 8  # forward passes per step of all ranks together; more need less memory; 0: 8, or what fits
-    val_every: int = 250  # steps
-    dtype: str = "bfloat16"  # of activations: bfloat16 or float32; parameters are bfloat16 in any case
+    seed: int = 1337  # seed of the initial weights
+    micro_batches: int = 8  # accumulate gradients over this many forward passes of all ranks (0: 8, or more to fit)
+    val_every: int = 250  # steps between validations
+    dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
-    fp8: bool = True  # FP8 training head where the GPU has it
-    cuda_graphs: bool = True  # on a GPU replay a micro-step as a whole; validation cannot reuse its memory then
-    kernels: str = "auto"  # auto, torch (plain PyTorch throughout), or op:choice,op:choice
-    log_dir: str = "logs"  # relative to this folder
+    fp8: bool = True  # FP8 training head, if the GPU has FP8
+    cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
+    kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
+    log_dir: str = "logs"  # folder of the logs, relative to this folder
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (README: Reading a trace)
-    save: bool = False  # a checkpoint at the end, in a folder beside the log
-    save_every: int = 0  # steps; checkpoints on the way, too (0: none)
-    keep: int = 2  # the newest checkpoints of a run stay, so many (0: all)
-    resume: str = ""  # checkpoint to go on from; it brings its settings
-    sample_tokens: int = 0  # generate a text of this length at the end
-    sample_prompt: str = ""  # its beginning
+    save: bool = False  # write a checkpoint at the end, into a folder beside the log
+    save_every: int = 0  # steps between checkpoints during the run (0: none)
+    keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
+    resume: str = ""  # checkpoint from which the run continues, with its settings
+    sample_tokens: int = 0  # tokens of text to generate at the end
+    sample_prompt: str = ""  # beginning of this text
 
     @property
-    def profiled(self):  # the steps to profile; without any, a range whose ends are no steps
+    def profiled(self) -> range:
+        """The steps to profile. Without --profile, an empty range from -1, which no step number equals."""
         start, count = map(int, self.profile.split(":")) if self.profile else (-1, 0)
         return range(start, start + count)
 
 
 @dataclass(frozen=True)
 class Config:
-    """All knobs, frozen; see PRESETS and parse_config."""
+    """All knobs of a run; PRESETS holds values for common runs, and `parse_config` changes single knobs."""
 
     model: Model = Model()
     schedule: Schedule = Schedule()
@@ -245,11 +247,13 @@ class Config:
 
 RECORD74 = Config()
 PRESETS = {
-    "record74": RECORD74,  # stays as it is, for comparison
+    "record74": RECORD74,  # never changes, so that later runs can be compared with it
     "record": RECORD74,  # the best run for 8 GPUs
-    # The best run for one GPU of 12 GB or more. Smaller validation forwards cut more documents, so its loss is not the record's.
+    # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
+    # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # The same wiring and shape of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16; bytes as tokens.
+    # The same layers and the same form of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16. Its tokens
+    # are bytes.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
         Schedule(
@@ -262,47 +266,47 @@ PRESETS = {
         Optim(),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
-        System(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200, sample_prompt="def ")),
+        System(device="cpu", dtype="float32", compile=False, fp8=False, val_every=20, sample_tokens=200,
+               sample_prompt="def ")),
 }
 
-# Knobs of Data and Run that change what is learned; a resumed run has to keep them, like all of Model, Schedule and Optim.
+# Knobs of Data and System that change the learned weights. A resumed run has to keep them, like all knobs of Model,
+# Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
 
 
 def with_system(config, **knobs) -> Config:
-    """The config with other knobs of Run."""
+    """The config with other values for some knobs of System."""
     return dataclasses.replace(config, system=dataclasses.replace(config.system, **knobs))
 
 
 def resumed_config(overrides, preset) -> tuple[Config, int]:
-    """(settings of the checkpoint of --resume, its step). Machine and output may be given anew.
+    """(config of the checkpoint that --resume names, its step). Overrides may change the machine and the output.
 
-    UserError, with all differences, when anything else that is given, the preset too if there is one, is not as in the
-    checkpoint.
+    Raises UserError, with all differences, when an override or the preset changes a learned knob.
     """
     path = overrides["resume"]
     state = load_checkpoint(path)
-    base = config_from_dict(RECORD74, state["config"])
-    base = with_system(base, profile="")
-    config = override(base, overrides)
-    free = {*vars(base.data), *vars(base.system)} - LEARNED_KNOBS
-    here, there = flatten(override(PRESETS[preset], overrides) if preset else config), flatten(base)
-    here["micro_batches"] = here["micro_batches"] or there["micro_batches"]  # 0: whatever fitted
-    apart = [f"{key}: here {render(here.get(key, 'missing'))}, in the checkpoint {render(there.get(key, 'missing'))}"
-             for key in here | there if key not in free and here.get(key) != there.get(key)]
-    if apart:
+    saved = with_system(config_from_dict(RECORD74, state["config"]), profile="")
+    config = override(saved, overrides)
+    free = {*vars(saved.data), *vars(saved.system)} - LEARNED_KNOBS
+    new, old = flatten(override(PRESETS[preset], overrides) if preset else config), flatten(saved)
+    new["micro_batches"] = new["micro_batches"] or old["micro_batches"]  # 0 means: keep the number that was chosen
+    differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
+                 for key in new | old if key not in free and new.get(key) != old.get(key)]
+    if differing:
         advice = f"; leave out --preset={preset}, the checkpoint brings its settings" if preset else ""
-        raise UserError(f"--resume={path}: that run has another config; {'; '.join(apart)}{advice}")
+        raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
     check_weights(state, config.model)
     step, total = state["step"], stage_starts(config.schedule)[-1]
     if step >= total:
-        raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: its settings leave nothing to train;"
-                        " resume an earlier checkpoint, or start a longer run")
+        raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
+                        " or start a longer run")
     return config, step
 
 
 def parse_config(argv, world=1) -> Config:
-    """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on anything it does not know."""
+    """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument."""
     overrides = read_arguments(argv)
     preset = overrides.pop("preset", None)
     if preset not in (None, *PRESETS):
@@ -320,63 +324,73 @@ def parse_config(argv, world=1) -> Config:
 
 
 def check_config(config, world=1):
-    """UserError when the numbers of a config do not make sense or do not fit together."""
+    """Raises UserError when a value is out of range, or when two values do not fit together."""
     def require(ok, message):
         if not ok:
             raise UserError(message)
 
-    zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer")
+    may_be_zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer")
     for key, value in flatten(config).items():
-        require(type(value) is not int or value >= (least := int(key not in zero)), f"--{key}={value}: must be {least} or more")
+        least = int(key not in may_be_zero)
+        require(type(value) is not int or value >= least, f"--{key}={value}: must be {least} or more")
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
 
     require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: heads must be even and their width a multiple of 8")
-    require(2 <= model.vocab_size <= 65536, f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the number of heads must be even, and their"
+            " width a multiple of 8")
+    require(2 <= model.vocab_size <= 65536,
+            f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
     require(model.backout_layer is None or model.backout_layer < len(layers),
             f"--backout_layer={model.backout_layer}: the layers are 0 to {len(layers) - 1}; or none")
     require(any(layer.attention for layer in layers), "all layers are without attention: one at least needs it")
     for i, layer in enumerate(layers):
         require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
-                f"--layer{i}={render(layer)!r}: paired, long and value_embed are about attention, which this layer lacks")
+                f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
         require(layer.skip_from is None or 0 <= layer.skip_from < i,
                 f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
         require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
                 f"--layer{i}.two_lanes=False: after layer {i - 1}, which has two lanes, all layers need them")
 
     require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
-            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; all must be above 0, but the last,"
-            " which is the extension, 0")
-    require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps, the extension included")
+            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the last, that of the extension,"
+            " must be 0, all others above 0")
+    require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps,"
+            " the extension included")
     starts = stage_starts(schedule)
-    require(all(a < b for a, b in zip(starts, starts[1:-1])), f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
+    require(all(a < b for a, b in zip(starts, starts[1:-1])),
+            f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
     require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
             f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
     require(schedule.split_stage <= len(stages), f"--split_stage={schedule.split_stage}: there are {len(stages)}")
-    require(len(schedule.muon_momentum) == 2, f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after")
+    require(len(schedule.muon_momentum) == 2,
+            f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after the warm-up")
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
     require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")
-    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile), f"--profile={system.profile}: expected START:COUNT, for example 20:4")
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile),
+            f"--profile={system.profile}: expected START:COUNT, for example 20:4")
     require(system.profiled.stop <= total, f"--profile={system.profile}: the run has steps 0 to {total - 1}")
-    require(not any(step % every == 0 for step in system.profiled[1:] for every in (system.val_every, system.save_every or total)),
-            f"--profile={system.profile}: a pause comes in between; take other steps, or change --val_every={system.val_every}"
-            f" or --save_every={system.save_every}")
-    require("/" not in system.run_label and "\\" not in system.run_label, f"--run_label={system.run_label}: it names a file, not a folder")
+    pauses = system.val_every, system.save_every or total
+    require(not any(step % every == 0 for step in system.profiled[1:] for every in pauses),
+            f"--profile={system.profile}: a validation or a checkpoint comes in between; take other steps, or change"
+            f" --val_every={system.val_every} or --save_every={system.save_every}")
+    require("/" not in system.run_label and "\\" not in system.run_label,
+            f"--run_label={system.run_label}: it names a file, not a folder")
     require(system.device in ("cuda", "cpu"), f"--device={system.device}: cuda or cpu")
     require(system.dtype in ("bfloat16", "float32"), f"--dtype={system.dtype}: bfloat16 or float32")
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
     require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32, 64, 128, ..."
-            " channels; or add --kernels=attention:torch")
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32,"
+            " 64, 128, ... channels; or add --kernels=attention:torch")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
-            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens}, that one of 16")
-    if not system.micro_batches:  # chosen later, and checked then
+            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
+            " and --val_batch_tokens a multiple of 16")
+    if not system.micro_batches:  # `choose_micro_batches` chooses and checks the number
         require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
         return
     require(system.micro_batches % world == 0,
@@ -384,12 +398,12 @@ def check_config(config, world=1):
             + ("" if system.resume else ", or more than that"))
     for i, stage in enumerate(stages, 1):
         require(stage.batch_tokens % (16 * system.micro_batches) == 0,
-                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={system.micro_batches}"
-                + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of"
+                f" 16 * --micro_batches={system.micro_batches}" + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
 
 
 def stage_starts(schedule: Schedule) -> list[int]:
-    """First step of every stage, and the number of steps at the end."""
+    """[first step of every stage, number of steps of the run]."""
     shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
     starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
     return [*starts, schedule.scheduled_steps + schedule.extension_steps]
@@ -398,7 +412,7 @@ def stage_starts(schedule: Schedule) -> list[int]:
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
 
 class Runtime(NamedTuple):
-    """This process among the others."""
+    """This process: its rank, the number of ranks, its device."""
 
     rank: int
     world: int
@@ -406,7 +420,7 @@ class Runtime(NamedTuple):
 
 
 def rank_from_env() -> tuple[int, int, int]:
-    """(rank, number of ranks, rank on this machine), which torchrun puts into the environment; a process without them is alone."""
+    """(rank, number of ranks, rank on this machine) from the variables that torchrun sets; without them (0, 1, 0)."""
     defaults = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
     env = {key: os.environ.get(key, default) for key, default in defaults}
     if not all(map(str.isdecimal, env.values())) or int(env["RANK"]) >= int(env["WORLD_SIZE"]):
@@ -415,43 +429,48 @@ def rank_from_env() -> tuple[int, int, int]:
     return tuple(map(int, env.values()))
 
 
+def hide_other_gpus(local_rank):
+    """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
+    so all ranks can share one compile cache."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+    count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if processes > count > 0:
+        raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    try:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if count else ""
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA, an old driver, a GPU in exclusive use
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        raise UserError(f"CUDA was asked for but this machine has no usable GPU ({one_line(error)}): repair it, or train"
+                        " on the CPU: --preset=cpu, or --device=cpu for a checkpoint") from error
+
+
 def find_device(config) -> torch.device:
-    """The CPU, or the GPU of this process, which sees no other: compiled code names its device, so one cache serves all ranks."""
+    """The CPU, or the GPU of this process. UserError when there is no GPU that can be used."""
     if config.system.device == "cpu":
         return torch.device("cpu")
     if torch.version.hip:
-        raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA's;"
+        raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA GPUs;"
                         " try --preset=cpu")
-    local = rank_from_env()[2]
-    if not torch.cuda.is_initialized():  # not found before
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-        count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-        if processes > count > 0:
-            raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        try:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if count else ""
-            torch.cuda.init()
-        except (AssertionError, RuntimeError) as error:  # no CUDA in this torch, an old driver, a GPU in exclusive use
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
-            raise UserError("CUDA was asked for but this machine has no usable GPU"
-                            f" ({one_line(error)}): see to it, or train on the CPU: --preset=cpu, or --device=cpu"
-                            " for a checkpoint") from error
-    torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local)
+    local_rank = rank_from_env()[2]
+    if not torch.cuda.is_initialized():
+        hide_other_gpus(local_rank)
+    torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local_rank)
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def init_runtime(config) -> Runtime:
-    """Join the process group that torchrun describes in the environment, or a group of one without torchrun."""
+    """Join the process group that torchrun describes in the environment; without torchrun, make a group of one."""
     (rank, world, _), device = rank_from_env(), find_device(config)
     if device.type == "cuda":
-        torch.set_num_threads(min(4, torch.get_num_threads()))  # a wide OpenMP team only gets in the way of the launches
+        torch.set_num_threads(min(4, torch.get_num_threads()))  # more OpenMP threads slow down the kernel launches
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
-    where = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
-    with user_error(f"{world} processes do not come together, {where}", RuntimeError, ValueError):
+    master = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+    with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
         if world > 1:
             socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
-        # Ten minutes for a process to come, and to be waited for later: one may compile what others have in their cache.
+        # Ten minutes, because a rank without a compile cache may keep the other ranks waiting that long.
         dist.init_process_group(backend, rank=rank, world_size=world, store=dist.HashStore() if world == 1 else None,
                                 timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
         dist.barrier()
@@ -459,19 +478,19 @@ def init_runtime(config) -> Runtime:
 
 
 def capability(device) -> dict[str, str]:
-    """What the hardware offers, for the log and for the choice of kernels."""
+    """Capabilities of the hardware, for the log and for the choice of kernels."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return {"hardware": f"sm_{major}{minor}" if major else platform.machine(),
             "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no", "hardware_tma": "yes" if major >= 9 else "no"}
 
 
 def uses_fp8(config, device) -> bool:
-    """Whether the training head runs in FP8: it was asked for, and the GPU has it."""
+    """Whether the training head runs in FP8: if --fp8 is true and the GPU has FP8."""
     return config.system.fp8 and capability(device)["hardware_fp8"] == "yes"
 
 
 def choose_kernels(config, device):
-    """(config, whose fp8 is off where the GPU has none, implementation of every operation, {operation: its name})."""
+    """(config with fp8 off where the GPU lacks FP8, implementation of every operation, {operation: its name})."""
     fp8 = uses_fp8(config, device)
     try:
         ops, names = kernels.choose_ops(device, config.system.kernels)
@@ -481,49 +500,52 @@ def choose_kernels(config, device):
 
 
 def trace_range(name):
-    """Context manager: a named range of host time in the trace of a profiled step, nothing in all others."""
+    """Context manager: mark a range of host time in the trace of a profiled step; do nothing in other steps."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
-# reduce_scatter_tensor and all_gather_into_tensor carry other names from torch 2.13 on.
+# torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
-GATE_CHANNELS = 12  # the gates look at the first channels of the stream only (PR 117, classiclarryd)
+GATE_CHANNELS = 12  # the gates read only the first channels of the stream (PR 117, classiclarryd)
 
 
 class Param(NamedTuple):
-    """All there is to say about one parameter: what it is, how it begins, who updates it, and when it travels."""
+    """One parameter: its shape, initial values, update rule, and communication between ranks."""
 
     label: str  # name in the model, the optimizer, checkpoints
     shape: tuple[int, ...]
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
-    comms: str  # replicated: all ranks update; sharded: the owner does; sharded_sparse: likewise, touched rows travel
-    reduce: int = 2  # place in the order in which reductions are launched; all replicated parameters share one
-    work: int = 0  # place in the order of the updates
+    # replicated: every rank updates the whole parameter. sharded: every rank updates its part of the rows.
+    # sharded_sparse: the same, but ranks exchange only the gradient rows that a batch has touched.
+    comms: str
+    reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
+    update_order: int = 0  # the updates run in this order
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
-    betas: tuple[float, float] | None = None  # of Adam
-    lr_mul: float = 1.0  # of Adam
-    wd_mul: float = 1.0  # of Adam
-    matrix_lr: tuple[float, ...] = ()  # normuon: rate multiplier of each matrix in one row of the bank
+    betas: tuple[float, float] | None = None  # adam
+    lr_mul: float = 1.0  # adam: factor of adam_lr
+    wd_mul: float = 1.0  # adam: factor of adam_wd
+    matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix in one row of the bank
     dtype: torch.dtype = torch.bfloat16
 
 
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
-    V and O begin at random (PR 214, srashedll), the MLP's W2 at zero (muP-like). Orders of reductions and updates: the banks
-    first, whose gradients are ready first; small parameters are updated while the big reductions run, then the tables, so that
-    their gathers overlap with the orthogonalisation of the banks, which is last; lm_head before embed, which is copied from it
-    while they are tied. Higher beta2 smooths scalars and gates (PR 177).
+    V and O begin at random (PR 214, srashedll); the MLP's W2 begins at zero (muP-like). The reductions of the banks
+    start first, because the gradients of the banks are ready first. The small parameters are updated while the large
+    reductions run. The tables are updated before the banks, so that the gathers of the tables overlap with the
+    orthogonalisation of the banks. lm_head is updated before embed, which is a copy of lm_head while they are tied.
+    A higher beta2 smooths the updates of lambdas and gates (PR 177).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
-    with_attention, with_values, with_skip = (model.layers_with(trait) for trait in ("attention", "value_embed", "skip_from"))
+    with_attention, with_values, with_skip = map(model.layers_with, ("attention", "value_embed", "skip_from"))
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
-    mlp_rows = -(-len(layers) // 4) * 4  # padded, so that 2 matrices per layer divide among 8 ranks
+    mlp_rows = -(-len(layers) // 4) * 4  # padded, so that 8 ranks own equally many matrices, 2 per layer
     bound = 3**0.5 * 0.5 * D**-0.5
 
     def uniform(p, generator):
@@ -541,23 +563,26 @@ def param_table(model: Model) -> tuple[Param, ...]:
                      dtype=torch.float32)
 
     def gates(label, *shape, lr_mul=1.0, wd_mul=1.0):
-        return Param(label, (*shape, GATE_CHANNELS), "adam", "replicated", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
+        return Param(label, (*shape, GATE_CHANNELS), "adam", "replicated", betas=(0.9, 0.99), lr_mul=lr_mul,
+                     wd_mul=wd_mul)
 
     table = [
         # Rows of a layer: Q, K, V, O.
-        Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce=0, work=5, init=uniform,
-              matrix_lr=(1.0, 1.0, 1.0, 1.0)),
-        # W1 up, W2 down, both hidden-major. K9 (PR 168, nanochat PR 492)
-        Param("mlp_bank", (mlp_rows, 2, 4 * D, D), "normuon", "sharded", reduce=1, work=6,
+        Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
+              init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0)),
+        # W1 (up) and W2 (down), both (4D, D). K9 (PR 168, nanochat PR 492)
+        Param("mlp_bank", (mlp_rows, 2, 4 * D, D), "normuon", "sharded", reduce_order=1, update_order=6,
               init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0)),
-        Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce=5, work=1,
-              init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
-        # Transposed: its gradient comes out of the GEMM in this layout (PR 200).
-        Param("lm_head", (D, V), "adam", "sharded", reduce=3, work=3,
+        Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
+              init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, 0.95), lr_mul=75.0,
+              wd_mul=5.0),
+        # Transposed, because the GEMM gives its gradient in this layout (PR 200).
+        Param("lm_head", (D, V), "adam", "sharded", reduce_order=3, update_order=3,
               init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, 0.95), wd_mul=150.0),
-        Param("embed", (V, D), "adam", "sharded", reduce=6, work=4, betas=(0.5, 0.95), wd_mul=150.0),  # begins as the head
-        Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce=4, work=2, betas=(0.75, 0.95),
-              lr_mul=75.0, wd_mul=5.0),
+        # init_weights copies its initial values from lm_head.
+        Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, 0.95), wd_mul=150.0),
+        Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce_order=4, update_order=2,
+              betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
@@ -566,19 +591,19 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
         lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
         lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
-        lambdas("post_lambdas", (len(layers), 2, 2), post, 0.95, 1.0),  # (attention, MLP) output into (lane 0, lane 1)
+        lambdas("post_lambdas", (len(layers), 2, 2), post, 0.95, 1.0),  # (attention, MLP) x (lane 0, lane 1)
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0)]  # before attention, before the MLP
-    return tuple(param for param in table if math.prod(param.shape))  # without those that no layer uses
+    return tuple(param for param in table if math.prod(param.shape))  # a parameter that no layer uses is empty
 
 
 def check_weights(state, model: Model):
-    """UserError when the weights of a checkpoint are not those of `model`: its train_gpt.py had another param_table."""
-    here = {param.label: tuple(param.shape) for param in param_table(model)}
-    there = {label: tuple(x.shape) for label, x in state["model"].items()}
-    if apart := sorted(label for label in here | there if here.get(label) != there.get(label)):
-        raise UserError(f"the checkpoint is of a train_gpt.py with other weights: {', '.join(apart)}")
+    """Raises UserError when a checkpoint has other weights than `model`, as a train_gpt.py with another param_table."""
+    expected = {param.label: tuple(param.shape) for param in param_table(model)}
+    saved = {label: tuple(x.shape) for label, x in state["model"].items()}
+    if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
+        raise UserError(f"the checkpoint is of a train_gpt.py with other weights: {', '.join(differing)}")
 
 
 def rms_norm(x):
@@ -589,14 +614,15 @@ def rms_norm(x):
 def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
 
-    Frequencies of less than one turn in the window are stretched with it, those of 32 turns and more are kept (arXiv 2309.00071).
+    A frequency that makes less than one turn in the old window is stretched with the window. A frequency that makes 32
+    turns or more is kept. Between them the change is linear (arXiv 2309.00071).
     """
     keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
     return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
 
 
 def rotary_states(head_dim: int, windows) -> list[tuple[np.ndarray, float]]:
-    """(frequencies, attention scale) for each long window in turn; half of the channel pairs rotate."""
+    """(frequencies, attention scale) for each of the long windows, in their order; half of the channel pairs rotate."""
     state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), 0.1
     states = [state]
     for old, new in zip(windows, windows[1:]):
@@ -612,7 +638,8 @@ def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
 
 
 class AttentionSettings(NamedTuple):
-    """What a stage changes in the forward pass; windows and scale as 0-D CPU tensors, so that one compiled graph serves all."""
+    """The part of the forward pass that changes between stages. Windows and scale are 0-D CPU tensors, so that one
+    compiled graph serves all stages; they are Python numbers where the compiler traces the attention itself."""
 
     rotary: Tensor  # (>= 2N, d / 4, 2)
     short_window: Tensor | int
@@ -622,26 +649,30 @@ class AttentionSettings(NamedTuple):
 
 
 def attention_settings(config, device, dtype, number=torch.tensor) -> list[AttentionSettings]:
-    """The AttentionSettings of every stage, and last that of the final validation (K10: wider, but the rotary state of the extension)."""
+    """The AttentionSettings of every stage, and then those of the final validation (K10).
+
+    number: makes windows and scale from Python numbers.
+    """
     stages = config.schedule.stages
     rows = 2 * max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
     states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
-    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), number(stage.short_window), number(stage.long_window),
-                  number(scale), stage.max_doc_len) for stage, (frequencies, scale) in zip(stages, states)]
+    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), number(stage.short_window),
+                                  number(stage.long_window), number(scale), stage.max_doc_len)
+                for stage, (frequencies, scale) in zip(stages, states)]
     return [*settings, settings[-1]._replace(long_window=number(config.schedule.final_window))]
 
 
 class Mix(NamedTuple):
-    """Factors of what one layer adds up: each a scalar, or one number per token (N, 1), or None, whose meaning is given here."""
+    """The factors of the terms that one layer adds up: each a scalar, or one number per token (N, 1), or None."""
 
-    resid_attn: Tensor  # of the stream, where attention is added; of both lanes
-    attn: Tensor | None  # of attention's output into lane 0; None: 1
-    attn_lane1: Tensor | None  # of the same into lane 1; None: there is one lane
-    x0: Tensor | None  # of the token embedding, injected with attention; None: not injected
-    bigram: Tensor | None  # of the bigram embedding, likewise
-    resid_mlp: Tensor  # of the stream, where the MLP is added; of both lanes
-    mlp: Tensor  # of the MLP's output into lane 0
-    mlp_lane1: Tensor | None  # of the same into lane 1; None: there is one lane
+    resid_attn: Tensor  # factor of the stream (of both lanes) where the attention output is added
+    attn: Tensor | None  # factor of the attention output in lane 0; None: 1
+    attn_lane1: Tensor | None  # factor of the attention output in lane 1; None: there is one lane
+    x0: Tensor | None  # factor of the token embedding, which is injected with attention; None: no injection
+    bigram: Tensor | None  # factor of the bigram embedding, which is injected with attention; None: no injection
+    resid_mlp: Tensor  # factor of the stream (of both lanes) where the MLP output is added
+    mlp: Tensor  # factor of the MLP output in lane 0
+    mlp_lane1: Tensor | None  # factor of the MLP output in lane 1; None: there is one lane
 
 
 class GPT(nn.Module):
@@ -651,13 +682,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.table = param_table(config)
-        self.with_attention, self.with_values, self.with_skip = map(config.layers_with, ("attention", "value_embed", "skip_from"))
+        fields = "attention", "value_embed", "skip_from"
+        self.with_attention, self.with_values, self.with_skip = map(config.layers_with, fields)
         for param in self.table:
-            self.register_parameter(param.label, nn.Parameter(torch.zeros(param.shape, dtype=param.dtype, device=device)))
+            zeros = torch.zeros(param.shape, dtype=param.dtype, device=device)
+            self.register_parameter(param.label, nn.Parameter(zeros))
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Initial values, drawn in the order of the table; the embedding is the transposed head."""
+        """Draw the initial values in the order of the table; the embedding begins as the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         for param in self.table:
             tensor = self.get_parameter(param.label)
@@ -667,25 +700,29 @@ class GPT(nn.Module):
                 tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
 
-    def forward(self, tokens, cu_seqlens, rows, attn: AttentionSettings):
-        """tokens (N,) int32, cu_seqlens (K,) int32, rows {table: (N,) int32} -> normed final stream (N, D); the head is in HeadLoss."""
-        return self.layers(self.lookup(tokens, rows), cu_seqlens, attn)
+    def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings):
+        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32} -> final stream (N, D) after its norm.
 
-    def lookup(self, tokens, rows):
-        """Rows of the tables, each (N, D): token embedding, those of `rows`, a value embedding for each layer that has one.
-
-        Their gradients go straight into `.grad` of the tables: a batch touches a few percent of the rows. As a side effect, so
-        this part is not compiled.
+        `HeadLoss` holds the output head.
         """
-        by_token = kernels.SortedIds(tokens)
-        tables = [(self.embed, 1, by_token)]
-        tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids)) for label, ids in rows.items()]
+        return self.layers(self.lookup(tokens, row_ids), cu_seqlens, attn)
+
+    def lookup(self, tokens, row_ids):
+        """Embeddings, each (N, D): the token embedding, one of every table in `row_ids`, then the value embeddings.
+
+        A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
+        tables. This is a side effect, so `lookup` is not compiled.
+        """
+        token_ids = kernels.SortedIds(tokens)
+        tables = [(self.embed, 1, token_ids)]
+        tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids)) for label, ids in row_ids.items()]
         if self.with_values:
-            tables.append((self.value_embeds, len(self.with_values), by_token))
-        return [x for table, num_tables, groups in tables for x in kernels.lookup(table, num_tables, groups, self.ops.embedding_grad)]
+            tables.append((self.value_embeds, len(self.with_values), token_ids))
+        return [x for table, num_tables, ids in tables
+                for x in kernels.lookup(table, num_tables, ids, self.ops.embedding_grad)]
 
     def mixes(self) -> list[Mix]:
-        """The Mix of every layer, from the static lambdas."""
+        """The Mix of every layer, from the learned lambdas."""
         post, x0, bigram, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
             self.post_lambdas, self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
         mixes = []
@@ -696,22 +733,23 @@ class GPT(nn.Module):
             mixes.append(Mix(resid_attn, attn, attn_lane1, x0[i], bigram[i], resid_mlp, mlp, mlp_lane1))
         return mixes
 
-    def layers(self, rows, cu_seqlens, attn: AttentionSettings):
-        """All that follows the tables; this is what is compiled. rows: what `lookup` gives."""
+    def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
+        """The compiled part of the forward pass. embeddings: the list that `lookup` returns."""
         model, dtype, ops = self.config, self.dtype, self.ops
-        e, bigram, *values = (x.to(dtype) for x in rows)
+        e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
 
-        # One unbind per bank: its backward is one stack, where selects would add a full bank of zeros per layer (PR 233).
+        # One unbind per bank, because its backward pass is one stack. An index per layer would add a full bank of zeros
+        # for each layer (PR 233).
         attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
         mlp_weights = self.mlp_bank.to(dtype).view(-1, 4 * D, D).unbind(0)
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
-        values, value_gates, skips, kept = dict(zip(self.with_values, values)), {}, {}, {}
+        values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
         if self.with_values:
             value_gates = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
         if self.with_skip:  # layer -> (lambda, gate)
             skips = dict(zip(self.with_skip, zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))))
-        skip_sources = {layer.skip_from for layer in model.layers}
+        skip_sources, skip_streams = {layer.skip_from for layer in model.layers}, {}
         mixes = self.mixes()
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
@@ -719,41 +757,43 @@ class GPT(nn.Module):
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
 
         def attention(x, i, layer):
-            """rms-normed stream (N, D) -> output of the attention block (N, D)."""
+            """RMS-normed stream (N, D) -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
-            # Scaling weights is cheaper than scaling x (PR 166).
-            y = ops.attention(x, self.sa_lambdas[i, 0] * weights[:3 * D], attn.rotary, values.get(i), value_gates.get(i),
-                              attn_gates[i], cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
+            # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
+            y = ops.attention(
+                x, self.sa_lambdas[i, 0] * weights[:3 * D], attn.rotary, values.get(i), value_gates.get(i), attn_gates[i],
+                cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
-        lane0 = x0 + mixes[0].bigram * bigram  # layer 0 gets the bigram embedding before attention, all others after it
+        lane0 = x0 + mixes[0].bigram * bigram  # before attention in layer 0, after attention in all other layers
         lane1 = None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
-                with trace_range(f"layer {i}"):  # a mark: the layer's operations follow
+                with trace_range(f"layer {i}"):  # an empty range, which marks where the layer begins in a trace
                     pass
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = skips[i]
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
-                lane0 = lane0 + gate * kept[layer.skip_from]
+                lane0 = lane0 + gate * skip_streams[layer.skip_from]
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.attention:
                 a = attention(rms_norm(lane0), i, layer)
                 lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)
-                inject = [factor * x for factor, x in ((mix.x0, x0), (mix.bigram if i else None, bigram)) if factor is not None]
-                if inject:
-                    lane0 = lane0 + sum(inject[1:], start=inject[0])
+                factors = (mix.x0, x0), (mix.bigram if i else None, bigram)
+                injected = [factor * x for factor, x in factors if factor is not None]
+                if injected:
+                    lane0 = lane0 + sum(injected[1:], start=injected[0])
                 if lane1 is not None:
                     lane1 = mix.resid_attn * lane1 + mix.attn_lane1 * a  # K5
             if i in skip_sources:
-                kept[i] = lane0
+                skip_streams[i] = lane0
             W1, W2 = mlp_weights[2 * i], mlp_weights[2 * i + 1]
             if lane1 is not None:
                 m = ops.mlp(rms_norm(lane1), W1, W2)
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * m
                 lane1 = mix.resid_mlp * lane1 + mix.mlp_lane1 * m
-            elif mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward
+            elif mix.mlp.ndim == 0:  # to scale W2 saves two passes over (N, D) in the backward pass
                 lane0 = mix.resid_mlp * lane0 + ops.mlp(rms_norm(lane0), W1, mix.mlp * W2)
             else:
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * ops.mlp(rms_norm(lane0), W1, W2)
@@ -763,10 +803,10 @@ class GPT(nn.Module):
         return rms_norm(x if model.backout_layer is None else x - self.backout_lambda[0] * backout)
 
 
-# ---- Optimizer: Adam's rule (NorMuon's are kernels), and what travels when ---------------------------------------------
+# ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ----------------------------
 
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
-    """Adam with cautious decay on p (any dtype); m, v fp32. step_size and weight_decay broadcast against p; betas too."""
+    """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. Numbers may be tensors like p."""
     grad = grad.float()
     m.mul_(beta1).add_(grad * (1 - beta1))
     v.mul_(beta2).add_(grad * grad * (1 - beta2))
@@ -776,10 +816,10 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
 
 
 class SparseRows:
-    """Averages a table's gradient over ranks by sending only the rows that were touched (PR 221, roeeshenberg).
+    """Averages the gradient of a table over ranks. Ranks send only the rows that they touched (PR 221, roeeshenberg).
 
-    Rank r owns rows [r·k, (r+1)·k), k = ⌈n/G⌉. The host knows the touched rows from the batch, so the sizes of the exchange are
-    agreed on the CPU (gloo) while the device computes, which is never waited for.
+    Rank r owns the rows [r·k, (r+1)·k), k = ⌈n/G⌉. The host knows the touched rows from the batch. The ranks therefore
+    exchange the numbers of rows on the CPU (gloo) while the device computes, and the host never waits for the device.
     """
 
     def __init__(self, table, rows, rt):
@@ -787,12 +827,12 @@ class SparseRows:
         self.touched = np.zeros(rows, dtype=bool)
 
     def send_counts(self):
-        """Before the micro-step of a step that updates."""
+        """Send the number of touched rows to each owner. Call this before the last micro-step of an update."""
         rows = np.flatnonzero(self.touched).astype(np.int32)
         self.touched[:] = False
         cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)
         counts = np.diff(cuts)
-        counts[self.rt.rank] = 0  # own rows stay
+        counts[self.rt.rank] = 0  # this rank keeps its own rows
         rows = torch.from_numpy(np.delete(rows, slice(cuts[self.rt.rank], cuts[self.rt.rank + 1])))
         self.rows = rows.pin_memory().to(self.rt.device, non_blocking=True) if self.rt.device.type == "cuda" else rows
         self.counts = torch.from_numpy(counts)
@@ -800,7 +840,8 @@ class SparseRows:
         self.work = dist.all_to_all_single(self.counts_in, self.counts, async_op=True)
 
     def send_rows(self):
-        """After the micro-step has been launched: the host waits for the counts while the device computes, the rows follow."""
+        """Send the row numbers. Call this after the launch of the micro-step: the host waits for the counts of the
+        other ranks while the device computes."""
         with trace_range(f"wait {self.table}"):
             self.work.wait()
         self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
@@ -808,138 +849,159 @@ class SparseRows:
         self.work = dist.all_to_all_single(self.rows_in, self.rows, self.counts_in, self.counts, async_op=True)
 
     def send_values(self, grad):
-        """grad (G·k, D): this rank's gradient, summed over the steps since the last exchange."""
+        """Send the gradients of the touched rows. grad (G·k, D): this rank's sum since the last exchange."""
         values = grad[self.rows]
         self.values_in = grad.new_empty(sum(self.counts_in), grad.size(1))
         self.work_values = dist.all_to_all_single(self.values_in, values, self.counts_in, self.counts, async_op=True)
 
     def receive(self, grad):
-        """Average of the owned rows (k, D)."""
+        """The average over ranks of the gradients of the owned rows (k, D); overwrites them in `grad`."""
         self.work.wait()
         self.work_values.wait()
         own = grad[self.rt.rank * self.owned:(self.rt.rank + 1) * self.owned]
-        # One source at a time: rows are unique within a source, so the sum does not depend on timing.
+        # Add one rank after the other. A rank sends each row once, so the order of the sums does not depend on timing.
         for rows, values in zip(self.rows_in.split(self.counts_in), self.values_in.split(self.counts_in)):
             own.index_add_(0, rows - self.rt.rank * self.owned, values)
         return own.div_(self.rt.world)
 
 
-def flat_views(flat, like):
-    """The consecutive parts of a flat buffer, each in the shape of one of `like`."""
-    return [part.view_as(p) for part, p in zip(flat.split([p.numel() for p in like]), like)]
+class Replicated:
+    """The replicated parameters as one flat fp32 vector, so that one reduction and one Adam update serve all of them.
+
+    params {label: parameter}; rows {label: Param}.
+    """
+
+    def __init__(self, params, rows, device):
+        self.params, sizes = params, torch.tensor([p.numel() for p in params.values()])
+        self.state = {key: torch.zeros(int(sizes.sum()), device=device) for key in ("m", "v")}
+        columns = zip(*((*row.betas, row.lr_mul, row.wd_mul) for row in rows.values()))
+        self.coefficients = [torch.tensor(column).repeat_interleave(sizes).to(device) for column in columns]
+
+    def split(self, flat):
+        """{label: its part of a flat vector, a view in the shape of the parameter}."""
+        parts = flat.split([p.numel() for p in self.params.values()])
+        return {label: part.view_as(p) for part, (label, p) in zip(parts, self.params.items())}
+
+    def gather_weights(self):
+        return torch.cat([p.detach().float().flatten() for p in self.params.values()])
+
+    def gather_grads(self):
+        return torch.cat([p.grad.float().flatten() for p in self.params.values()])
+
+    def scatter_weights(self, flat):
+        for label, part in self.split(flat).items():
+            self.params[label].detach().copy_(part)
 
 
 class NorMuonAndAdam:
-    """State and communication of all parameters. The rules are adam_update and kernels, the numbers in `param_table`.
+    """State, updates and communication of all parameters. `param_table` holds the numbers of each parameter.
 
-    named_params: {label: parameter}. One object with explicit orders in place of hooks: Chris McCormick (PR 200).
+    named_params: {label: parameter}. One object with explicit orders replaces hooks: Chris McCormick (PR 200).
     """
 
     def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
         self.params, self.config, self.rt, self.ops = dict(named_params), config.optim, rt, ops
         self.table = {param.label: param for param in param_table(config.model)}
         if set(self.table) != set(self.params):
-            raise ValueError(f"param_table needs one row per parameter; differing: {sorted(set(self.table) ^ set(self.params))}")
+            differing = sorted(set(self.table) ^ set(self.params))
+            raise ValueError(f"param_table needs one row per parameter; differing: {differing}")
+        # The orders contain the name "replicated" once, for all replicated parameters together.
         rows = {"replicated" if row.comms == "replicated" else row.label: row for row in self.table.values()}
-        self.reduce_order = sorted(rows, key=lambda name: rows[name].reduce)  # "replicated" stands for all replicated parameters
-        self.work_order = sorted(rows, key=lambda name: rows[name].work)
+        self.reduce_order = sorted(rows, key=lambda name: rows[name].reduce_order)
+        self.update_order = sorted(rows, key=lambda name: rows[name].update_order)
         self.adam_update = compiler(adam_update)
-        self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape and padded, for the collectives
-        self.shards = {}  # label -> the part of the parameter this rank updates, in the optimizer's shape; a view
-        self.state = {}  # label -> {"m", "v", "mantissa"} of that part
-        self.matrix_lr = {}  # label -> rate multiplier of every owned matrix
-        self.coefficients = {}  # label -> (beta1, beta2, lr_mul, wd_mul)
+        self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
+        self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
+        self.state = {}  # label -> {"m", "v", "mantissa"} of the shard
+        self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         for label, row in self.table.items():
-            param, full = self.params[label], self._matrices(label, self.params[label].detach())
-            self.buffers[label] = self._padded(label, full), self._padded(label, torch.zeros_like(full))
+            param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
+            self.buffers[label] = self._pad(label, full), self._pad(label, torch.zeros_like(full))
             param.data, param.grad = (buffer[:len(full)].view_as(param) for buffer in self.buffers[label])
-            shard = self.shards[label] = self._own(label, self.buffers[label][0])
+            shard = self.shards[label] = self._shard(label, self.buffers[label][0])
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.optim == "adam":
-                self.coefficients[label] = (*row.betas, row.lr_mul, row.wd_mul)
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
                 v = torch.zeros_like(m[:, :, :1] if shard.size(1) >= shard.size(2) else m[:, :1])
                 self.state[label] = {"m": m, "v": v, "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
                 rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
-                self.matrix_lr[label] = self._own(label, rates).view(-1, 1, 1)
+                self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
 
-        # Replicated parameters share one flat fp32 buffer, one reduction and one update; coefficients are vectors over it.
-        self.flat_labels = [row.label for row in self.table.values() if row.comms == "replicated"]
-        self.flat_params = [self.shards[label] for label in self.flat_labels]
-        sizes = torch.tensor([p.numel() for p in self.flat_params])
-        self.state["replicated"] = {key: torch.zeros(int(sizes.sum()), device=rt.device) for key in ("m", "v")}
-        for key, flat in self.state["replicated"].items():
-            for label, part in zip(self.flat_labels, flat_views(flat, self.flat_params)):
-                self.state[label][key] = part
-        columns = zip(*(self.coefficients[label] for label in self.flat_labels))
-        self.coefficients["replicated"] = [torch.tensor(column).repeat_interleave(sizes).to(rt.device) for column in columns]
+        replicated = {label: row for label, row in self.table.items() if row.comms == "replicated"}
+        self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
+        for key, flat in self.replicated.state.items():
+            for label, part in self.replicated.split(flat).items():
+                self.state[label][key] = part  # state_dict reads and writes the flat vectors through these views
 
-        # Exchanging touched rows pays for the gradient of a single micro-batch only.
+        # The exchange of touched rows pays only where the gradient is that of a single micro-batch.
         self.sparse = {label: SparseRows(label, self.params[label].size(0), rt) for label, row in self.table.items()
                        if row.comms == "sharded_sparse" and rt.world == config.system.micro_batches > 1}
 
-    def _matrices(self, label, tensor):
-        """The optimizer's view of a parameter-shaped tensor: banks (n, R, C), all else as it is."""
+    def _as_matrices(self, label, tensor):
+        """A view of a parameter-shaped tensor in the optimizer's shape: (n, R, C) for a bank, else unchanged."""
         per_row = len(self.table[label].matrix_lr)
         return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
 
-    def _padded(self, label, full):
-        """A tensor in the optimizer's shape, followed by zeros if the ranks do not divide it."""
+    def _pad(self, label, full):
+        """A tensor in the optimizer's shape, padded with zeros to a multiple of the number of ranks."""
         missing = 0 if self.table[label].comms == "replicated" else -len(full) % self.rt.world
         return torch.cat((full, full.new_zeros(missing, *full.shape[1:]))) if missing else full
 
-    def _own(self, label, full):
+    def _shard(self, label, full):
         """This rank's part of a full tensor, padded or not."""
-        return full if self.table[label].comms == "replicated" else self._padded(label, full).chunk(self.rt.world)[self.rt.rank]
+        if self.table[label].comms == "replicated":
+            return full
+        return self._pad(label, full).chunk(self.rt.world)[self.rt.rank]
 
-    def _full(self, label, part):
-        """The full tensor from every rank's part, without padding."""
+    def _unshard(self, label, part):
+        """The full tensor, without padding, from the parts of all ranks."""
         if self.table[label].comms == "replicated" or self.rt.world == 1:
             return part
         data = part.contiguous().view(torch.uint8)  # NCCL does not know int16
         full = data.new_empty(data.size(0) * self.rt.world, *data.shape[1:])
         all_gather(full, data)
-        return full.view(part.dtype)[:len(self._matrices(label, self.params[label]))]
+        return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     def before_micro_step(self, plan, touched):
-        """touched {table: rows that the micro-batch reads}, on the host."""
+        """Start the exchange of sparse gradients. touched {table: rows that the micro-batch reads}, on the host."""
         for table, sparse in self.sparse.items():
             sparse.touched[touched[table]] = True
             if plan.adam:
                 sparse.send_counts()
 
     def after_micro_step(self, plan):
+        """Continue the exchange of sparse gradients, once the micro-step is launched."""
         for sparse in self.sparse.values():
             if plan.adam:
                 sparse.send_rows()
 
     @torch.no_grad()
     def step(self, plan):
-        """Apply what is due at this step (`StepPlan`), publish the new parameters, drop the gradients that were used."""
-        def due(name):
+        """Update the parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their gradients."""
+        def is_updated(name):
             return name in self.matrix_lr or plan.adam and not (name == "embed" and plan.tied)
 
-        # Phase 1: start the reductions. Tied: the embedding's gradient joins that of the head.
-        pending = {}
-        for name in filter(due, self.reduce_order):
+        # Phase 1: start the reductions. While tied, the gradient of the embedding is added to that of the head.
+        reductions = {}
+        for name in filter(is_updated, self.reduce_order):
             with trace_range(f"reduce {name}"):
                 if name == "lm_head" and plan.tied:
                     self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
-                pending[name] = self._start_reduction(name)
+                reductions[name] = self._start_reduction(name)
 
-        # Phase 2: wait for each, update, start its gather.
+        # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
         gathers = {}
-        for name in filter(due, self.work_order):
+        for name in filter(is_updated, self.update_order):
             with trace_range(f"wait {name}"):
-                grad = pending.pop(name)()
+                grad = reductions.pop(name)()
             with trace_range(f"update {name}"):
                 (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
             if self.rt.world > 1 and name != "replicated":
                 with trace_range(f"gather {name}"):
                     gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
 
-        # Phase 3: finish. Tied: the embedding is the transposed head.
+        # Phase 3: wait for the gathers. While tied, the embedding is a copy of the transposed head.
         if plan.adam and plan.tied:
             if self.rt.world > 1:
                 with trace_range("wait gather lm_head"):
@@ -952,15 +1014,14 @@ class NorMuonAndAdam:
         with trace_range("zero gradients"):
             for label, param in self.params.items():
                 if label in self.matrix_lr or plan.adam:
-                    param.grad.zero_()  # it stays where it is: CUDA graphs add to it
-        if plan.split:  # from here on the embedding has a state of its own, inherited from the head (PR 200)
+                    param.grad.zero_()  # in place, because CUDA graphs add to this memory
+        if plan.split:  # the embedding gets an optimizer state of its own, a copy of the head's state (PR 200)
             for key, part in self.state["embed"].items():
-                part.copy_(self._own("embed", self._full("lm_head", self.state["lm_head"][key]).t()))
+                part.copy_(self._shard("embed", self._unshard("lm_head", self.state["lm_head"][key]).t()))
 
     def _start_reduction(self, name):
-        """Launch the average over ranks of one gradient; returns a function that waits for it and gives this rank's part."""
-        grad = self.buffers[name][1] if name != "replicated" else torch.cat([
-            self.params[label].grad.float().flatten() for label in self.flat_labels])
+        """Start to average one gradient over the ranks. Returns a function that waits and gives this rank's part."""
+        grad = self.replicated.gather_grads() if name == "replicated" else self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -979,43 +1040,49 @@ class NorMuonAndAdam:
         y = kernels.polar_express(X, scale, self.ops)
         lr = self.config.muon_lr * plan.lr_factor
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
-                              self.config.muon_wd * lr, self.config.muon_beta2)  # decay: the bank's rate, no multiplier
+                              self.config.muon_wd * lr, self.config.muon_beta2)  # the decay has no factor per matrix
 
     def _update_adam(self, name, plan, grad):
-        state, (beta1, beta2, lr_mul, wd_mul) = self.state[name], self.coefficients[name]
-        t = (plan.step + 1) // 2  # updates so far, this one included; the embedding inherits those of the head
-        # 0-D CPU tensors: compiled code reads them at launch, so a new value costs neither a recompile nor a copy to the device.
+        if name == "replicated":
+            p, state = self.replicated.gather_weights(), self.replicated.state
+            beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
+        else:
+            p, state, row = self.shards[name], self.state[name], self.table[name]
+            (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
+        t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
+        # 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation and no copy.
         lr = self.config.adam_lr * plan.lr_factor * lr_mul
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         weight_decay = torch.as_tensor(lr * lr * self.config.adam_wd * wd_mul)
-        p = torch.cat([p.float().flatten() for p in self.flat_params]) if name == "replicated" else self.shards[name]
         self.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps)
         if name == "replicated":
-            for param, new in zip(self.flat_params, flat_views(p, self.flat_params)):
-                param.copy_(new)
+            self.replicated.scatter_weights(p)
 
     def state_dict(self):
-        """{label: {"m", "v", "mantissa", "grad"}} of full tensors on the CPU, for any number of ranks: all call it, rank 0 gets it.
-        "grad", averaged over ranks, is there when it waits for the next Adam update, that is before an odd step."""
+        """{label: {"m", "v", "mantissa", "grad"}}: full tensors on the CPU, which fit any number of ranks.
+
+        All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when the
+        parameter waits for its next Adam update, which is before an odd step.
+        """
         full = {}
         for label, param in self.params.items():
             grad = param.grad.clone()
             if self.rt.world > 1:
                 dist.all_reduce(grad, op=dist.ReduceOp.AVG)
-            tensors = {key: self._full(label, part) for key, part in self.state[label].items()}
+            tensors = {key: self._unshard(label, part) for key, part in self.state[label].items()}
             tensors |= {"grad": grad} if grad.any() else {}
             full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
         return full
 
     @torch.no_grad()
     def load_state_dict(self, full):
-        """What `full` lacks is zero, as before the first step. All ranks get the same waiting gradient, and so its average."""
+        """Load the result of `state_dict`. A missing tensor becomes zero, so {} restores the state of step 0."""
         for label, param in self.params.items():
-            for key, place in (self.state[label] | {"grad": param.grad}).items():
+            for key, target in (self.state[label] | {"grad": param.grad}).items():
                 if (tensor := full.get(label, {}).get(key)) is None:
-                    place.zero_()
-                else:
-                    place.copy_(tensor if key == "grad" else self._own(label, tensor))
+                    target.zero_()
+                else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
+                    target.copy_(tensor if key == "grad" else self._shard(label, tensor))
         for label, sparse in self.sparse.items():
             sparse.touched = self.params[label].grad.any(1).cpu().numpy()
 
@@ -1023,32 +1090,32 @@ class NorMuonAndAdam:
 # ---- Schedule --------------------------------------------------------------------------------------------------------
 
 class StepPlan(NamedTuple):
-    """What `make_plan` says of one step."""
+    """The settings of one step, from `make_plan`."""
 
     step: int
     stage: int  # index into schedule.stages
     micro_batch_tokens: int  # N of a training forward pass
     max_doc_len: int
     lr_factor: float
-    momentum: float  # of NorMuon
+    momentum: float  # momentum of NorMuon
     mtp_weights: tuple[float, ...]
-    adam: bool  # Adam parameters are updated on odd steps, with the sum of two gradients (PR 136, classiclarryd)
-    tied: bool  # embedding and head are one
-    split: bool  # they part after this step
+    adam: bool  # whether Adam updates: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
+    tied: bool  # whether embedding and head share their weights
+    split: bool  # whether embedding and head are untied after this step
 
     @property
     def forward_key(self):
-        """A recorded forward and backward pass serves the steps of one key: of one length, one set of windows."""
+        """Steps with equal keys have the same shapes and windows, so they share one CUDA graph of the micro-step."""
         return self.stage
 
     @property
     def update_key(self):
-        """The optimizer does the same work at the steps of one key."""
+        """Steps with equal keys run the same operations of the optimizer."""
         return self.adam, self.tied, self.split
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
-    """All that depends on the step number; pure."""
+    """The settings of a step, which depend on nothing else than the config and the step number."""
     schedule = config.schedule
     *starts, total = stage_starts(schedule)
     index = bisect_right(starts, step) - 1
@@ -1059,60 +1126,65 @@ def make_plan(config: Config, step: int) -> StepPlan:
     t = min(1.0, max(0.0, (step - cooldown) / (schedule.scheduled_steps - cooldown)))  # K11
     low, high = schedule.muon_momentum
     if step < schedule.muon_warmup:
-        work = step / schedule.muon_warmup
+        warmth = step / schedule.muon_warmup
     else:
-        work = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
-    split_step = starts[schedule.split_stage - 1] | 1
+        warmth = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
+    split_step = starts[schedule.split_stage - 1] | 1  # the first odd step of the stage
     return StepPlan(
-        step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.system.micro_batches, max_doc_len=stage.max_doc_len,
-        lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t, momentum=low + (high - low) * work,
+        step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.system.micro_batches,
+        max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
+        momentum=low + (high - low) * warmth,
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         adam=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
 
 
-# ---- Memory and folders: what a start refuses, or chooses, before anything is compiled -------------------------------
+# ---- Start: checks and choices before anything is compiled -----------------------------------------------------------
 
-LESS_MEMORY = "raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try --cuda_graphs=false"
+LESS_MEMORY = ("raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try"
+               " --cuda_graphs=false")
 
 
 def state_bytes(model: Model) -> tuple[int, int]:
-    """(weights, optimizer state) of all ranks together, but for the second moments of NorMuon, which are small."""
-    each = {"adam": 4 + 4, "normuon": 4 + 2}  # m, v; m, mantissa
+    """(bytes of all weights, bytes of the optimizer state of all ranks), without NorMuon's small second moments."""
+    each = {"adam": 4 + 4, "normuon": 4 + 2}  # m and v; m and mantissa
     sizes = [(math.prod(param.shape), param) for param in param_table(model)]
     return sum(n * param.dtype.itemsize for n, param in sizes), sum(n * each[param.optim] for n, param in sizes)
 
 
 def estimate_memory(config, world) -> tuple[float, float]:
-    """MiB (allocated, reserved) on each GPU at the peak, with the default kernels.
+    """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
 
-    Within 0.3 % and 2 % of what 1, 2, 4, 8 H200s took (records/2026-11-20_one_to_eight: one 23470 and 39806, eight 20035 and
-    36386), and 16 micro-batches on one (15898). To those 14.2 is fitted, about what autograd keeps per layer; the 18 of
-    validation is counted.
+    Measured on 1, 2, 4 and 8 H200s, the error is at most 0.3 % and 2 % (records/2026-11-20_one_to_eight: one GPU took
+    23470 and 39806, eight 20035 and 36386; one GPU with 16 micro-batches 15898). 14.2, the number of activations that
+    autograd keeps per layer, is fitted to these measurements. 18, the number in a validation, is counted.
     """
     (weights, state), system, V = state_bytes(config.model), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
-    plane = config.model.model_dim * getattr(torch, system.dtype).itemsize  # one activation of one token
-    # The head has its gradient, in bytes or bf16, and either a block of bf16 logits or (bytes) the gradient transposed.
+    activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
+    # The head keeps the gradient of the logits, in FP8 or bf16, and beside it either a transposed FP8 copy or a block of
+    # bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
-    kept = 14.2 * len(config.model.layers) * N * plane + head
-    # Weights, gradients, while warming up the initial weights; rotary tables, codes of the head, workspaces.
-    allocated = (2 + system.compile) * weights + state / world + 430 * 2**20 + max(kept, 18 * config.data.val_batch_tokens * plane)
-    return allocated / 2**20, (allocated + system.cuda_graphs * kept) / 2**20  # the graphs keep their memory to themselves
+    training = 14.2 * len(config.model.layers) * N * activation + head
+    validation = 18 * config.data.val_batch_tokens * activation
+    fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces
+    # Weights, gradients, and a copy of the initial weights during warm-up.
+    allocated = (2 + system.compile) * weights + state / world + fixed + max(training, validation)
+    return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # validation cannot use graph memory
 
 
 def memory_report(config, device, world) -> tuple[str, bool]:
-    """(what the run needs and what the GPU has free, whether that is enough)."""
+    """(sentence about the memory that the run needs and that the GPU has free, whether it is enough)."""
     if device.type == "cpu":
         return "not estimated for a CPU", True
-    (least, most), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
-    found = (f"{free:.0f} MiB of the GPU are free, about {least:.0f} to {most:.0f} needed (estimate) with"
+    (allocated, reserved), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
+    found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}")
-    return (found, True) if most <= free else (f"{found}: {LESS_MEMORY}", False)
+    return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
 def choose_micro_batches(config, device, world) -> Config:
-    """With --micro_batches=0: the config with the fewest, 8 to 128, for which the GPU has the memory, or with the most."""
+    """With --micro_batches=0: choose the smallest number, 8 to 128, whose memory the GPU has, or else the largest."""
     for count in () if config.system.micro_batches else (8, 16, 32, 64, 128):
         candidate = with_system(config, micro_batches=count)
         try:
@@ -1120,7 +1192,7 @@ def choose_micro_batches(config, device, world) -> Config:
         except UserError:
             if count == 8:
                 raise
-            break  # so many do not divide the batches
+            break  # `count` does not divide the batches
         config = candidate
         if memory_report(config, device, world)[1]:
             break
@@ -1133,39 +1205,43 @@ def torch_version() -> tuple[int, ...]:
 
 
 def require_torch():
-    """UserError when PyTorch is too old."""
+    """Raises UserError when PyTorch is too old."""
     if torch_version() < (2, 11):
-        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install what requirements.txt names, or use ./run.sh")
+        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install the packages that"
+                        " requirements.txt names, or use ./run.sh")
 
 
 def require_caches(config, device) -> list[str]:
-    """The folders in which the compilers keep what they made; UserError, with the variable that names it, if one cannot be written."""
+    """The cache folders of the compilers. Raises UserError when a folder cannot be written."""
     folders = {}
     if device.type == "cuda" and not kernels.NO_TRITON:
         folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
-    if config.system.compile:  # by default a folder in that of temporary files; torch could say which, but makes it when asked
+    if config.system.compile:  # torch has a function that names its default folder, but that function also makes it
         folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
     for name, folder in folders.items():
         if not is_writable(Path(folder).absolute()):
-            raise UserError(f"{folder} cannot be written: set {name} to a folder for what is compiled")
+            raise UserError(f"{folder} cannot be written: set {name} to a folder for compiled code")
     return list(folders.values())
 
 
 def require_disk(config) -> str:
-    """How much room there is for what rank 0 writes; UserError when that is too little."""
+    """Sentence about the disk space for the log and the checkpoints. Raises UserError when there is too little."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes"
-    system, need, purpose = config.system, 2**20, "the log"
+    system, size, purpose = config.system, 2**20, "the log"
     if system.save or system.save_every:
         weights, state = state_bytes(config.model)
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
-        count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes when the newest is complete
-        need, purpose = need + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients and state at most
-    return require_room(Path(__file__).parent / system.log_dir, need, purpose)
+        count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
+        size, purpose = size + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients, state
+    return require_room(Path(__file__).parent / system.log_dir, size, purpose)
 
 
 def check_start(config, world) -> Config:
-    """Raises UserError for what would fail later. Returns the config with its micro-batches chosen; warns about what may fail."""
+    """Raises UserError for a mistake that would stop the run later; warns about a likely one.
+
+    Returns the config with fp8 and the number of micro-batches settled.
+    """
     require_torch()
     device = find_device(config)
     config = choose_kernels(config, device)[0]
@@ -1184,13 +1260,13 @@ def check_start(config, world) -> Config:
 
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
-    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32; the head unquantised, its logits in blocks of rows."""
+    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the head in its own precision."""
     h = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
 
 
 def validate(forward, head, data, attn, rt) -> float:
-    """Mean loss over the validation tokens of all ranks, of which some may have fewer pieces than others, or none."""
+    """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none."""
     total = sum((summed_loss(forward, head, batch, attn) for batch in data), torch.zeros((), device=rt.device))
     if rt.world > 1:
         dist.all_reduce(total)
@@ -1199,26 +1275,27 @@ def validate(forward, head, data, attn, rt) -> float:
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 
-def require_finite(value, what):
-    """UserError when a loss, a Python float, is nan or inf."""
+def require_finite(value, name):
+    """Raises UserError when a loss, a Python float, is nan or inf."""
     if not math.isfinite(value):
-        raise UserError(f"the {what} is {value}: lower --muon_lr and --adam_lr, or check the data")
+        raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
 class MicroStep:
-    """Forward pass, loss and backward pass of one micro-batch; gradients add up in `.grad`. Returns the loss, κ * sum.
+    """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`.
 
-    On a GPU the first call of a key also records a CUDA graph, which replays the hundreds of launches of all later calls at
-    once: the host would need 30 to 39 ms for them, the GPU needs 21 (stage 1, H200). Whatever a graph reads or writes stays
-    in its place.
+    A call returns the loss: loss_scale times the sum over the tokens. With cuda_graphs, the first call with a key also
+    captures a CUDA graph, and later calls with this key replay the graph. A replay launches hundreds of kernels at
+    once: the host would take 30 to 39 ms to launch them one by one, and the GPU takes 21 ms to run them (stage 1,
+    H200). A graph reads and writes fixed addresses, so its tensors are updated in place.
     """
 
-    def __init__(self, forward, head, loss_scale, record):
-        self.forward, self.head, self.loss_scale, self.record = forward, head, loss_scale, record
-        self.graphs = {}  # StepPlan.forward_key -> (graph, its batch, its MTP weights, its attn, its loss)
-        # Autograd adds up gradients on the stream on which it first met a parameter, so all runs of a parameter use one stream.
-        # One graph runs at a time: they share their memory.
-        self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if record else (None, None)
+    def __init__(self, forward, head, loss_scale, cuda_graphs):
+        self.forward, self.head, self.loss_scale, self.cuda_graphs = forward, head, loss_scale, cuda_graphs
+        self.graphs = {}  # StepPlan.forward_key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
+        # Autograd adds gradients on the stream on which it first met a parameter, so all micro-steps use one stream.
+        # Only one graph runs at a time, so the graphs share one memory pool.
+        self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if cuda_graphs else (None, None)
 
     def run(self, batch: Batch, mtp_weights, attn):
         with trace_range("forward"):
@@ -1229,43 +1306,46 @@ class MicroStep:
             loss.backward()
         return loss.detach()
 
-    def launched(self, batch, mtp_weights, attn):
-        """`run`, kernel by kernel, on the stream of the graphs."""
+    def run_eagerly(self, batch, mtp_weights, attn):
+        """`run` without a graph, on the stream of the graphs."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             loss = self.run(batch, mtp_weights, attn)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss
 
-    def __call__(self, batch, mtp_weights, attn, key, launch=False):
-        """launch: what the graph would do, kernel by kernel."""
-        if not self.record:
+    def __call__(self, batch, mtp_weights, attn, key, eager=False):
+        """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
+        if not self.cuda_graphs:
             return self.run(batch, mtp_weights, attn)
         if key not in self.graphs:
-            first_loss = self.launched(batch, mtp_weights, attn)  # compiles, which nothing recorded may do
+            first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
             batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
-            # thread_local: the loader's threads may go on.
+            # thread_local: the threads of the loader may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 loss = self.run(batch, mtp_weights, attn)
             self.graphs[key] = graph, batch, mtp_weights, attn, loss
             return first_loss
-        graph, its_batch, its_weights, its_attn, loss = self.graphs[key]
-        for place, value in zip((*its_batch.tensors, its_weights), (*batch.tensors, mtp_weights)):
-            place.copy_(value)
-        if launch:
-            return self.launched(its_batch, its_weights, its_attn)
+        graph, graph_batch, graph_weights, graph_attn, loss = self.graphs[key]
+        for target, value in zip((*graph_batch.tensors, graph_weights), (*batch.tensors, mtp_weights)):
+            target.copy_(value)
+        if eager:
+            return self.run_eagerly(graph_batch, graph_weights, graph_attn)
         graph.replay()
         return loss
 
 
-def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, launch=False):
-    """All micro-batches, then the optimizer. Returns the last micro-batch's loss (κ * sum). launch: the first without its graph."""
+def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, eager=False):
+    """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch, loss_scale * sum.
+
+    eager: run the first micro-batch without its CUDA graph.
+    """
     for number in range(micro_steps):
         with trace_range("data"):
             batch = loader.next_batch()
         optimizer.before_micro_step(plan, batch.touched)
         with trace_range("micro-step"):
-            loss = micro_step(batch, mtp_weights, attn, plan.forward_key, launch and number == 0)
+            loss = micro_step(batch, mtp_weights, attn, plan.forward_key, eager and number == 0)
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
     if plan.adam:
@@ -1275,7 +1355,7 @@ def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_ste
 
 
 def warmup_steps(plans) -> list[int]:
-    """The first step of every key, so that every graph is made before the clock starts."""
+    """The first step of every key. The warm-up runs these steps, so all graphs exist before the clock starts."""
     seen, steps = set(), []
     for plan in plans:
         keys = {("forward", plan.forward_key), ("update", plan.update_key)}
@@ -1286,20 +1366,20 @@ def warmup_steps(plans) -> list[int]:
 
 
 class Stopwatch(dict):
-    """Phase of the start -> its seconds, in order."""
+    """{phase of the start: seconds}, in order."""
 
     def __init__(self):
         self.start = self.last = time.perf_counter()
         self["imports"] = IMPORT_SECONDS
 
     def lap(self, phase):
-        """What has passed since the last call belongs to `phase`."""
+        """Add the time since the last call as `phase`."""
         now = time.perf_counter()
         self[phase], self.last = now - self.last, now
 
 
 class Clock:
-    """The seconds that count, and those of pauses by their phase."""
+    """Training time in seconds, without pauses, and the seconds of the pauses by their phase."""
 
     def __init__(self, seconds=0.0):
         self.counted, self.paused_seconds, self.began = seconds, {}, time.perf_counter()
@@ -1312,7 +1392,7 @@ class Clock:
 
     @contextmanager
     def paused(self, phase):
-        """What happens inside does not count; gives the seconds that do."""
+        """Context manager: a pause. Gives the training time at its beginning."""
         self.counted, pause = self.seconds(), time.perf_counter()
         yield self.counted
         self.start()
@@ -1320,20 +1400,23 @@ class Clock:
 
 
 class Trainer:
-    """Model, optimizer, data and schedule of one run, put together; `run` is the timed loop."""
+    """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
-    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None,
-                 profiler=None):
+    sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; profiler: class Profiler.
+    """
+
+    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, profiler=None):
         self.config, self.rt, self.log, self.watch, self.sources = config, rt, log, watch, sources
-        self.first, self.before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)  # the clock before the first step
+        self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
-        compiler = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if config.system.compile else (lambda f: f)
+        compiler = lambda f: torch.compile(f, dynamic=False, fullgraph=True) if config.system.compile else f
         self.total = stage_starts(config.schedule)[-1]
         self.micro_steps = config.system.micro_batches // rt.world
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
-        self.tokens = list(accumulate(config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1]))  # seen by then
-        self.losses = deque()  # (step, event after its copy, loss on the host) of steps that are not known to have gone well
-        self.clock_ms = []  # the clock at the end of every step
+        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
+        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
+        self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
+        self.clock_ms = []  # training time at the end of every step
 
         self.validation = ValidationData(config, rt)
         self.loader = self.new_loader(self.plans[:-1], config)
@@ -1345,46 +1428,49 @@ class Trainer:
                 dist.broadcast(param.detach(), 0)
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy)
-        record = config.system.cuda_graphs and rt.device.type == "cuda"
-        self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, record)
+        cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
+        self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
-        self.static_settings = ops.attention is not kernels.attention_block  # traced by the compiler, which then needs Python numbers
-        self.attn = attention_settings(config, rt.device, self.dtype, (lambda x: x) if self.static_settings else torch.tensor)
+        # The Triton attention is opaque to the compiler. The compiler traces any other attention, with Python numbers.
+        self.static_settings = ops.attention is not kernels.attention_block
+        number = (lambda x: x) if self.static_settings else torch.tensor
+        self.attn = attention_settings(config, rt.device, self.dtype, number)
         self.profiler = profiler(self) if config.system.profile else None
         width = max(len(plan.mtp_weights) for plan in self.plans)
-        self.mtp_table = torch.tensor([(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans], device=rt.device)
+        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
+        self.mtp_table = torch.tensor(weights, device=rt.device)  # (steps + 1, width)
         self.synchronize()
         watch.lap("model")
 
-    def forward(self, tokens, cu_seqlens, rows, attn):
-        """What `GPT.forward` gives, compiled."""
-        found = self.model.lookup(tokens, rows)
-        for x in (*found, cu_seqlens) if self.config.system.compile else ():
+    def forward(self, tokens, cu_seqlens, row_ids, attn):
+        """`GPT.forward`, with its layers compiled."""
+        embeddings = self.model.lookup(tokens, row_ids)
+        for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
             torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
-        return self.layers(found, cu_seqlens, attn)
+        return self.layers(embeddings, cu_seqlens, attn)
 
     def new_loader(self, plans, config):
         return Loader(config, self.rt, plans, warn=lambda text: self.log.line("warning: " + text))
 
-    def step(self, loader, plan, micro_steps, launch=False):
-        mtp_weights = self.mtp_table[plan.step, :len(plan.mtp_weights)]
+    def step(self, loader, plan, micro_steps, eager=False):
+        attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
-            return train_step(self.micro_step, self.optimizer, loader, plan, self.attn[plan.stage], mtp_weights, micro_steps, launch)
+            return train_step(self.micro_step, self.optimizer, loader, plan, attn, mtp_weights, micro_steps, eager)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
             torch.cuda.synchronize()
 
     def sync_ranks(self):
-        """Before the clock goes on: no garbage, nothing under way, all ranks here. Else the first step waits for the slowest."""
+        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then leave a pause together."""
         gc.collect()
         self.synchronize()
         if self.rt.world > 1:
             dist.barrier()
 
     def compile_kernels(self):
-        """Run all but the compiled graphs on a few tokens, which compiles the Triton kernels. Leaves weights and state changed."""
-        torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
+        """Compile the Triton kernels: run the model eagerly on a few tokens. Changes weights and optimizer state."""
+        torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
         N, attn = 256, self.attn[0]
         batch = make_batch(np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.config, self.rt.device)
         with torch.cuda.stream(self.micro_step.stream):
@@ -1397,18 +1483,19 @@ class Trainer:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 
     def warm_up(self):
-        """Compile every graph by running it, then put everything back to the start."""
-        torch._dynamo.config.recompile_limit = 64  # several shapes of one function are meant to be
-        steps = warmup_steps(self.plans[self.first:-1])
+        """Compile and capture every graph by running it, then restore the initial weights and state."""
+        torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
+        steps = warmup_steps(self.plans[self.first_step:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
         initial = [param.detach().clone() for param in self.model.parameters()]
-        loader = self.new_loader([self.plans[step] for step in steps], with_system(self.config, micro_batches=self.rt.world))
+        one_micro_step = with_system(self.config, micro_batches=self.rt.world)
+        loader = self.new_loader([self.plans[step] for step in steps], one_micro_step)
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
-            for piece in islice(self.validation, 1):  # a rank may have none
-                for attn in self.attn if self.static_settings else self.attn[-1:]:  # one graph for all, or one for each
-                    summed_loss(self.forward, self.head, piece, attn)
+            for batch in islice(self.validation, 1):  # a rank may have none
+                for attn in self.attn if self.static_settings else self.attn[-1:]:  # one graph for each, or one for all
+                    summed_loss(self.forward, self.head, batch, attn)
             if kernels_ready is not None:
                 kernels_ready.result()
         self.synchronize()
@@ -1425,19 +1512,19 @@ class Trainer:
         self.head.refresh()
 
     def run(self) -> tuple[float, Clock]:
-        """The timed run -> (final validation loss, the clock)."""
-        system, clock = self.config.system, Clock(self.before)
-        gc.disable()  # collected in pauses, outside the clock
+        """The timed run -> (final validation loss, clock)."""
+        system, clock = self.config.system, Clock(self.seconds_before)
+        gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch
         self.sync_ranks()
-        clock.start()  # first batch ready, everything compiled
-        for step, plan in enumerate(self.plans[self.first:], self.first):
+        clock.start()  # the first batch is ready and everything is compiled
+        for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step == system.profiled.stop:
                 with clock.paused("profile"):
                     self.profiler.stop()
             last = step == self.total
             validates = last or step % system.val_every == 0
-            saves = system.save_every and self.first < step < self.total and step % system.save_every == 0
+            saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
             if validates or saves:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
@@ -1453,31 +1540,34 @@ class Trainer:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            host_loss = self.step(self.loader, plan, self.micro_steps, launch=step == system.profiled.start)
-            host_loss = host_loss.detach().to("cpu", non_blocking=True)
+            step_loss = self.step(self.loader, plan, self.micro_steps, eager=step == system.profiled.start)
+            step_loss = step_loss.detach().to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
-            self.losses.append((step, copied, host_loss))
+            self.losses.append((step, copied, step_loss))
             self.check_losses(keep=2)
             if system.profile and step + 1 not in system.profiled:
-                self.synchronize()  # so that the time of this step is its own, to compare the profiled ones with
-            ms = 1000 * clock.seconds()
-            self.clock_ms.append(ms)
-            self.log.progress(f"step:{step + 1}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / (step + 1):.2f}ms",
-                              ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1))
+                self.synchronize()  # so that the time of an unprofiled step is its own and can be compared
+            train_ms = 1000 * clock.seconds()
+            self.clock_ms.append(train_ms)
+            seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
+            self.log.progress(f"step:{step + 1}/{self.total} train_time:{train_ms:.0f}ms"
+                              f" step_avg:{train_ms / (step + 1):.2f}ms", seconds_left)
         if system.profile:
             self.log.line(self.profiler.cost())
         return loss, clock
 
     def validate(self, step, plan, seconds) -> float:
-        """Validation loss before a step, logged with the seconds inside the clock."""
+        """Validation loss before a step; logs it with `seconds`, the training time."""
         attn = self.attn[-1 if step == self.total else plan.stage]
-        loss, ms = validate(self.forward, self.head, self.validation, attn, self.rt), 1000 * seconds
-        self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms")
+        loss, train_ms = validate(self.forward, self.head, self.validation, attn, self.rt), 1000 * seconds
+        self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{train_ms:.0f}ms"
+                      f" step_avg:{train_ms / max(step, 1):.2f}ms")
         require_finite(loss, f"validation loss before step {step}")
         return loss
 
     def check_losses(self, keep):
-        """Stop at a training loss that is not finite. The last `keep` steps may be under way: the host does not wait for them."""
+        """Raises UserError at a training loss that is not finite. The GPU may still compute the last `keep` steps, so
+        the host does not wait for their losses."""
         while len(self.losses) > keep:
             step, copied, loss = self.losses.popleft()
             if copied is not None:
@@ -1485,18 +1575,19 @@ class Trainer:
             require_finite(loss.item(), f"training loss of step {step}")
 
     def save(self, step, seconds):
-        """All that `load_state_dict` needs before this step, into a file beside the log; every rank must call it."""
+        """Write a checkpoint of the state before this step, beside the log. Every rank must call this."""
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
-                 "rng": torch.get_rng_state(),  # nothing draws from it after the initial weights; what you add may
+                 "rng": torch.get_rng_state(),  # unused after the initial weights, but code that you add may use it
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.rt.rank == 0:
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in self.model.state_dict().items()}  # without padding
+            model = self.model.state_dict().items()
+            state["model"] = {label: x.to("cpu", copy=True) for label, x in model}  # copies, without the padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.system.keep)
             self.log.line(f"checkpoint: {published(str(path))}")
 
     def load_state_dict(self, state):
-        """Go on where `save` was called, on any number of ranks. All tensors stay where they are: CUDA graphs know them."""
+        """Load a checkpoint of `save`, on any number of ranks; in place, because CUDA graphs have captured the tensors."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
@@ -1505,12 +1596,16 @@ class Trainer:
 
 
 def train(config, rt, log, argv, watch, profiler=None, sample=None):
-    """Everything after the process group exists. profiler: `Profiler` of records/trace.py, if steps are profiled; sample: the function
-    of that name in records/evaluate.py, if a text shall be generated."""
+    """Train, from the log's header to the results.
+
+    profiler: the class Profiler of records/trace.py, for --profile. sample: the function of this name in
+    records/evaluate.py, for --sample_tokens.
+    """
     config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
-    sources = loaded_sources()  # before anybody edits them
-    write_header(log, argv, sources, config.data, machine, {key: render(value) for key, value in flatten(config).items()})
+    sources = loaded_sources()  # now, because somebody may edit the files during the run
+    settings = {key: render(value) for key, value in flatten(config).items()}
+    write_header(log, argv, sources, config.data, machine, settings)
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
     tokens = [str(stage.batch_tokens // system.micro_batches) for stage in config.schedule.stages]
     log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {system.micro_batches // rt.world}")
@@ -1523,37 +1618,52 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
         trainer.warm_up()
     if resumed:
         trainer.load_state_dict(resumed)
-        log.line(f"resumed: step {trainer.first}, {trainer.before:.3f} s inside the clock, from {published(system.resume)}")
+        log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
+                 f" {published(system.resume)}")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     seconds |= clock.paused_seconds
-    allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20  # without a GPU 0
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()  # 0 without a GPU
+    allocated, reserved = (peak // 2**20 for peak in peaks)
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if sample and rt.rank == 0:
         try:
             log.line("sample:\n" + "".join(sample(trainer.model, config)))
-        except (UserError, RuntimeError) as error:  # out of memory, too: what was trained is not lost for it
+        except (UserError, RuntimeError) as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
     seconds["total"] = time.perf_counter() - watch.start
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
     gpus = rt.world if rt.device.type == "cuda" else 0
-    summary |= {"gpu_seconds": f"{gpus * (time.perf_counter() - started):.3f}",  # the price: all phases, all ranks
-                "steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
+    gpu_seconds = gpus * (time.perf_counter() - started)  # of all ranks, from the imports to here
+    summary |= {"gpu_seconds": f"{gpu_seconds:.3f}", "steps": trainer.total, "tokens": trainer.tokens[-1],
+                "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
     if system.save or system.save_every:
         trainer.save(trainer.total, clock.counted)
 
 
+def error_message(error) -> str | None:
+    """One line for an error that the user or the machine has caused; None for an error of this program."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
+    if re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
+        return f"lost the connection to another process, which may say why ({one_line(error)})"
+    return None
+
+
 def main(argv) -> int:
-    """Train as `argv` says; returns the exit status."""
+    """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch()
     if "--help" in argv:
         text = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
         others = ", ".join(name for name in PRESETS if name != "record")
-        print(f"{__doc__}\nKnobs with the values of --preset=record (others: {others}):\n{help_text(PRESETS['record'], text)}")
+        knobs = help_text(PRESETS["record"], text)
+        print(f"{__doc__}\nKnobs with the values of --preset=record (others: {others}):\n{knobs}")
         return 0
     rank = local = 0
     try:
@@ -1577,14 +1687,9 @@ def main(argv) -> int:
         train(config, rt, Log(config, rt), argv, watch, profiler, sample)
         dist.destroy_process_group()
         return 0
-    except UserError as error:
-        message = str(error)
-    except torch.OutOfMemoryError as error:
-        message = f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
-    except RuntimeError as error:
-        if not re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
+    except (UserError, RuntimeError) as error:
+        if (message := error_message(error)) is None:
             raise
-        message = f"lost the connection to another process, or waited for it in vain; it may say why ({one_line(error)})"
     finally:
         gc.enable()
     if should_report(local):
@@ -1593,11 +1698,11 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.modules["train_gpt"] = sys.modules[__name__]  # one copy of every class, also for tools in records/ that import it
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character of a sample
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not so after nohup
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, like at SIGTERM, also while waiting for another process
+    sys.modules["train_gpt"] = sys.modules[__name__]  # tools in records/ import this module, not a second copy of it
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores the signal, and so it stays
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, even while this process waits for another one
     status = main(sys.argv[1:])
     with suppress(OSError):
         sys.stdout.flush()
-    os._exit(status)  # after an error other ranks may hang in a collective; do not wait for them
+    os._exit(status)  # do not wait for other ranks, which may hang in a collective after an error
