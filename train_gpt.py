@@ -353,8 +353,8 @@ def check_config(config, world=1):
                 f"--layer{i}.two_lanes=False: after layer {i - 1}, which has two lanes, all layers need them")
 
     require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
-            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the last, that of the extension,"
-            " must be 0, all others above 0")
+            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"
+            " which is the extension, must be 0, all others above 0")
     require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps,"
             " the extension included")
     starts = stage_starts(schedule)
@@ -399,7 +399,8 @@ def check_config(config, world=1):
     for i, stage in enumerate(stages, 1):
         require(stage.batch_tokens % (16 * system.micro_batches) == 0,
                 f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of"
-                f" 16 * --micro_batches={system.micro_batches}" + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
+                f" 16 * --micro_batches={system.micro_batches}"
+                + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
 
 
 def stage_starts(schedule: Schedule) -> list[int]:
@@ -442,8 +443,9 @@ def hide_other_gpus(local_rank):
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:  # torch without CUDA, an old driver, a GPU in exclusive use
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        raise UserError(f"CUDA was asked for but this machine has no usable GPU ({one_line(error)}): repair it, or train"
-                        " on the CPU: --preset=cpu, or --device=cpu for a checkpoint") from error
+        raise UserError("CUDA was asked for but this machine has no usable GPU"
+                        f" ({one_line(error)}): repair it, or train on the CPU: --preset=cpu, or --device=cpu for a"
+                        " checkpoint") from error
 
 
 def find_device(config) -> torch.device:
@@ -760,9 +762,9 @@ class GPT(nn.Module):
             """RMS-normed stream (N, D) -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-            y = ops.attention(
-                x, self.sa_lambdas[i, 0] * weights[:3 * D], attn.rotary, values.get(i), value_gates.get(i), attn_gates[i],
-                cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
+            qkv_weight = self.sa_lambdas[i, 0] * weights[:3 * D]
+            y = ops.attention(x, qkv_weight, attn.rotary, values.get(i), value_gates.get(i), attn_gates[i], cu_seqlens,
+                              attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
         lane0 = x0 + mixes[0].bigram * bigram  # before attention in layer 0, after attention in all other layers
@@ -803,7 +805,7 @@ class GPT(nn.Module):
         return rms_norm(x if model.backout_layer is None else x - self.backout_lambda[0] * backout)
 
 
-# ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ----------------------------
+# ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
 
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
     """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. Numbers may be tensors like p."""
@@ -1162,8 +1164,7 @@ def estimate_memory(config, world) -> tuple[float, float]:
     (weights, state), system, V = state_bytes(config.model), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
-    # The head keeps the gradient of the logits, in FP8 or bf16, and beside it either a transposed FP8 copy or a block of
-    # bf16 logits.
+    # The head keeps the gradient of the logits, in FP8 or bf16, and either its transposed FP8 copy or some bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     training = 14.2 * len(config.model.layers) * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
@@ -1587,7 +1588,7 @@ class Trainer:
             self.log.line(f"checkpoint: {published(str(path))}")
 
     def load_state_dict(self, state):
-        """Load a checkpoint of `save`, on any number of ranks; in place, because CUDA graphs have captured the tensors."""
+        """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
