@@ -2,19 +2,20 @@
 
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
 the files that a run reads and writes. The method is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
-McCormick, and the records before it).
+McCormick, and all earlier records).
 
-    ./run.sh                                                 set up everything, then train the best run for this machine
+    ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
     torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         the same model in small: minutes on a laptop
-    python train_gpt.py --check                              check, with any knobs, whether a run would start here
-    python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text with the weights of a run with --save=true
+    python train_gpt.py --check                              check whether a run with these knobs would start here
+    python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint that --save=true wrote
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
-Expected results: --preset=cpu reaches 1.96 nats per byte of Python's library in 170 s on 2 cores. --preset=record takes
-74 s of training time on eight H200s. With --scheduled_steps=145 --extension_steps=4 it takes 55 s on one H200 and
-57.5 s on one H100 (records/, measured before commit 5eb7088). Nobody has trained it on FineWeb yet.
+Expected results: --preset=cpu reaches 1.96 nats per byte of the source of Python's library in 170 s on 2 cores.
+--preset=record takes 74 s of training time on eight H200s, on a small corpus. With --scheduled_steps=145
+--extension_steps=4 the record preset takes 55 s on one H200 and 57.5 s on one H100 (records/, with the code before
+commit 5eb7088). No run has used FineWeb yet.
 
 Contents, top to bottom; a name is defined above its first use:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value; rules
@@ -22,24 +23,26 @@ Contents, top to bottom; a name is defined above its first use:
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     optimizer  Adam's rule, exchange of sparse gradients, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
-    start      memory and folders that a run needs; --micro_batches=0
+    start      memory and folders of a run, number of micro-batches
     eval       validation in pieces
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
 
-Shape letters: N tokens of one forward pass, D model width, H heads, d head width, V padded vocabulary, G ranks,
-A = micro_batches/G micro-steps of gradient accumulation.
+Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
+vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
+whose rows are embeddings; a lane is a residual stream (the last layers have two); MTP is multi-token prediction; a
+micro-step is the forward and backward pass of one micro-batch.
 
-Quirks of the reference. The learned function depends on them; the comments K1 to K12 mark them in all files:
-    K1  Smear, bigram hash, key offset and the extra targets look across the border between two documents.
+Quirks of record 74. They change what the model learns; the comments K1 to K12 mark the places in all files:
+    K1  Smear, bigrams, keys of long layers and MTP targets look across the border between two documents.
     K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
-    K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of stream h mod (H/2).
-    K5  Embeddings are not injected into lane 1, nor into a layer without attention.
-    K6  The lambdas act with bf16 precision (1.1 ** 0.5 becomes 1.046875).
+    K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
+    K5  Token and bigram embeddings are not injected into lane 1, nor into a layer without attention.
+    K6  GPT.mixes rounds its lambdas to bf16 (1.1 ** 0.5 becomes 1.046875).
     K7  NorMuon decays a weight whose update is zero; Adam does not.
-    K8  The bf16 half of a bank's weight is truncated, not rounded.
+    K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
     K9  The matrices of one bank have different learning rates.
-    K10 The last validation uses a longer window than training, with the rotary state of the extension.
+    K10 The last validation uses a longer window than training, with the rotary frequencies of the last stage.
     K11 The learning rate jumps where a stage begins, also inside the cool-down.
     K12 The two gradients of one Adam update may come from different stages.
 """
@@ -93,10 +96,10 @@ class Layer:
 
     attention: bool = True  # false: the layer has only the MLP
     paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
-    long: bool = False  # long window; half of each key comes from the previous token (PR 169, classiclarryd)
+    long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
-    skip_from: int | None = None  # add the stream of this earlier layer, taken before its MLP (PR 186, classiclarryd)
+    skip_from: int | None = None  # first add the stream that this earlier layer's MLP read (PR 186, classiclarryd)
 
 
 RECORD74_LAYERS = (
@@ -119,9 +122,9 @@ class Model:
 
     vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
     model_dim: int = 768  # D, width of the residual stream: heads * head width
-    num_heads: int = 6  # H, even, because a paired layer folds two heads into one stream
-    bigram_tables: int = 5  # rows of the bigram table, in units of the padded vocabulary (PR 201)
-    backout_layer: int | None = 7  # subtract the stream after this layer at the end (PR 140, classiclarryd)
+    num_heads: int = 6  # H, even, because a paired layer folds two heads into one
+    bigram_tables: int = 5  # the bigram table has this many times padded_vocab rows (PR 201)
+    backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
 
     @property
@@ -154,15 +157,15 @@ class Stage:
     max_doc_len: int  # tokens; a longer document loses its tail
     short_window: int  # tokens that most layers look back
     long_window: int  # tokens that the long-window layers look back
-    lr_mul: float  # factor of all learning rates, about (batch / first batch) ** 0.5 or 0.6
-    mtp_start: tuple[float, ...]  # loss weights of the next, second next, ... token at the start of the stage
+    lr_mul: float  # factor of all learning rates, about (batch / first batch) ** 0.5 to 0.6
+    mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
     mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
-    share: float = 1.0  # part of the scheduled steps, relative to the other stages; 0 for the last, the extension
+    share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and stages of the run, and the values that follow the step number; `make_plan` evaluates them."""
+    """Length and stages of the run, and the values that depend on the step; `make_plan` evaluates them."""
 
     scheduled_steps: int = 1450  # the shares of the stages divide these steps
     extension_steps: int = 40  # steps of the last stage: lowest learning rate, widest windows
@@ -172,7 +175,7 @@ class Schedule:
         Stage(393216, 2048, 640, 1408, 1.73, (1.0,), (1.0,)),
         Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,), share=0.0))
     final_window: int = 2560  # long window of the last validation, without a rotary update (K10)
-    split_stage: int = 3  # untie head and embedding at the first odd step of this stage (PR 175, PR 178, varunneal)
+    split_stage: int = 3  # untie head and embed after the first odd step of this stage (PR 175, PR 178, varunneal)
     cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
     lr_floor: float = 0.15  # factor of the learning rate at the end of the cool-down and after it
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
@@ -194,13 +197,13 @@ class Optim:
 
 @dataclass(frozen=True)
 class Data:
-    """Files of tokens, and how many tokens validate."""
+    """Files of tokens, and the size of a validation."""
 
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
     val_tokens: int = 10485760  # validate on the first tokens of the validation files
-    val_batch_tokens: int = 262144  # tokens of one validation forward pass; its borders cut documents
-    tokens_per_doc: int = 300  # smallest mean document length that fits: sets the fixed length of cu_seqlens
+    val_batch_tokens: int = 262144  # tokens per validation forward pass; documents are cut at its end
+    tokens_per_doc: int = 300  # cu_seqlens has room for one document per this many tokens
     data_end: str = "wrap"  # at the end of the training shards: wrap (begin again, with a warning) or stop
 
 
@@ -211,7 +214,7 @@ class System:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # seed of the initial weights
-    micro_batches: int = 8  # accumulate gradients over this many forward passes of all ranks (0: 8, or more to fit)
+    micro_batches: int = 8  # forward passes per step, all ranks together (0: the fewest of 8 to 128 that fit)
     val_every: int = 250  # steps between validations
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -221,9 +224,9 @@ class System:
     log_dir: str = "logs"  # folder of the logs, relative to this folder
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (README: Reading a trace)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
-    save_every: int = 0  # steps between checkpoints during the run (0: none)
+    save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
-    resume: str = ""  # checkpoint from which the run continues, with its settings
+    resume: str = ""  # checkpoint to continue, with the settings stored in it
     sample_tokens: int = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
 
@@ -252,8 +255,7 @@ PRESETS = {
     # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
     # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # The same layers and the same form of schedule: width and windows 1/8, tokens per step 1/32, steps 1/16. Its tokens
-    # are bytes.
+    # `record` in small: width and windows 1/8, tokens per step 1/32, steps 1/16. Its tokens are bytes.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
         Schedule(
@@ -270,8 +272,7 @@ PRESETS = {
                sample_prompt="def ")),
 }
 
-# Knobs of Data and System that change the learned weights. A resumed run has to keep them, like all knobs of Model,
-# Schedule and Optim.
+# Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
 
 
@@ -281,7 +282,7 @@ def with_system(config, **knobs) -> Config:
 
 
 def resumed_config(overrides, preset) -> tuple[Config, int]:
-    """(config of the checkpoint that --resume names, its step). Overrides may change the machine and the output.
+    """(config of the checkpoint that --resume names, its step). Overrides may change only machine and output.
 
     Raises UserError, with all differences, when an override or the preset changes a learned knob.
     """
@@ -289,9 +290,11 @@ def resumed_config(overrides, preset) -> tuple[Config, int]:
     state = load_checkpoint(path)
     saved = with_system(config_from_dict(RECORD74, state["config"]), profile="")
     config = override(saved, overrides)
+    if not config.system.micro_batches:  # a resumed run keeps the number that was chosen
+        config = with_system(config, micro_batches=saved.system.micro_batches)
     free = {*vars(saved.data), *vars(saved.system)} - LEARNED_KNOBS
     new, old = flatten(override(PRESETS[preset], overrides) if preset else config), flatten(saved)
-    new["micro_batches"] = new["micro_batches"] or old["micro_batches"]  # 0 means: keep the number that was chosen
+    new["micro_batches"] = new["micro_batches"] or old["micro_batches"]  # 0 (of a preset): likewise
     differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
                  for key in new | old if key not in free and new.get(key) != old.get(key)]
     if differing:
@@ -342,15 +345,15 @@ def check_config(config, world=1):
     require(2 <= model.vocab_size <= 65536,
             f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
     require(model.backout_layer is None or model.backout_layer < len(layers),
-            f"--backout_layer={model.backout_layer}: the layers are 0 to {len(layers) - 1}; or none")
-    require(any(layer.attention for layer in layers), "all layers are without attention: one at least needs it")
+            f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
+    require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")
     for i, layer in enumerate(layers):
         require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
                 f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
         require(layer.skip_from is None or 0 <= layer.skip_from < i,
                 f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
         require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
-                f"--layer{i}.two_lanes=False: after layer {i - 1}, which has two lanes, all layers need them")
+                f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two")
 
     require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
             f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"
@@ -359,10 +362,11 @@ def check_config(config, world=1):
             " the extension included")
     starts = stage_starts(schedule)
     require(all(a < b for a, b in zip(starts, starts[1:-1])),
-            f"--scheduled_steps={schedule.scheduled_steps}: one per stage at least")
+            f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one")
     require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
-            f"--cooldown_frac={schedule.cooldown_frac}: at most 1, and at least one of the scheduled steps")
-    require(schedule.split_stage <= len(stages), f"--split_stage={schedule.split_stage}: there are {len(stages)}")
+            f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1, and at least one scheduled step")
+    require(schedule.split_stage <= len(stages),
+            f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
     require(len(schedule.muon_momentum) == 2,
             f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after the warm-up")
     for i, stage in enumerate(stages, 1):
@@ -391,11 +395,11 @@ def check_config(config, world=1):
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
             " and --val_batch_tokens a multiple of 16")
     if not system.micro_batches:  # `choose_micro_batches` chooses and checks the number
-        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process, give {world} of them a number")
+        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process; {world} of them need a number")
         return
     require(system.micro_batches % world == 0,
-            f"{world} processes do not divide --micro_batches={system.micro_batches}: start a divisor of it"
-            + ("" if system.resume else ", or more than that"))
+            f"{world} processes do not divide --micro_batches={system.micro_batches}: use a divisor of it"
+            + ("" if system.resume else ", or a larger number"))
     for i, stage in enumerate(stages, 1):
         require(stage.batch_tokens % (16 * system.micro_batches) == 0,
                 f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of"
@@ -432,7 +436,7 @@ def rank_from_env() -> tuple[int, int, int]:
 
 def hide_other_gpus(local_rank):
     """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
-    so all ranks can share one compile cache."""
+    which is then the same in all ranks, so they can share one compile cache."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
     count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if processes > count > 0:
@@ -472,7 +476,7 @@ def init_runtime(config) -> Runtime:
     with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
         if world > 1:
             socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
-        # Ten minutes, because a rank without a compile cache may keep the other ranks waiting that long.
+        # A rank that finds nothing in its compile cache may keep the other ranks waiting for minutes.
         dist.init_process_group(backend, rank=rank, world_size=world, store=dist.HashStore() if world == 1 else None,
                                 timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
         dist.barrier()
@@ -492,7 +496,7 @@ def uses_fp8(config, device) -> bool:
 
 
 def choose_kernels(config, device):
-    """(config with fp8 off where the GPU lacks FP8, implementation of every operation, {operation: its name})."""
+    """(config with fp8 off where the GPU lacks FP8, implementations of all operations, {operation: name})."""
     fp8 = uses_fp8(config, device)
     try:
         ops, names = kernels.choose_ops(device, config.system.kernels)
@@ -531,24 +535,24 @@ class Param(NamedTuple):
     betas: tuple[float, float] | None = None  # adam
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
-    matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix in one row of the bank
+    matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix of a layer
     dtype: torch.dtype = torch.bfloat16
 
 
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
-    V and O begin at random (PR 214, srashedll); the MLP's W2 begins at zero (muP-like). The reductions of the banks
-    start first, because the gradients of the banks are ready first. The small parameters are updated while the large
-    reductions run. The tables are updated before the banks, so that the gathers of the tables overlap with the
-    orthogonalisation of the banks. lm_head is updated before embed, which is a copy of lm_head while they are tied.
-    A higher beta2 smooths the updates of lambdas and gates (PR 177).
+    Q, K, V and O begin at random (PR 214, srashedll); the MLP's W2 begins at zero (muP-like). The reductions start in
+    the order of record 74. The small parameters are updated first, while the large reductions run. The tables are
+    updated before the banks, so that the gathers of the tables overlap with the orthogonalisation of the banks. lm_head
+    is updated before embed, which is a copy of lm_head while they are tied. A higher beta2 smooths the updates of
+    lambdas and gates (PR 177).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
     with_attention, with_values, with_skip = map(model.layers_with, ("attention", "value_embed", "skip_from"))
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
-    mlp_rows = -(-len(layers) // 4) * 4  # padded, so that 8 ranks own equally many matrices, 2 per layer
-    bound = 3**0.5 * 0.5 * D**-0.5
+    mlp_rows = -(-len(layers) // 4) * 4  # padded: 2 matrices per layer divide evenly among 8 ranks
+    bound = 3**0.5 * 0.5 * D**-0.5  # of a uniform distribution with standard deviation 0.5 / D**0.5
 
     def uniform(p, generator):
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
@@ -569,7 +573,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
                      wd_mul=wd_mul)
 
     table = [
-        # Rows of a layer: Q, K, V, O.
+        # Each layer: Q, K, V, O, all (D, D).
         Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
               init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0)),
         # W1 (up) and W2 (down), both (4D, D). K9 (PR 168, nanochat PR 492)
@@ -578,10 +582,10 @@ def param_table(model: Model) -> tuple[Param, ...]:
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
               init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, 0.95), lr_mul=75.0,
               wd_mul=5.0),
-        # Transposed, because the GEMM gives its gradient in this layout (PR 200).
+        # (D, V), because the GEMM of its gradient gives this layout (PR 200).
         Param("lm_head", (D, V), "adam", "sharded", reduce_order=3, update_order=3,
               init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, 0.95), wd_mul=150.0),
-        # init_weights copies its initial values from lm_head.
+        # init_weights sets embed to the transposed lm_head.
         Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, 0.95), wd_mul=150.0),
         Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce_order=4, update_order=2,
               betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
@@ -601,7 +605,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
 
 
 def check_weights(state, model: Model):
-    """Raises UserError when a checkpoint has other weights than `model`, as a train_gpt.py with another param_table."""
+    """Raises UserError when a checkpoint has other weights than `model`, as from another version of this file."""
     expected = {param.label: tuple(param.shape) for param in param_table(model)}
     saved = {label: tuple(x.shape) for label, x in state["model"].items()}
     if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
@@ -616,8 +620,8 @@ def rms_norm(x):
 def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
 
-    A frequency that makes less than one turn in the old window is stretched with the window. A frequency that makes 32
-    turns or more is kept. Between them the change is linear (arXiv 2309.00071).
+    A frequency of less than one turn in the old window falls in proportion as the window grows. A frequency of 32 turns
+    or more stays. Between them the change is linear (arXiv 2309.00071). The scale multiplies q · k.
     """
     keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
     return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
@@ -625,7 +629,7 @@ def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.
 
 def rotary_states(head_dim: int, windows) -> list[tuple[np.ndarray, float]]:
     """(frequencies, attention scale) for each of the long windows, in their order; half of the channel pairs rotate."""
-    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), 0.1
+    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), 0.1  # of the first window
     states = [state]
     for old, new in zip(windows, windows[1:]):
         states.append(states[-1] if old == new else yarn(*states[-1], old, new))
@@ -633,7 +637,7 @@ def rotary_states(head_dim: int, windows) -> list[tuple[np.ndarray, float]]:
 
 
 def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
-    """(rows, head_dim / 4, 2): cos and sin of position * frequency, in fp32."""
+    """(rows, head_dim / 4, 2): cos and sin of position * frequency, computed in fp32."""
     frequencies = torch.tensor(frequencies, dtype=torch.float32, device=device)
     angle = torch.arange(rows, dtype=torch.float32, device=device)[:, None] * frequencies
     return torch.stack((angle.cos(), angle.sin()), -1).to(dtype)
@@ -647,7 +651,7 @@ class AttentionSettings(NamedTuple):
     short_window: Tensor | int
     long_window: Tensor | int
     scale: Tensor | float
-    max_doc_len: int
+    max_doc_len: int  # only FlashAttention-3 reads this
 
 
 def attention_settings(config, device, dtype, number=torch.tensor) -> list[AttentionSettings]:
@@ -670,8 +674,8 @@ class Mix(NamedTuple):
     resid_attn: Tensor  # factor of the stream (of both lanes) where the attention output is added
     attn: Tensor | None  # factor of the attention output in lane 0; None: 1
     attn_lane1: Tensor | None  # factor of the attention output in lane 1; None: there is one lane
-    x0: Tensor | None  # factor of the token embedding, which is injected with attention; None: no injection
-    bigram: Tensor | None  # factor of the bigram embedding, which is injected with attention; None: no injection
+    x0: Tensor | None  # factor of the token embedding, added to lane 0 after attention; None: not added
+    bigram: Tensor | None  # factor of the bigram embedding, added likewise; None: not added
     resid_mlp: Tensor  # factor of the stream (of both lanes) where the MLP output is added
     mlp: Tensor  # factor of the MLP output in lane 0
     mlp_lane1: Tensor | None  # factor of the MLP output in lane 1; None: there is one lane
@@ -705,7 +709,7 @@ class GPT(nn.Module):
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings):
         """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32} -> final stream (N, D) after its norm.
 
-        `HeadLoss` holds the output head.
+        `HeadLoss` applies the output head.
         """
         return self.layers(self.lookup(tokens, row_ids), cu_seqlens, attn)
 
@@ -741,8 +745,8 @@ class GPT(nn.Module):
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
 
-        # One unbind per bank, because its backward pass is one stack. An index per layer would add a full bank of zeros
-        # for each layer (PR 233).
+        # Unbind each bank once: the backward pass is then one stack. To index a bank per layer would add a bank of
+        # zeros per layer (PR 233).
         attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
         mlp_weights = self.mlp_bank.to(dtype).view(-1, 4 * D, D).unbind(0)
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
@@ -767,7 +771,7 @@ class GPT(nn.Module):
                               attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
-        lane0 = x0 + mixes[0].bigram * bigram  # before attention in layer 0, after attention in all other layers
+        lane0 = x0 + mixes[0].bigram * bigram  # all other layers add the bigram embedding after attention
         lane1 = None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
@@ -795,7 +799,7 @@ class GPT(nn.Module):
                 m = ops.mlp(rms_norm(lane1), W1, W2)
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * m
                 lane1 = mix.resid_mlp * lane1 + mix.mlp_lane1 * m
-            elif mix.mlp.ndim == 0:  # to scale W2 saves two passes over (N, D) in the backward pass
+            elif mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward pass
                 lane0 = mix.resid_mlp * lane0 + ops.mlp(rms_norm(lane0), W1, mix.mlp * W2)
             else:
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * ops.mlp(rms_norm(lane0), W1, W2)
@@ -808,7 +812,10 @@ class GPT(nn.Module):
 # ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
 
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
-    """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. Numbers may be tensors like p."""
+    """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. The numbers may be tensors of p's shape.
+
+    Cautious: decay only weights that the update moves towards zero.
+    """
     grad = grad.float()
     m.mul_(beta1).add_(grad * (1 - beta1))
     v.mul_(beta2).add_(grad * grad * (1 - beta2))
@@ -820,8 +827,9 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
 class SparseRows:
     """Averages the gradient of a table over ranks. Ranks send only the rows that they touched (PR 221, roeeshenberg).
 
-    Rank r owns the rows [r·k, (r+1)·k), k = ⌈n/G⌉. The host knows the touched rows from the batch. The ranks therefore
-    exchange the numbers of rows on the CPU (gloo) while the device computes, and the host never waits for the device.
+    Rank r owns the rows [r·k, (r+1)·k), k = ⌈rows/G⌉. The host knows the touched rows from the batch. The ranks
+    therefore exchange the numbers of rows on the CPU (gloo) while the device computes, and the host never waits for
+    the device.
     """
 
     def __init__(self, table, rows, rt):
@@ -829,7 +837,7 @@ class SparseRows:
         self.touched = np.zeros(rows, dtype=bool)
 
     def send_counts(self):
-        """Send the number of touched rows to each owner. Call this before the last micro-step of an update."""
+        """Send the number of touched rows to each owner. Call this before the micro-step of an Adam step."""
         rows = np.flatnonzero(self.touched).astype(np.int32)
         self.touched[:] = False
         cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)
@@ -857,7 +865,7 @@ class SparseRows:
         self.work_values = dist.all_to_all_single(self.values_in, values, self.counts_in, self.counts, async_op=True)
 
     def receive(self, grad):
-        """The average over ranks of the gradients of the owned rows (k, D); overwrites them in `grad`."""
+        """The average over ranks of the gradients of the owned rows (k, D), written into `grad`."""
         self.work.wait()
         self.work_values.wait()
         own = grad[self.rt.rank * self.owned:(self.rt.rank + 1) * self.owned]
@@ -896,9 +904,9 @@ class Replicated:
 
 
 class NorMuonAndAdam:
-    """State, updates and communication of all parameters. `param_table` holds the numbers of each parameter.
+    """State, updates and communication of all parameters; `param_table` has the settings of each.
 
-    named_params: {label: parameter}. One object with explicit orders replaces hooks: Chris McCormick (PR 200).
+    named_params: {label: parameter}. Explicit orders replace gradient hooks: Chris McCormick (PR 200).
     """
 
     def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
@@ -914,7 +922,7 @@ class NorMuonAndAdam:
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
-        self.state = {}  # label -> {"m", "v", "mantissa"} of the shard
+        self.state = {}  # label -> {"m", "v", and of a bank "mantissa", the lower 16 bits of its fp32 weights}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
@@ -936,7 +944,7 @@ class NorMuonAndAdam:
             for label, part in self.replicated.split(flat).items():
                 self.state[label][key] = part  # state_dict reads and writes the flat vectors through these views
 
-        # The exchange of touched rows pays only where the gradient is that of a single micro-batch.
+        # The exchange of touched rows pays only where each rank has one micro-batch per step.
         self.sparse = {label: SparseRows(label, self.params[label].size(0), rt) for label, row in self.table.items()
                        if row.comms == "sharded_sparse" and rt.world == config.system.micro_batches > 1}
 
@@ -966,14 +974,14 @@ class NorMuonAndAdam:
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     def before_micro_step(self, plan, touched):
-        """Start the exchange of sparse gradients. touched {table: rows that the micro-batch reads}, on the host."""
+        """Note the touched rows {table: rows}, which are on the host; on Adam steps, start to exchange them."""
         for table, sparse in self.sparse.items():
             sparse.touched[touched[table]] = True
             if plan.adam:
                 sparse.send_counts()
 
     def after_micro_step(self, plan):
-        """Continue the exchange of sparse gradients, once the micro-step is launched."""
+        """On Adam steps, send the touched rows, once the micro-step is launched."""
         for sparse in self.sparse.values():
             if plan.adam:
                 sparse.send_rows()
@@ -1022,7 +1030,7 @@ class NorMuonAndAdam:
                 part.copy_(self._shard("embed", self._unshard("lm_head", self.state["lm_head"][key]).t()))
 
     def _start_reduction(self, name):
-        """Start to average one gradient over the ranks. Returns a function that waits and gives this rank's part."""
+        """Start averaging a gradient over the ranks. Returns a function that waits and gives this rank's part."""
         grad = self.replicated.gather_grads() if name == "replicated" else self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
@@ -1052,7 +1060,7 @@ class NorMuonAndAdam:
             p, state, row = self.shards[name], self.state[name], self.table[name]
             (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
         t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
-        # 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation and no copy.
+        # 0-D CPU tensors (of tables): compiled code reads them at launch, so a new value needs no recompilation.
         lr = self.config.adam_lr * plan.lr_factor * lr_mul
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         weight_decay = torch.as_tensor(lr * lr * self.config.adam_wd * wd_mul)
@@ -1063,8 +1071,8 @@ class NorMuonAndAdam:
     def state_dict(self):
         """{label: {"m", "v", "mantissa", "grad"}}: full tensors on the CPU, which fit any number of ranks.
 
-        All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when the
-        parameter waits for its next Adam update, which is before an odd step.
+        All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
+        parameter of Adam waits for the second of its two gradients, that is before an odd step.
         """
         full = {}
         for label, param in self.params.items():
@@ -1117,15 +1125,18 @@ class StepPlan(NamedTuple):
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
-    """The settings of a step, which depend on nothing else than the config and the step number."""
+    """The settings of a step, which depend only on the config and the step.
+
+    The step after the last one has a plan, too, for the last validation.
+    """
     schedule = config.schedule
     *starts, total = stage_starts(schedule)
     index = bisect_right(starts, step) - 1
     stage, start = schedule.stages[index], starts[index]
     progress = (step - start) / ([*starts, total][index + 1] - start) if step < total else 0.0
 
-    cooldown = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
-    t = min(1.0, max(0.0, (step - cooldown) / (schedule.scheduled_steps - cooldown)))  # K11
+    decay_start = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
+    t = min(1.0, max(0.0, (step - decay_start) / (schedule.scheduled_steps - decay_start)))  # K11
     low, high = schedule.muon_momentum
     if step < schedule.muon_warmup:
         warmth = step / schedule.muon_warmup
@@ -1158,8 +1169,9 @@ def estimate_memory(config, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
 
     Measured on 1, 2, 4 and 8 H200s, the error is at most 0.3 % and 2 % (records/2026-11-20_one_to_eight: one GPU took
-    23470 and 39806, eight 20035 and 36386; one GPU with 16 micro-batches 15898). 14.2, the number of activations that
-    autograd keeps per layer, is fitted to these measurements. 18, the number in a validation, is counted.
+    23470 and 39806 MiB, eight 20035 and 36386 MiB; one GPU with 16 micro-batches 15898 MiB). 14.2, the number of
+    activations that autograd keeps per layer, is fitted to them. 18, the number of activations in a validation, is
+    counted.
     """
     (weights, state), system, V = state_bytes(config.model), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
@@ -1175,7 +1187,7 @@ def estimate_memory(config, world) -> tuple[float, float]:
 
 
 def memory_report(config, device, world) -> tuple[str, bool]:
-    """(sentence about the memory that the run needs and that the GPU has free, whether it is enough)."""
+    """(sentence about the needed and the free memory of the GPU, whether the free memory is enough)."""
     if device.type == "cpu":
         return "not estimated for a CPU", True
     (allocated, reserved), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
@@ -1185,7 +1197,7 @@ def memory_report(config, device, world) -> tuple[str, bool]:
 
 
 def choose_micro_batches(config, device, world) -> Config:
-    """With --micro_batches=0: choose the smallest number, 8 to 128, whose memory the GPU has, or else the largest."""
+    """With --micro_batches=0: choose the fewest of 8, 16, ... 128 that fit the GPU, or else the most."""
     for count in () if config.system.micro_batches else (8, 16, 32, 64, 128):
         candidate = with_system(config, micro_batches=count)
         try:
@@ -1217,7 +1229,7 @@ def require_caches(config, device) -> list[str]:
     folders = {}
     if device.type == "cuda" and not kernels.NO_TRITON:
         folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
-    if config.system.compile:  # torch has a function that names its default folder, but that function also makes it
+    if config.system.compile:  # torch's function for the default folder would make the folder
         folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
     for name, folder in folders.items():
         if not is_writable(Path(folder).absolute()):
@@ -1239,7 +1251,7 @@ def require_disk(config) -> str:
 
 
 def check_start(config, world) -> Config:
-    """Raises UserError for a mistake that would stop the run later; warns about a likely one.
+    """Raises UserError for what would stop the run later; warns about what might stop the run.
 
     Returns the config with fp8 and the number of micro-batches settled.
     """
@@ -1247,11 +1259,11 @@ def check_start(config, world) -> Config:
     device = find_device(config)
     config = choose_kernels(config, device)[0]
     config = choose_micro_batches(config, device, world)
-    found, lasts = survey_training_data(config, np.diff(stage_starts(config.schedule)))
+    found, enough = survey_training_data(config, np.diff(stage_starts(config.schedule)))
     survey_validation_data(config)
     require_caches(config, device)
     require_disk(config)
-    for text, fine in (found, lasts), memory_report(config, device, world):
+    for text, fine in (found, enough), memory_report(config, device, world):
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"warning: {text}", file=sys.stderr, flush=True)
     return config
@@ -1261,7 +1273,7 @@ def check_start(config, world) -> Config:
 
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
-    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the head in its own precision."""
+    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the head in `dtype`, not FP8."""
     h = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
 
@@ -1294,7 +1306,7 @@ class MicroStep:
     def __init__(self, forward, head, loss_scale, cuda_graphs):
         self.forward, self.head, self.loss_scale, self.cuda_graphs = forward, head, loss_scale, cuda_graphs
         self.graphs = {}  # StepPlan.forward_key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
-        # Autograd adds gradients on the stream on which it first met a parameter, so all micro-steps use one stream.
+        # Autograd adds gradients on the stream that first used the parameter, so all micro-steps use one stream.
         # Only one graph runs at a time, so the graphs share one memory pool.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if cuda_graphs else (None, None)
 
@@ -1337,9 +1349,9 @@ class MicroStep:
 
 
 def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, eager=False):
-    """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch, loss_scale * sum.
+    """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
 
-    eager: run the first micro-batch without its CUDA graph.
+    eager: of the first micro-batch only.
     """
     for number in range(micro_steps):
         with trace_range("data"):
@@ -1356,7 +1368,7 @@ def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_ste
 
 
 def warmup_steps(plans) -> list[int]:
-    """The first step of every key. The warm-up runs these steps, so all graphs exist before the clock starts."""
+    """The first step with each key. The warm-up runs these steps, so all graphs exist before the clock starts."""
     seen, steps = set(), []
     for plan in plans:
         keys = {("forward", plan.forward_key), ("update", plan.update_key)}
@@ -1374,7 +1386,7 @@ class Stopwatch(dict):
         self["imports"] = IMPORT_SECONDS
 
     def lap(self, phase):
-        """Add the time since the last call as `phase`."""
+        """Set `phase` to the time since the last call."""
         now = time.perf_counter()
         self[phase], self.last = now - self.last, now
 
@@ -1393,7 +1405,7 @@ class Clock:
 
     @contextmanager
     def paused(self, phase):
-        """Context manager: a pause. Gives the training time at its beginning."""
+        """Context manager: a pause. Yields the training time until now."""
         self.counted, pause = self.seconds(), time.perf_counter()
         yield self.counted
         self.start()
@@ -1463,7 +1475,7 @@ class Trainer:
             torch.cuda.synchronize()
 
     def sync_ranks(self):
-        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then leave a pause together."""
+        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then go on together."""
         gc.collect()
         self.synchronize()
         if self.rt.world > 1:
@@ -1484,7 +1496,7 @@ class Trainer:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 
     def warm_up(self):
-        """Compile and capture every graph by running it, then restore the initial weights and state."""
+        """Run one step of each kind to compile and capture it, then restore the initial weights and state."""
         torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
         steps = warmup_steps(self.plans[self.first_step:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
@@ -1495,7 +1507,7 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
             for batch in islice(self.validation, 1):  # a rank may have none
-                for attn in self.attn if self.static_settings else self.attn[-1:]:  # one graph for each, or one for all
+                for attn in self.attn if self.static_settings else self.attn[-1:]:  # static: a compiled graph for each
                     summed_loss(self.forward, self.head, batch, attn)
             if kernels_ready is not None:
                 kernels_ready.result()
@@ -1516,7 +1528,7 @@ class Trainer:
         """The timed run -> (final validation loss, clock)."""
         system, clock = self.config.system, Clock(self.seconds_before)
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
-        self.loader.ready.exception()  # waits for the first batch
+        self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
         clock.start()  # the first batch is ready and everything is compiled
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
@@ -1542,12 +1554,12 @@ class Trainer:
                     self.synchronize()
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step == system.profiled.start)
-            step_loss = step_loss.detach().to("cpu", non_blocking=True)
+            step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))
             self.check_losses(keep=2)
-            if system.profile and step + 1 not in system.profiled:
-                self.synchronize()  # so that the time of an unprofiled step is its own and can be compared
+            if system.profile and not {step, step + 1} <= {*system.profiled}:
+                self.synchronize()  # the time of an unprofiled step, or of all profiled ones, contains no other step
             train_ms = 1000 * clock.seconds()
             self.clock_ms.append(train_ms)
             seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
@@ -1578,7 +1590,7 @@ class Trainer:
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. Every rank must call this."""
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
-                 "rng": torch.get_rng_state(),  # unused after the initial weights, but code that you add may use it
+                 "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.rt.rank == 0:
             model = self.model.state_dict().items()
@@ -1647,7 +1659,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
 
 
 def error_message(error) -> str | None:
-    """One line for an error that the user or the machine has caused; None for an error of this program."""
+    """One line for an error that the user or the machine has caused; None for a bug."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -1661,9 +1673,9 @@ def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch()
     if "--help" in argv:
-        text = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]
+        source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]  # its comments
         others = ", ".join(name for name in PRESETS if name != "record")
-        knobs = help_text(PRESETS["record"], text)
+        knobs = help_text(PRESETS["record"], source)
         print(f"{__doc__}\nKnobs with the values of --preset=record (others: {others}):\n{knobs}")
         return 0
     rank = local = 0
@@ -1701,7 +1713,7 @@ def main(argv) -> int:
 if __name__ == "__main__":
     sys.modules["train_gpt"] = sys.modules[__name__]  # tools in records/ import this module, not a second copy of it
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores the signal, and so it stays
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup it stays ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, even while this process waits for another one
     status = main(sys.argv[1:])
     with suppress(OSError):
