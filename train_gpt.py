@@ -9,7 +9,7 @@ McCormick, and all earlier records).
     torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
     python train_gpt.py --preset=cpu                         the same model in small: minutes on a laptop
     python train_gpt.py --check                              check whether a run with these knobs would start here
-    python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint that --save=true wrote
+    python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
 Expected results: --preset=cpu reaches 1.96 nats per byte of the source of Python's library in 170 s on 2 cores.
@@ -17,14 +17,14 @@ Expected results: --preset=cpu reaches 1.96 nats per byte of the source of Pytho
 --extension_steps=4 the record preset takes 55 s on one H200 and 57.5 s on one H100 (records/, with the code before
 commit 5eb7088). No run has used FineWeb yet.
 
-Contents, top to bottom; a name is defined above its first use:
+Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value; rules
     runtime    ranks, device, capabilities of the GPU
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     optimizer  Adam's rule, exchange of sparse gradients, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
-    start      memory and folders of a run, number of micro-batches
-    eval       validation in pieces
+    start      checks before anything is compiled, number of micro-batches
+    eval       validation loss
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
 
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
@@ -41,7 +41,7 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K6  GPT.mixes rounds its lambdas to bf16 (1.1 ** 0.5 becomes 1.046875).
     K7  NorMuon decays a weight whose update is zero; Adam does not.
     K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
-    K9  The matrices of one bank have different learning rates.
+    K9  The two matrices of an MLP have different learning rates.
     K10 The last validation uses a longer window than training, with the rotary frequencies of the last stage.
     K11 The learning rate jumps where a stage begins, also inside the cool-down.
     K12 The two gradients of one Adam update may come from different stages.
@@ -99,7 +99,7 @@ class Layer:
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
-    skip_from: int | None = None  # first add the stream that this earlier layer's MLP read (PR 186, classiclarryd)
+    skip_from: int | None = None  # first add lane 0 as it was before this earlier layer's MLP (PR 186, classiclarryd)
 
 
 RECORD74_LAYERS = (
@@ -188,7 +188,7 @@ class Optim:
     """Rates common to all parameters; `param_table` has the factors of each parameter."""
 
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
-    adam_eps: float = 1e-10  # added to the root of the second moment, without bias correction
+    adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
@@ -255,7 +255,7 @@ PRESETS = {
     # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
     # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # `record` in small: width and windows 1/8, tokens per step 1/32, steps 1/16. Its tokens are bytes.
+    # `record` in small: width and windows 1/8, tokens per step 1/32, about 1/16 of the steps. Its tokens are bytes.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
         Schedule(
@@ -282,9 +282,10 @@ def with_system(config, **knobs) -> Config:
 
 
 def resumed_config(overrides, preset) -> tuple[Config, int]:
-    """(config of the checkpoint that --resume names, its step). Overrides may change only machine and output.
+    """(config of the checkpoint that --resume names, its step). Overrides may change only the machine, the output and
+    the validation.
 
-    Raises UserError, with all differences, when an override or the preset changes a learned knob.
+    Raises UserError when an override or the preset changes another knob, and when the run is finished.
     """
     path = overrides["resume"]
     state = load_checkpoint(path)
@@ -343,7 +344,7 @@ def check_config(config, world=1):
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the number of heads must be even, and their"
             " width a multiple of 8")
     require(2 <= model.vocab_size <= 65536,
-            f"--vocab_size={model.vocab_size}: shards hold 16-bit tokens, 2 to 65536 of them")
+            f"--vocab_size={model.vocab_size}: must be 2 to 65536, as shards hold 16-bit tokens")
     require(model.backout_layer is None or model.backout_layer < len(layers),
             f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
     require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")
@@ -362,9 +363,9 @@ def check_config(config, world=1):
             " the extension included")
     starts = stage_starts(schedule)
     require(all(a < b for a, b in zip(starts, starts[1:-1])),
-            f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one")
+            f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one step")
     require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
-            f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1, and at least one scheduled step")
+            f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1 and cover a scheduled step")
     require(schedule.split_stage <= len(stages),
             f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
     require(len(schedule.muon_momentum) == 2,
@@ -517,7 +518,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
-GATE_CHANNELS = 12  # the gates read only the first channels of the stream (PR 117, classiclarryd)
+GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
 
 
 class Param(NamedTuple):
@@ -527,7 +528,7 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
     # replicated: every rank updates the whole parameter. sharded: every rank updates its part of the rows.
-    # sharded_sparse: the same, but ranks exchange only the gradient rows that a batch has touched.
+    # sharded_sparse: the same; with one micro-batch per rank, ranks exchange only the gradient rows that it touched.
     comms: str
     reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
     update_order: int = 0  # the updates run in this order
@@ -557,12 +558,12 @@ def param_table(model: Model) -> tuple[Param, ...]:
     def uniform(p, generator):
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
 
-    def qkv_and_o(p, generator):
+    def fill_sa(p, generator):
         p.copy_(torch.tensor([0.5, 1.0]))
 
-    def post(p, generator):
+    def fill_post(p, generator):
         p.fill_(1.0)
-        p[lanes_from:, 0, 1] = 1.5
+        p[lanes_from:, 0, 1] = 1.5  # of attention into lane 1
 
     def lambdas(label, shape, init, beta2, lr_mul):
         return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
@@ -593,11 +594,11 @@ def param_table(model: Model) -> tuple[Param, ...]:
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
-        lambdas("sa_lambdas", (len(layers), 2), qkv_and_o, 0.99, 5.0),
+        lambdas("sa_lambdas", (len(layers), 2), fill_sa, 0.99, 5.0),
         lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
         lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
         lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
-        lambdas("post_lambdas", (len(layers), 2, 2), post, 0.95, 1.0),  # (attention, MLP) x (lane 0, lane 1)
+        lambdas("post_lambdas", (len(layers), 2, 2), fill_post, 0.95, 1.0),  # (attention, MLP) x (lane 0, lane 1)
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0)]  # before attention, before the MLP
@@ -696,7 +697,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Draw the initial values in the order of the table; the embedding begins as the transposed head."""
+        """Draw the initial values in the order of `param_table`; the embedding begins as the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         for param in self.table:
             tensor = self.get_parameter(param.label)
@@ -740,7 +741,7 @@ class GPT(nn.Module):
         return mixes
 
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The compiled part of the forward pass. embeddings: the list that `lookup` returns."""
+        """The compiled part of the forward pass: the result of `lookup` -> final stream (N, D) after its norm."""
         model, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
@@ -771,7 +772,7 @@ class GPT(nn.Module):
                               attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
-        lane0 = x0 + mixes[0].bigram * bigram  # all other layers add the bigram embedding after attention
+        lane0 = x0 + mixes[0].bigram * bigram  # later layers add the bigram embedding after their attention
         lane1 = None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
@@ -828,8 +829,8 @@ class SparseRows:
     """Averages the gradient of a table over ranks. Ranks send only the rows that they touched (PR 221, roeeshenberg).
 
     Rank r owns the rows [r·k, (r+1)·k), k = ⌈rows/G⌉. The host knows the touched rows from the batch. The ranks
-    therefore exchange the numbers of rows on the CPU (gloo) while the device computes, and the host never waits for
-    the device.
+    therefore exchange the row counts on the CPU (gloo) while the device computes, and the host never waits for the
+    device.
     """
 
     def __init__(self, table, rows, rt):
@@ -837,7 +838,7 @@ class SparseRows:
         self.touched = np.zeros(rows, dtype=bool)
 
     def send_counts(self):
-        """Send the number of touched rows to each owner. Call this before the micro-step of an Adam step."""
+        """Send each owner the count of its touched rows. Call this before the micro-step of an Adam step."""
         rows = np.flatnonzero(self.touched).astype(np.int32)
         self.touched[:] = False
         cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)
@@ -850,7 +851,7 @@ class SparseRows:
         self.work = dist.all_to_all_single(self.counts_in, self.counts, async_op=True)
 
     def send_rows(self):
-        """Send the row numbers. Call this after the launch of the micro-step: the host waits for the counts of the
+        """Send the row indices. Call this after the launch of the micro-step: the host waits for the counts of the
         other ranks while the device computes."""
         with trace_range(f"wait {self.table}"):
             self.work.wait()
@@ -892,13 +893,13 @@ class Replicated:
         parts = flat.split([p.numel() for p in self.params.values()])
         return {label: part.view_as(p) for part, (label, p) in zip(parts, self.params.items())}
 
-    def gather_weights(self):
+    def pack_weights(self):
         return torch.cat([p.detach().float().flatten() for p in self.params.values()])
 
-    def gather_grads(self):
+    def pack_grads(self):
         return torch.cat([p.grad.float().flatten() for p in self.params.values()])
 
-    def scatter_weights(self, flat):
+    def unpack_weights(self, flat):
         for label, part in self.split(flat).items():
             self.params[label].detach().copy_(part)
 
@@ -942,7 +943,7 @@ class NorMuonAndAdam:
         self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
         for key, flat in self.replicated.state.items():
             for label, part in self.replicated.split(flat).items():
-                self.state[label][key] = part  # state_dict reads and writes the flat vectors through these views
+                self.state[label][key] = part  # so that state_dict and load_state_dict see the flat vectors
 
         # The exchange of touched rows pays only where each rank has one micro-batch per step.
         self.sparse = {label: SparseRows(label, self.params[label].size(0), rt) for label, row in self.table.items()
@@ -1031,7 +1032,7 @@ class NorMuonAndAdam:
 
     def _start_reduction(self, name):
         """Start averaging a gradient over the ranks. Returns a function that waits and gives this rank's part."""
-        grad = self.replicated.gather_grads() if name == "replicated" else self.buffers[name][1]
+        grad = self.replicated.pack_grads() if name == "replicated" else self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -1054,19 +1055,19 @@ class NorMuonAndAdam:
 
     def _update_adam(self, name, plan, grad):
         if name == "replicated":
-            p, state = self.replicated.gather_weights(), self.replicated.state
+            p, state = self.replicated.pack_weights(), self.replicated.state
             beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
         else:
             p, state, row = self.shards[name], self.state[name], self.table[name]
             (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
         t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
-        # 0-D CPU tensors (of tables): compiled code reads them at launch, so a new value needs no recompilation.
+        # Mostly 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation.
         lr = self.config.adam_lr * plan.lr_factor * lr_mul
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         weight_decay = torch.as_tensor(lr * lr * self.config.adam_wd * wd_mul)
         self.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps)
         if name == "replicated":
-            self.replicated.scatter_weights(p)
+            self.replicated.unpack_weights(p)
 
     def state_dict(self):
         """{label: {"m", "v", "mantissa", "grad"}}: full tensors on the CPU, which fit any number of ranks.
@@ -1103,7 +1104,7 @@ class StepPlan(NamedTuple):
     """The settings of one step, from `make_plan`."""
 
     step: int
-    stage: int  # index into schedule.stages
+    stage: int  # index into schedule.stages, from 0; knobs count stages from 1
     micro_batch_tokens: int  # N of a training forward pass
     max_doc_len: int
     lr_factor: float
@@ -1176,14 +1177,14 @@ def estimate_memory(config, world) -> tuple[float, float]:
     (weights, state), system, V = state_bytes(config.model), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
-    # The head keeps the gradient of the logits, in FP8 or bf16, and either its transposed FP8 copy or some bf16 logits.
+    # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     training = 14.2 * len(config.model.layers) * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces
     # Weights, gradients, and a copy of the initial weights during warm-up.
     allocated = (2 + system.compile) * weights + state / world + fixed + max(training, validation)
-    return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # validation cannot use graph memory
+    return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 
 
 def memory_report(config, device, world) -> tuple[str, bool]:
@@ -1197,7 +1198,7 @@ def memory_report(config, device, world) -> tuple[str, bool]:
 
 
 def choose_micro_batches(config, device, world) -> Config:
-    """With --micro_batches=0: choose the fewest of 8, 16, ... 128 that fit the GPU, or else the most."""
+    """With --micro_batches=0: choose the fewest of 8, 16, ... 128 that fit the GPU, else the most."""
     for count in () if config.system.micro_batches else (8, 16, 32, 64, 128):
         candidate = with_system(config, micro_batches=count)
         try:
@@ -1225,7 +1226,7 @@ def require_torch():
 
 
 def require_caches(config, device) -> list[str]:
-    """The cache folders of the compilers. Raises UserError when a folder cannot be written."""
+    """The folders in which the compilers keep their caches. Raises UserError when a folder cannot be written."""
     folders = {}
     if device.type == "cuda" and not kernels.NO_TRITON:
         folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
@@ -1273,7 +1274,7 @@ def check_start(config, world) -> Config:
 
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
-    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the head in `dtype`, not FP8."""
+    """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the exact head, not FP8."""
     h = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
 
@@ -1351,7 +1352,7 @@ class MicroStep:
 def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, eager=False):
     """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
 
-    eager: of the first micro-batch only.
+    eager: affects the first micro-batch only.
     """
     for number in range(micro_steps):
         with trace_range("data"):
@@ -1368,7 +1369,7 @@ def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_ste
 
 
 def warmup_steps(plans) -> list[int]:
-    """The first step with each key. The warm-up runs these steps, so all graphs exist before the clock starts."""
+    """The first step with each key. The warm-up runs these steps to compile and capture all graphs."""
     seen, steps = set(), []
     for plan in plans:
         keys = {("forward", plan.forward_key), ("update", plan.update_key)}
@@ -1459,7 +1460,7 @@ class Trainer:
         """`GPT.forward`, with its layers compiled."""
         embeddings = self.model.lookup(tokens, row_ids)
         for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
-            torch._dynamo.mark_dynamic(x, 0)  # one graph for all lengths: training compiles once, evaluation once
+            torch._dynamo.mark_dynamic(x, 0)  # one compiled graph for all lengths
         return self.layers(embeddings, cu_seqlens, attn)
 
     def new_loader(self, plans, config):
@@ -1530,7 +1531,7 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
-        clock.start()  # the first batch is ready and everything is compiled
+        clock.start()  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step == system.profiled.stop:
                 with clock.paused("profile"):
@@ -1713,7 +1714,7 @@ def main(argv) -> int:
 if __name__ == "__main__":
     sys.modules["train_gpt"] = sys.modules[__name__]  # tools in records/ import this module, not a second copy of it
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # under nohup it stays ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # an ignored SIGINT stays ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, even while this process waits for another one
     status = main(sys.argv[1:])
     with suppress(OSError):
