@@ -144,7 +144,7 @@ class Run:
     log: Path | None = None  # set when the run has finished
 
     def start(self, env):
-        """Starts ./run.sh. With `env` the run is parallel: it has its own process group and prints nothing on the console;
+        """Starts ./run.sh. With `env` the run is parallel: it has its own process group and prints nothing;
         self.errors keeps its stderr."""
         folders = [argument.partition("=")[2] for argument in self.arguments if argument.startswith("--log_dir=")]
         self.folder, self.errors = Path(folders[-1]), tempfile.TemporaryFile()
