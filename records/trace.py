@@ -4,12 +4,12 @@ This program reads the chrome traces of --profile=START:COUNT; its class `Profil
 region, a named range of host time (`trace_range` in train_gpt.py), that launched it. A CUDA graph is one launch for all
 kernels of a micro-step. So the trainer runs the first profiled micro-step without its graph, kernel by kernel, and
 `tell_apart` gives the regions of these kernels to the kernels of the graphs. The gaps between the many launches would
-count as idle time, so the tables leave out the first step, unless it is the only profiled step. Without a GPU, operators
-take the place of kernels, waiting for other processes takes the place of communication, and all steps count.
+count as idle time, so the tables leave out the first step, unless it is the only profiled step. Without a GPU,
+operators take the place of kernels, waiting for other processes takes the place of communication, and all steps count.
 
 An instant of time belongs to the running kernel, and to the first of several. If only NCCL runs, the instant is exposed
-communication; if nothing runs, it is idle. Contents: events to kernels with regions; numbers and their table; recording;
-main. work.py has the bytes and operations of our kernels.
+communication; if nothing runs, it is idle. Contents: events to kernels with regions; numbers and their table;
+recording; main. work.py has the bytes and operations of our kernels.
 """
 
 import gzip
@@ -79,8 +79,8 @@ class Host:
         """Ranges of the layers in compiled code, which has no marks and is one node of the backward pass.
 
         A layer begins where it calls the first of our operators. In the backward pass the first layer begins with the
-        node; the last layer ends with its last operator, since the node then adds up the gradients of all layers. A pass
-        has no ranges if it does not call one operator for each block of the layers.
+        node; the last layer ends with its last operator, since the node then adds up the gradients of all layers. A
+        pass has no ranges if it does not call one operator for each block of the layers.
         """
         calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
                        if e.get("cat") == "cpu_op" and BLOCK.match(e["name"]))
@@ -113,7 +113,7 @@ class Host:
 
 
 def kernels(events):
-    """All kernels and copies on the GPU, by start. Without a recorded launch, an item takes its predecessor's launch."""
+    """All kernels and copies on the GPU, by start. An item without a recorded launch takes its predecessor's."""
     launches = {e["args"]["correlation"]: e["ts"] for e in events
                 if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})}
     items, latest = [], {}
@@ -162,9 +162,9 @@ def tell_apart(micro_steps):
 
 
 def cover(items, free):
-    """Items by start take what they cover of free time, [(from, to), ...].
+    """Gives free time, [(from, to), ...], to the first of `items`, sorted by start, that covers it.
 
-    Returns (microseconds of each item, time that stays free)."""
+    Returns (microseconds of each item, the remaining free time)."""
     taken, passed, free = [], [], deque(free)
     for item in items:
         taken.append(0.0)
@@ -183,7 +183,7 @@ def cover(items, free):
 
 
 def analyse(trace):
-    """The numbers of a chrome trace, in milliseconds per step. Raises ValueError for a trace without steps or kernels."""
+    """The numbers of a chrome trace, in milliseconds per step. Raises ValueError if it lacks steps or kernels."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     run, gpu = trace.get("run", {}), kernels(events)
     host = Host(events, run.get("layers", ()))
@@ -202,23 +202,25 @@ def analyse(trace):
     if run.get("cuda_graphs") and len(steps) > 1:
         left_out = [i for i in items if i.launched < steps[1][0] and i.kind != "transfer"]
         steps, items = steps[1:], [i for i in items if i.launched >= steps[1][0]]
-    work = [i for i in items if i.kind == "compute"]
+    compute = [i for i in items if i.kind == "compute"]
     if gpu:
-        talk = [i for i in items if i.kind == "communication"]
-        window = min(i.start for i in work + talk), max(i.end for i in work + talk)
+        communication = [i for i in items if i.kind == "communication"]
+        window = min(i.start for i in compute + communication), max(i.end for i in compute + communication)
     else:
-        talk = [Item(name, start, end, end - start, start, region=name) for start, end, name in host.ranges
+        communication = [Item(name, start, end, end - start, start, region=name) for start, end, name in host.ranges
                 if name.startswith("wait ") and run.get("ranks") != 1]
         window = steps[0][0], steps[-1][1]
 
     ms = 1e-3 / len(steps)
     regions = defaultdict(lambda: [0.0] * 4)  # compute, communication, of that exposed, idle
-    taken, free = cover(work, [window])
-    exposed, idle = cover(talk, free)
-    for column, group, amounts in (0, work, taken), (1, talk, [i.own for i in talk]), (2, talk, exposed):
+    taken, free = cover(compute, [window])
+    exposed, idle = cover(communication, free)
+    durations = [i.own for i in communication]
+    columns = (compute, taken), (communication, durations), (communication, exposed)
+    for column, (group, amounts) in enumerate(columns):
         for item, amount in zip(group, amounts):
             regions[item.region][column] += amount * ms
-    busy = sorted(work + talk, key=lambda i: i.start)
+    busy = sorted(compute + communication, key=lambda i: i.start)
     if gpu:  # idle time belongs to the region of the next kernel
         for start, end in idle:
             regions[busy[bisect_left(busy, end, key=lambda i: i.start)].region][3] += (end - start) * ms
@@ -232,20 +234,20 @@ def analyse(trace):
     for region, amounts in regions.items():
         split[parts.get(region.partition(" ")[0], "other")] += amounts[0]
     split |= {"exposed communication": sum(exposed) * ms, "idle": sum(end - start for start, end in idle) * ms}
-    own = defaultdict(list)
+    times = defaultdict(list)  # short name -> ms of every call
     for item in items:
-        own[short(item.name)].append(item.own * ms)
-    names = [(name, len(times) / len(steps), sum(times)) for name, times in own.items()]
+        times[short(item.name)].append(item.own * ms)
+    names = [(name, len(calls_ms) / len(steps), sum(calls_ms)) for name, calls_ms in times.items()]
     numbers = [int(name.split()[1]) for _, _, name in steps]
-    counted = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
+    measured = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
     return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
-            "communication": sum(cover(talk, [window])[0]) * ms, "regions": dict(regions),
-            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, counted, len(steps)),
+            "communication": sum(cover(communication, [window])[0]) * ms, "regions": dict(regions),
+            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, measured, len(steps)),
             "items": left_out + busy}
 
 
 def rates(items, run, steps):
-    """Rows (operations, calls per step, ms per step, rate, unit of the rate, part of the measured limit) of our kernels.
+    """Rows (operations, calls per step, ms per step, rate, its unit, part of the measured limit) of our kernels.
 
     The last three values are None if the number of launches is not the expected number. Operations that share a kernel
     share a row.
@@ -379,7 +381,7 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
 
 
 class Profiler:
-    """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock stands still.
+    """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock is stopped.
 
     The first profiled micro-step runs without its CUDA graph, so that `tell_apart` can find the layers of all others.
     """
