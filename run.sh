@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up Python, fetches the data and trains on the hardware that is there. `./run.sh --help` says more.
-# Written for bash 3.2, which macOS still has: no arrays that may be empty, no mapfile.
+# Sets up Python, gets the data and trains on the hardware of this machine. `./run.sh --help` says more.
+# For bash 3.2, the version of macOS: no arrays that may be empty, no mapfile.
 set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
@@ -11,28 +11,28 @@ usage() {
   cat <<'END'
 ./run.sh [--key=value ...]    train; the arguments go to train_gpt.py (python train_gpt.py --help lists them)
 ./run.sh data [--key=value ...]
-                              only get the data that such a run needs
+                              only get the data for a run with these arguments
 ./run.sh test [argument ...]  run the tests on all cores; the arguments go to pytest (-n 0: in one process)
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
-                              train N times for each label, by turns (A B A B), then compare the runs that finished;
-                              what stands before the first label is for all; seeds count from --seed=S (1), the same
-                              for all labels; a run that fails, or Ctrl-C, is the last
+                              train N times for each label, in turn (A B A B), then compare the finished runs;
+                              arguments before the first label are for all labels; seeds count from --seed=S (1),
+                              the same for all labels; a failure or Ctrl-C ends the series
     --parallel                one run per GPU at a time; the labels take turns on every GPU
     --exchange=SHORT,LONG     two labels of different length; the comparison says what a change is worth in tokens
 ./run.sh --rerun LOG [--key=value ...]
-                              train again with the source and the settings of a log, on the data of this machine, and
-                              compare the losses; this executes the code that is in the log
+                              train again with the source and the settings of a log, on the data of this machine,
+                              and compare the losses; this executes the code in the log
 ./run.sh --help               this text
-Everywhere --key value is the same as --key=value.
+--key value is always the same as --key=value.
 
-Python  an active virtualenv, or the python3 on PATH, is used if it has torch 2.11 or newer; an active virtualenv
-        without torch gets requirements.txt installed; otherwise .venv is made here, once. With an NVIDIA GPU that is
-        the versions for GPUs in requirements.txt.
-GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, the same run within
-        its memory; no GPU: --preset=cpu, 1 process.
-Data    record, single: FineWeb, 2 GB, downloaded once to data/fineweb10B; cpu: Python's library sources, made in seconds.
-        Nothing is fetched or made when you pass --train_files=... or --resume=..., or set DATA_PATH (the folder in
-        which the trainer finds data/fineweb10B or data/stdlib). A resumed run has its preset from the checkpoint.
+Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torch 2.11 or newer. It installs
+        requirements.txt into an active virtualenv without torch. Otherwise it makes .venv here, once. With an NVIDIA
+        GPU it installs the versions for GPUs in requirements.txt.
+GPUs    8, 4 or 2 processes, as many as there are GPUs, with --preset=record; one GPU: --preset=single, the same run
+        within the GPU's memory; no GPU: --preset=cpu, 1 process.
+Data    record, single: FineWeb, 2 GB, downloaded once to data/fineweb10B; cpu: Python's library sources, made in
+        seconds. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
+        data/fineweb10B or data/stdlib), run.sh gets no data. A resumed run takes its preset from the checkpoint.
         Paths in arguments are relative to the folder of this script.
 
 Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the threads of each,
@@ -61,13 +61,13 @@ if nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; t
 
 # --- Python -----------------------------------------------------------------------------------------------------------
 
-# Prints what to install. pip cannot ask for a GPU, so the versions for GPUs are in comments of the same lines.
+# Prints the requirements. pip cannot ask for a GPU, so comments in requirements.txt hold the versions for GPUs.
 requirements() {
   if [ $gpu = yes ]; then sed 's/.*# GPU: //' requirements.txt; else cat requirements.txt; fi
 }
 
 # Prints one line: old (Python), none (no torch), torch-old, or ready followed by the packages of $2 that are missing.
-# Looks for torch without importing it, which would take seconds.
+# Does not import torch, since that takes seconds.
 probe() {
   "$1" -c 'if 1:
     import sys
@@ -83,7 +83,7 @@ probe() {
 }
 
 packages="numpy tiktoken huggingface_hub"
-[ "$(uname)" != Linux ] || packages="$packages triton"  # torch's CPU build does not bring it along
+[ "$(uname)" != Linux ] || packages="$packages triton"  # torch's CPU build does not install it
 [ $mode != test ] || packages="$packages pytest pytest-xdist"
 python="" base="" outdated=""
 for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
@@ -96,10 +96,11 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       missing=${found#ready}
       [ -n "$missing" ] || break
       say "installing$missing for $(command -v "$python")"
-      # One try: a machine without network can train on data that is there, without the other two.
+      # Only one try: a machine without a network can train on existing data without tiktoken and huggingface_hub.
       "$python" -m pip install --quiet --retries 1 -c <(requirements) $missing >&2 && break
       case "$missing" in
-        *numpy* | *triton* | *pytest*) die "could not install$missing; install by hand, or activate a virtualenv and start again" ;;
+        *numpy* | *triton* | *pytest*)
+          die "could not install$missing; install by hand, or activate a virtualenv and start again" ;;
       esac
       say "could not install$missing; going on without"
       break ;;
@@ -122,7 +123,8 @@ if [ -z "$python" ]; then
     [ -n "$base" ] || die "no Python 3.10 or newer on PATH; install one and start again"
     say "installing requirements.txt into .venv; this takes minutes, once"
     "$base" -m venv .venv >&2 ||
-      die "could not make .venv with $(command -v "$base"); its venv module may be a package of its own (Debian: python3-venv)"
+      die "could not make .venv with $(command -v "$base");" \
+        "its venv module may be a package of its own (Debian: python3-venv)"
     "$python" -m pip install -r <(requirements) >&2 ||
       die "could not install requirements.txt into .venv; pip's lines above say why; start again when that is solved"
     echo "$stamp" >.venv/installed
@@ -130,7 +132,7 @@ if [ -z "$python" ]; then
 fi
 
 case $mode in
-  test) exec "$python" -m pytest tests -q -n auto --dist loadfile "$@" ;;  # on all cores, file by file
+  test) exec "$python" -m pytest tests -q -n auto --dist loadfile "$@" ;;  # each core takes whole files
   repeat | rerun) exec "$python" records/$mode.py "$@" ;;
 esac
 
@@ -143,35 +145,37 @@ for argument in "$@"; do
     --preset | --train_files | --resume) key=$argument= ;;
     --preset=*) preset=${argument#*=} ;;
     --train_files=*) data=given ;;
-    --resume=*) resume=${argument#*=} ;;  # empty, as a log has it, it resumes nothing
+    --resume=*) resume=${argument#*=} ;;  # an empty value, as in a log, resumes nothing
   esac
 done
 [ -z "$resume" ] || data=given
 
-# Asking torch takes seconds, so it is asked only where there is a sign of a GPU; what it says counts.
+# torch decides how many GPUs there are. Asking torch takes seconds, so this happens only if there is a sign of a GPU.
 gpus=0
 if [ "$preset" != cpu ] && [ $gpu = yes ]; then
-  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') || die "torch cannot be imported; the lines above say why"
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') ||
+    die "torch cannot be imported; the lines above say why"
   [ "$gpus" -gt 0 ] ||
-    say "this machine has GPUs, but torch sees none (CPU build, old driver, or CUDA_VISIBLE_DEVICES): training on the CPU"
+    say "this machine has GPUs, but torch sees none (CPU build, old driver, or CUDA_VISIBLE_DEVICES):" \
+      "training on the CPU"
 fi
 procs=1
 for n in 2 4 8; do
   [ "$gpus" -lt $n ] || procs=$n
 done
 procs=${NPROC:-$procs}
-if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # torchrun would give one thread to each of several processes
+if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # otherwise torchrun gives each process one thread
   cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
 fi
-if [ -z "$preset$resume" ]; then  # a checkpoint brings all settings of its run
+if [ -z "$preset$resume" ]; then  # a checkpoint contains all settings of its run
   preset=record
   [ "$procs" -gt 1 ] || preset=single
   [ "$gpus" -gt 0 ] || preset=cpu
   set -- "--preset=$preset" "$@"
 fi
 
-# While these are there prepare.py need not be started: of the library's shards it makes this one last.
+# If these files exist, prepare.py need not start. It makes this shard of Python's library last.
 case "$data$preset" in
   given*) ;;
   cpu) [ -e data/stdlib/stdlib_val_000000.bin ] || "$python" data/prepare.py stdlib ;;
@@ -182,18 +186,20 @@ case "$data$preset" in
 esac
 [ $mode != data ] || exit 0
 
-# When the trainer has said in one line why it stops, torchrun adds forty of its own. They are left out, as are its warnings.
-# What was killed has said nothing: a line is made of torchrun's. The filter ignores Ctrl-C, to pass on what the others say.
+# When the trainer has printed one line about its failure, torchrun adds forty lines. This filter drops these lines and
+# torchrun's warnings. A killed process prints nothing, so the filter makes one line of torchrun's lines. The filter
+# itself ignores Ctrl-C, so it passes on the last lines of the processes.
 errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
   sub(/.*Received (Signals\.)?/, ""); sub(/ death signal.*/, ""); over = 1
   print "run.sh: ended by signal " $0 ($0 == 2 || $0 == "SIGINT" ? ": Ctrl-C" : ", from outside"); next
 }
 /^[EW][0-9]+ .*failed \(exitcode: -/ {
   sub(/.*failed \(exitcode: -/, ""); split($0, number, /[^0-9]+/); over = 1
-  print "run.sh: process " number[2] " was ended by signal " number[1] (number[1] == 9 ? ": by hand, or no memory left" : "")
+  reason = number[1] == 9 ? ": by hand, or no memory left" : ""
+  print "run.sh: process " number[2] " was ended by signal " number[1] reason
 }
 /^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode/; next} !over || /^error: /{print; fflush()}'
 
-# torchrun by its other name: the one that belongs to this Python, wherever the first on PATH comes from.
+# This is the torchrun of this Python; the torchrun on PATH may belong to another Python.
 exec "$python" -m torch.distributed.run --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
   2> >(trap '' INT TERM; exec awk "$errors" >&2)

@@ -1,4 +1,4 @@
-"""Checkpoint files: a dictionary of plain values and tensors goes in, the same dictionary comes out."""
+"""Checkpoint files. A checkpoint is a dictionary of plain values and tensors."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
 
 
 def write_checkpoint(state: dict, path: Path, keep: int):
-    """Writes a checkpoint; then the older checkpoints of its folder go, but for the newest `keep` (0: all stay)."""
+    """Writes a checkpoint, then deletes all but the newest `keep` checkpoints of its folder (0: deletes none)."""
     with atomic_write(path) as file:
         torch.save(state, file)
     for old in sorted(path.parent.glob("state_step*.pt"))[:-keep]:
@@ -19,16 +19,16 @@ def write_checkpoint(state: dict, path: Path, keep: int):
 
 
 def load_checkpoint(path) -> dict:
-    """What `write_checkpoint` wrote, tensors on the CPU and read when used; nothing in the file is executed.
+    """The dictionary that `write_checkpoint` wrote. Tensors are on the CPU and are read from the file on first use.
 
-    Raises UserError when the file is something else.
+    Executes nothing in the file. Raises UserError when the file is no checkpoint.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         complete = isinstance(state, dict) and state.keys() >= KEYS
     except OSError as error:
         raise UserError(f"{path} is no checkpoint of this trainer: {error.strerror or 'it cannot be read'}") from None
-    except Exception:  # a damaged file may raise anything, and torch's advice is about other mistakes
+    except Exception:  # a damaged file may raise any error, and torch's message would mislead the user
         complete = False
     if not complete:
         raise UserError(f"{path} is no checkpoint of this trainer: another kind of file, or damaged")
@@ -36,7 +36,7 @@ def load_checkpoint(path) -> dict:
 
 
 def require_room(folder: Path, size: int, purpose: str) -> str:
-    """How much room the disk of `folder` has for `size` bytes; UserError when that is too little."""
+    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free."""
     place = existing_folder(folder)
     free = shutil.disk_usage(place).free
     found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"

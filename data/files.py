@@ -1,4 +1,4 @@
-"""Files that a run reads and writes: errors of the user, files that appear whole or not at all, token shards.
+"""Files that a run reads and writes: user errors, atomic writes, token shards.
 
 README.md beside this file describes the format of a shard.
 """
@@ -18,13 +18,13 @@ class UserError(Exception):
 
 
 def one_line(error) -> str:
-    """What an error says, without line ends; of an OSError only the reason."""
+    """The message of an error on one line; for an OSError only the reason."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
 @contextmanager
 def user_error(message, *kinds):
-    """An OSError or one of `kinds` becomes a UserError: the message, and what the error said."""
+    """Turns an OSError, or an error of `kinds`, into a UserError: the message, then the original message."""
     try:
         yield
     except (OSError, *kinds) as error:
@@ -33,9 +33,9 @@ def user_error(message, *kinds):
 
 @contextmanager
 def atomic_write(path):
-    """A binary file to write to, which appears at `path` when it is complete and on the disk.
+    """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk.
 
-    Raises UserError when it cannot be written.
+    Raises UserError when the file cannot be written.
     """
     partial = path.with_name(path.name + ".tmp")
     try:
@@ -57,16 +57,16 @@ def atomic_write(path):
 
 
 def should_report(local) -> bool:
-    """Whether this process shall say why the run ends: one of those that torchrun started on this machine is enough.
+    """Whether this process should print why the run ends. Of the processes on one machine, one is enough.
 
     local: rank on this machine.
     """
-    time.sleep(local > 0)  # the first one usually has the same to say
-    try:  # torchrun gave each process a folder, side by side
+    time.sleep(local > 0)  # the first process usually has the same message
+    try:  # torchrun gives each process a folder of its own in one common folder
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
     except FileExistsError:
         return False
-    except (KeyError, IndexError, OSError):  # without torchrun, or its folders: better twice than never
+    except (KeyError, IndexError, OSError):  # no torchrun, or no folders: printing twice is better than never
         pass
     return True
 
@@ -77,7 +77,7 @@ def existing_folder(folder: Path) -> Path:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in the folder, which may have to be made first."""
+    """Whether this process can make files in the folder. The folder need not exist yet."""
     return os.access(existing_folder(folder), os.W_OK | os.X_OK)
 
 
@@ -108,7 +108,10 @@ def read_shard_header(path: Path) -> int:
 
 
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
-    """The tokens of a shard, the first `most` of them, uint16, checked against the vocabulary."""
+    """The first `most` tokens of a shard, uint16.
+
+    Raises UserError for a damaged file or a token outside the vocabulary.
+    """
     count = min(read_shard_header(path), most)
     with user_error(f"{path}: cannot be read"):
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
@@ -121,13 +124,16 @@ def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
 
 
 def data_root() -> Path:
-    """The folder in which relative patterns begin."""
+    """The folder to which patterns are relative."""
     return Path(os.environ.get("DATA_PATH") or Path(__file__).parents[1])
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Files that match, in name order; relative to $DATA_PATH or this folder. UserError when there are none."""
-    pattern = os.path.expanduser(pattern)  # an absolute pattern replaces the root below
+    """The files that match a pattern, in name order. Raises UserError when there are none.
+
+    A relative pattern starts at $DATA_PATH or at this repository.
+    """
+    pattern = os.path.expanduser(pattern)  # if the pattern is absolute, os.path.join drops the root
     files = sorted(map(Path, glob.glob(os.path.join(glob.escape(str(data_root())), pattern))))
     if not files:
         raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py,"

@@ -1,9 +1,9 @@
-"""Settings as text. A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs. Here knobs
-become arguments of the command line, lines of the log and parts of a checkpoint, and come back from there.
+"""Settings as text: conversion between a config and command-line arguments, log lines and checkpoints.
 
-A section may hold several items of one kind. Stages are counted from 1, and each field of a stage is a knob,
-stage<n>.<field>. Layers are counted from 0, and each layer is a knob, layer<n>, written in words: the fields in which it
-differs from a plain layer. layer<n>.<field> changes one field. The numbers of items, `stages` and `layers`, are knobs too.
+A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs. A section may hold several
+items of one kind, counted from 1 (stages) or from 0 (layers). Each field of a stage is a knob, stage<n>.<field>. Each
+layer is a knob, layer<n>, whose text names the fields in which the layer differs from a default Layer;
+layer<n>.<field> changes one field. The numbers of stages and of layers are the knobs `stages` and `layers`.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from typing import get_args, get_type_hints
 
 from data.files import UserError
 
-FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of the first
+FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
 
 
 def flatten(config) -> dict:
-    """Every knob of the config -> its value."""
+    """{knob: value} of all knobs of the config."""
     flat = {}
     for section in vars(config).values():
         for key, value in vars(section).items():
@@ -30,17 +30,17 @@ def flatten(config) -> dict:
 
 
 def render(value) -> str:
-    """A knob's value as it is written on the command line."""
+    """A knob's value as command-line text."""
     if dataclasses.is_dataclass(value):
-        plain = vars(type(value)())
-        words = [key if v is True else f"{key}={render(v)}" for key, v in vars(value).items() if v != plain[key]]
+        defaults = vars(type(value)())
+        words = [key if v is True else f"{key}={render(v)}" for key, v in vars(value).items() if v != defaults[key]]
         return " ".join(words) or "default"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def parse_value(key, text, kind, example):
-    """`text` as a value of the type `kind`; the message of a UserError shows an example."""
-    def number(part):
+    """Converts `text` to the type `kind`. Raises UserError, whose message shows the example."""
+    def finite(part):
         value = float(part)
         if not math.isfinite(value):
             raise ValueError
@@ -48,7 +48,7 @@ def parse_value(key, text, kind, example):
 
     def whole(part):
         value = int(part)
-        if abs(value) >= 2**63:  # no number of anything here, and more than torch takes
+        if abs(value) >= 2**63:  # torch has no larger integers
             raise ValueError
         return value
 
@@ -65,31 +65,31 @@ def parse_value(key, text, kind, example):
             return text
         if kind is int:
             return whole(text)
-        return number(text) if kind is float else tuple(number(part) for part in text.split(","))
+        return finite(text) if kind is float else tuple(finite(part) for part in text.split(","))
     except (ValueError, KeyError):
-        wanted = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none"}.get(
+        expected = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none"}.get(
             kind, "words that are fields of Layer" if dataclasses.is_dataclass(kind) else "comma-separated numbers")
-        raise UserError(f"--{key}={text}: expected {wanted}, for example --{key}={render(example)}") from None
+        raise UserError(f"--{key}={text}: expected {expected}, for example --{key}={render(example)}") from None
 
 
 def read_arguments(argv) -> dict[str, str]:
-    """--key=value and --key value arguments as {key: value}; the last of equal keys counts."""
-    overrides, arguments = {}, deque(argv)
+    """{key: value} of --key=value and --key value arguments; a later value replaces an earlier one."""
+    values, arguments = {}, deque(argv)
     while arguments:
         argument = arguments.popleft()
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not equals and (not arguments or arguments[0].startswith("--")):
             raise UserError(f"argument '{argument}': write --key=value (see --help)")
-        overrides[key] = text if equals else arguments.popleft()
-    return overrides
+        values[key] = text if equals else arguments.popleft()
+    return values
 
 
 def override(config, overrides):
-    """The config with other values, {knob: text}. Raises UserError on a knob or a value that it does not understand."""
+    """The config with the values of `overrides`, {knob: text}. Raises UserError for an unknown knob or a bad value."""
     overrides = dict(overrides)
 
     def resized(key, items):
-        """More layers are plain ones. More stages repeat the last but one, since the last is the extension."""
+        """Added layers are default layers. Added stages repeat the last but one, since the last is the extension."""
         count, end = parse_value(key, overrides.pop(key, str(len(items))), int, len(items)), int(key == "stages")
         if not 1 + end <= count <= 1000:
             raise UserError(f"--{key}={count}: must be {1 + end} or more, and at most 1000")
@@ -120,7 +120,7 @@ def override(config, overrides):
 
 
 def help_text(config, source) -> str:
-    """One line per knob: name, value (of stage<n> those of all stages), and the comment beside it in `source`."""
+    """One line per knob: name, value (for stage<n> the values of all stages), and the knob's comment in `source`."""
     comments, knobs = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M)), {}
     for key, value in flatten(config).items():
         name = re.sub(r"^stage\d+", "stage<n>", key)
@@ -131,7 +131,10 @@ def help_text(config, source) -> str:
 
 
 def config_from_dict(default, tree):
-    """The inverse of `dataclasses.asdict`. A missing knob has the value of `default`; UserError for an unknown knob."""
+    """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`.
+
+    Raises UserError for an unknown knob.
+    """
     def section(old, values):
         hints = get_type_hints(type(old))
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}

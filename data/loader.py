@@ -1,6 +1,6 @@
-"""Token shards -> packed documents -> batches on the device: what `train_gpt.py` trains and validates on.
+"""Reads token shards, packs documents into micro-batches, and copies them to the device.
 
-Contents: what a forward pass takes; training shards; Loader; ValidationData.
+Contents: Batch; training shards; Loader; ValidationData.
 Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the quirks K1, K2.
 """
 
@@ -16,7 +16,7 @@ from data.files import UserError, find_files, read_shard, read_shard_header
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of the bigram table for each token and its predecessor, int32; the first token has the last row. K1.
+    """Row of the bigram table for each token and its predecessor, (N,) int32; the first token has the last row. K1.
 
     PR 201, classiclarryd.
     """
@@ -28,12 +28,15 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 
 
 def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
-    """Fixed length of cu_seqlens for a row of `tokens`: compiled shapes must not depend on the documents."""
+    """Fixed length of cu_seqlens for a micro-batch of `tokens`: documents must not change compiled shapes."""
     return max(128, -(-(tokens // tokens_per_doc) // 128) * 128)
 
 
 def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
-    """[0, borders..., tokens, tokens, ...] of length `size`, int32: cumulative lengths of documents, then of empty ones."""
+    """[0, borders..., tokens, tokens, ...], (size,) int32: cumulative lengths of documents, the last ones empty.
+
+    Raises UserError when there are more documents than `size` allows.
+    """
     if len(borders) >= size:
         raise UserError(f"{len(borders)} documents in {tokens} tokens, but cu_seqlens holds {size - 1}:"
                         " lower --tokens_per_doc")
@@ -44,13 +47,13 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
 
 
 class Batch(NamedTuple):
-    """One row of packed documents: what a forward pass takes."""
+    """One micro-batch of packed documents, the input of a forward pass."""
 
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens
     cu_seqlens: Tensor  # (K,) int32
-    row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; tables by token id are not listed
-    touched: dict[str, np.ndarray]  # table -> the same rows on the host, for the exchange of touched rows
+    row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; not for tables indexed by token id
+    touched: dict[str, np.ndarray]  # table -> the same ids on the host, for the exchange of touched rows
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,7 +67,7 @@ class Batch(NamedTuple):
 
 
 def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
-    """N + 1 consecutive tokens -> a Batch on the device; through pinned memory when the device is a GPU."""
+    """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host."""
     def on_device(array):
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -76,7 +79,10 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
 
 
 class Shard:
-    """One training shard: tokens, and where its documents start."""
+    """The first `most` tokens of a training shard, and the starts and lengths of its documents.
+
+    Raises UserError when the file is damaged or has no document separator.
+    """
 
     def __init__(self, path, model, most=sys.maxsize):
         self.tokens = read_shard(path, model.vocab_size, most)
@@ -87,9 +93,10 @@ class Shard:
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
-        """Documents from number `cursor` on that fill tokens + 1 places -> (starts, lengths, next cursor).
+        """(starts, lengths, next cursor) of the documents from number `cursor` on that fill tokens + 1 places.
 
-        None if the documents run out. Documents are cut at max_doc_len, the last one also where the row is full; what is cut off is never seen.
+        None if the documents run out. Documents are cut at max_doc_len, and the last document where the micro-batch is
+        full; the loader drops the rest of a cut document.
         """
         lengths = np.minimum(self.lengths[cursor:cursor + tokens + 1], max_doc_len)
         total = np.cumsum(lengths)
@@ -101,45 +108,47 @@ class Shard:
 
 
 def survey_training_data(config, stage_steps) -> tuple[str, bool]:
-    """(what was found in the headers and in the beginning of the first shard, whether it surely lasts for the run).
+    """(a line about the training data, whether the data certainly lasts for the run).
 
-    stage_steps: steps of every stage. Raises UserError when no run can train on these files.
+    Reads all headers and the beginning of the first shard. stage_steps: number of steps of every stage. Raises
+    UserError when no run can train on these files.
     """
     files, stages = find_files(config.data.train_files), config.schedule.stages
-    have, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
-    lengths = Shard(files[0], config.model, 2**22).lengths
+    counts, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
+    lengths, available = Shard(files[0], config.model, 2**22).lengths, sum(counts)
     longest = batches.max() // config.system.micro_batches + 1
-    if longest > max(have):
-        raise UserError(f"{config.data.train_files}: the longest shard has {max(have)} tokens, a row of the batch"
-                        f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more --micro_batches")
-    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]
-    least, about = (stage_steps @ tokens for tokens in (batches, batches / kept))
-    found = (f"{len(files)} files, {sum(have):,} tokens; the run takes {least:,}, with what is cut off long documents"
-             f" about {about:,.0f}: {about / sum(have):.2f} passes")
-    if config.data.data_end == "wrap" or about <= sum(have):
+    if longest > max(counts):
+        raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
+                        f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
+                        " --micro_batches")
+    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
+    trained, required = (stage_steps @ tokens for tokens in (batches, batches / kept))
+    found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
+             f" about {required:,.0f}: {required / available:.2f} passes")
+    if config.data.data_end == "wrap" or required <= available:
         return found, True
     found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
-    if least > sum(have):
+    if trained > available:
         raise UserError(found)
     return found, False
 
 
 def survey_validation_data(config) -> str:
-    """What the headers say; UserError when the files hold fewer tokens than validation takes."""
+    """A line about the validation data. Raises UserError when the files hold too few tokens."""
     counts = [read_shard_header(path) for path in find_files(config.data.val_files)]
     require_validation_tokens(config, sum(counts))
     return f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
 
 
 class Loader:
-    """Training batches of one rank; all numbers of ranks see the same documents in the same order.
+    """Training batches of one rank. The order of documents does not depend on the number of ranks.
 
-    A step takes `micro_batches` rows of documents; row j goes to rank j mod G as micro-step j div G. A row that does
-    not fit into the rest of a shard starts on the next shard. (The reference repeats all G rows of a micro-step there,
-    so its order depends on G after the first shard; ours is its order on one rank.) One thread builds the next batch,
-    another one reads the next shard.
+    A step takes `micro_batches` micro-batches; number j goes to rank j mod G as micro-step j div G. A micro-batch that
+    does not fit into the rest of a shard starts on the next shard. (The reference then repeats all G micro-batches of
+    the micro-step, so after the first shard its order depends on G; our order is its order on one rank.) One thread
+    builds the next batch, another thread reads the next shard.
 
-    plans: of the steps to serve, in order.
+    plans: the plans of the steps to serve, in order.
     """
 
     def __init__(self, config, rt, plans, warn=print):
@@ -150,9 +159,9 @@ class Loader:
         self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
 
     def state_dict(self):
-        """index, part: step (place in `plans`) and micro-step that come next; shard, cursor: document that comes next.
+        """index, part: the next step (position in `plans`) and micro-step; shard, cursor: the next document.
 
-        It describes what `next_batch` has handed out, not what was read ahead.
+        The state follows the batches that `next_batch` has returned, not the batches that were read ahead.
         """
         return dict(self.state)
 
@@ -175,13 +184,13 @@ class Loader:
         return Shard(self.files[index % len(self.files)], self.config.model)
 
     def _batches(self, index, part, shard, cursor):
-        """Yields (batch, event after its copies, state after it), from a state on."""
-        current, coming = self._shard(shard), self.reader.submit(self._shard, shard + 1)
+        """Yields (batch, event after its copies, state after the batch), beginning at a state."""
+        current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
         while index < len(self.plans):
             tokens, max_doc_len = self.plans[index].micro_batch_tokens, self.plans[index].max_doc_len
             for rank in range(self.rt.world):
                 tried = 0
-                while (row := current.pack(cursor, tokens, max_doc_len)) is None:
+                while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
                     shard, cursor, tried = shard + 1, 0, tried + 1
                     if tried > len(self.files):
                         raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
@@ -191,8 +200,8 @@ class Loader:
                                         " --data_end=wrap")
                     if shard == len(self.files):
                         self.warn("training data exhausted: starting again with the first shard")
-                    current, coming = coming.result(), self.reader.submit(self._shard, shard + 1)
-                starts, lengths, cursor = row
+                    current, following = following.result(), self.reader.submit(self._shard, shard + 1)
+                starts, lengths, cursor = packed
                 if rank == self.rt.rank:
                     batch = self._batch(current, starts, lengths, tokens)
             last_part = self.config.system.micro_batches // self.rt.world - 1
@@ -200,35 +209,39 @@ class Loader:
             yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
     def _batch(self, shard, starts, lengths, tokens):
-        """One row -> (Batch on the device, event after its copies). K2."""
-        run_of_tokens = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
+        """(Batch on the device, event after its copies or None) of the packed documents. K2."""
+        joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
         if self.stream is None:
-            return make_batch(run_of_tokens, cu, self.config, self.rt.device), None
-        torch.cuda.set_device(self.rt.device)  # the current device belongs to the thread
+            return make_batch(joined, cu, self.config, self.rt.device), None
+        torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         with torch.cuda.stream(self.stream):
-            return make_batch(run_of_tokens, cu, self.config, self.rt.device), self.stream.record_event()
+            return make_batch(joined, cu, self.config, self.rt.device), self.stream.record_event()
 
 
-def require_validation_tokens(config, have):
-    """UserError when the validation files hold fewer than validation takes: one more than it predicts."""
-    need = config.data.val_tokens + 1
-    if have < need:
-        raise UserError(f"{config.data.val_files} holds {have} tokens, validation needs {need}: lower --val_tokens")
+def require_validation_tokens(config, available):
+    """Raises UserError when the validation files hold too few tokens. The last target needs one token more."""
+    required = config.data.val_tokens + 1
+    if available < required:
+        raise UserError(f"{config.data.val_files} holds {available} tokens, validation needs {required}:"
+                        " lower --val_tokens")
 
 
 class ValidationData:
-    """The first `val_tokens` of the validation files in pieces of `val_batch_tokens`, which cut documents."""
+    """The first `val_tokens` tokens of the validation files, in pieces of `val_batch_tokens`; iterating yields Batches.
+
+    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut.
+    """
 
     def __init__(self, config, rt):
         self.config, self.rt = config, rt
-        need, have, parts = config.data.val_tokens + 1, 0, []
+        missing, parts = config.data.val_tokens + 1, []
         for path in find_files(config.data.val_files):
-            parts.append(read_shard(path, config.model.vocab_size, need - have))
-            have += len(parts[-1])
-        require_validation_tokens(config, have)
+            parts.append(read_shard(path, config.model.vocab_size, missing))
+            missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
+        require_validation_tokens(config, len(self.tokens))
 
     def __iter__(self):
         n = self.config.data.val_batch_tokens

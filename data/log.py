@@ -1,4 +1,4 @@
-"""The log of a run: its file and the console, and the header that says all that is needed to repeat the run."""
+"""The log of a run, on file and console, and its header, which is enough to repeat the run."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Log:
     """The log file and the console of rank 0; other ranks write nothing.
 
-    Every line is written at once, so a run that is killed loses none.
+    The file is line-buffered, so a killed run loses no line.
     """
 
     def __init__(self, config, rt):
@@ -35,9 +35,9 @@ class Log:
     def line(self, text, console=True, file=True, end="\n"):
         if not self.is_main:
             return
-        with user_error(self.write_error):  # a run that is not written down is worth nothing
+        with user_error(self.write_error):  # a run without a log is useless
             if file:
-                self.file.write(text + "\n")  # one write (2.4 µs, Xeon at 2.5 GHz): the loader's thread writes, too
+                self.file.write(text + "\n")  # one call (2.4 µs, Xeon at 2.5 GHz): the loader's thread also writes
             if console:
                 print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
 
@@ -51,7 +51,7 @@ class Log:
 def loaded_sources() -> dict[str, str]:
     """{path: text} of train_gpt.py, then of every other loaded module of this repository.
 
-    The packages of a Python environment that lies in the repository are left out.
+    Skips the packages of a Python environment inside the repository.
     """
     script = ROOT / "train_gpt.py"
     files = {Path(file).resolve() for module in [*sys.modules.values()]
@@ -62,9 +62,9 @@ def loaded_sources() -> dict[str, str]:
 
 
 def published(text) -> str:
-    """A value, or --key=value, whose value is a path: relative to the repository, or else only its last part.
+    """A value, or a --key=value argument, with a path made relative to the repository, or cut to its last part.
 
-    Logs are published, and folders tell names. What is no path stays as it is.
+    Logs are published, and folder names may be private. A value that is not a path does not change.
     """
     key, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
     if not value.startswith(("/", "..", "~")):
@@ -74,25 +74,26 @@ def published(text) -> str:
 
 
 def revision(sources) -> str:
-    """The commit of the repository, and whether the sources are those of the commit."""
+    """The commit of the repository, and whether the sources have changed since the commit."""
     def git(*words):
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return f"{git('rev-parse', 'HEAD')} {'with changes' if git('status', '--porcelain', '--', *sources) else 'clean'}"
+        changed = git("status", "--porcelain", "--", *sources)
+        return f"{git('rev-parse', 'HEAD')} {'with changes' if changed else 'clean'}"
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def write_header(log, argv, sources: dict, data, machine: dict, settings: dict):
-    """Sources, versions, machine, command, data, settings: what `./run.sh --rerun LOG` needs.
+    """Writes sources, versions, machine, command, data and settings; `./run.sh --rerun LOG` reads them.
 
-    argv: arguments of the run; sources {path: text}; data: section of the config; machine: what to say of the hardware;
-    settings {knob: text}.
+    argv: arguments of the run; sources: {path: text}; data: section of the config; machine: {key: value} of the
+    hardware; settings: {knob: text}.
     """
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
-        gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # nobody's processes and paths
+        gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
     except FileNotFoundError:
         gpus = "nvidia-smi: not found"
     triton = sys.modules.get("triton")
@@ -103,7 +104,7 @@ def write_header(log, argv, sources: dict, data, machine: dict, settings: dict):
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)
     facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
               if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
-              and not key.startswith("TORCHELASTIC")}  # these differ from run to run
+              and not key.startswith("TORCHELASTIC")}  # these variables differ between runs
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,

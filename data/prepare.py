@@ -1,12 +1,12 @@
-"""Make token shards for train_gpt.py; data/README.md has the format and what the trainer does with them.
+"""Make token shards for train_gpt.py. data/README.md describes the format and how the trainer reads shards.
 
     python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub
-    python data/prepare.py text PATH --out NAME  your own text files or folders; ends with the command that trains on them
-    python data/prepare.py stdlib                bytes of Python's own library: no network, nothing to choose, 9 MB
+    python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
+    python data/prepare.py stdlib                bytes of Python's own library: 9 MB, no network, no options
 
-Texts are cut at line ends into documents of about 1000 tokens, since the loader takes the head of a document and drops the rest.
-Results lie in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard gets its name once it is finished
-and verified; whatever was interrupted or is damaged is continued or made again by the same command.
+Texts are cut at line ends into documents of about 1000 tokens, since the loader uses the beginning of a document and
+drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard
+gets its name when it is finished and verified. After an interruption or damage, run the same command again.
 """
 import argparse
 import hashlib
@@ -32,17 +32,17 @@ from data import loader  # noqa: E402
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-# A document ends at the first line end after so many characters: about 1000 tokens of either kind. Were files documents, the
-# loader would see 5% of the library's sources at 1024 tokens per document; this way it sees 99%.
+# A document ends at the first line end after this many characters, which are about 1000 tokens. If each file were a
+# document, the loader would use 5% of the library's sources at 1024 tokens per document; with this cut it uses 99%.
 DOCUMENT_CHARACTERS = {GPT2_SEPARATOR: 4000, BYTE_SEPARATOR: 1000}
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
 FINEWEB_SHARDS = 9  # more than one record run reads
 
-STDLIB_BYTES = 9_000_000  # a little less than any Python since 3.10 has, so that all give about the same
+STDLIB_BYTES = 9_000_000  # slightly less than any library since Python 3.10, so all versions give about the same size
 STDLIB_SHARD_TOKENS = 4_000_000  # three training shards, so that short runs change shards too
-# Tests, two applications and tables of hexadecimal numbers; installed packages differ from machine to machine.
+# Tests, two applications, tables of hexadecimal numbers, and installed packages, which differ between machines.
 STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -50,7 +50,7 @@ STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-package
 # Shards
 
 def folder_of(name: str) -> Path:
-    """Where the shards of that name lie: where the trainer looks for them."""
+    """The folder of the shards called `name`; the trainer looks for shards there."""
     return data_root() / "data" / name
 
 
@@ -63,30 +63,32 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def pack(documents, limit: int):
-    """Yields the token arrays of `documents` joined and cut into pieces of `limit` tokens; the last may be shorter."""
-    pending, have = [], 0
+    """Joins the token arrays of `documents` and yields pieces of `limit` tokens; the last piece may be shorter."""
+    pending, count = [], 0
     for tokens in documents:
         pending.append(tokens)
-        have += len(tokens)
-        if have >= limit:
+        count += len(tokens)
+        if count >= limit:
             joined = np.concatenate(pending)
-            whole = have - have % limit
+            whole = count - count % limit
             yield from joined[:whole].reshape(-1, limit)
-            pending, have = [joined[whole:].copy()], have % limit
-    if have:
+            pending, count = [joined[whole:].copy()], count % limit
+    if count:
         yield np.concatenate(pending)
 
 
 def report(folder: Path, prefix: str, separator: int) -> None:
-    """Prints what the finished shards of a folder hold. The entropy is the loss of a model that knows only how frequent
-    each byte is; a trained one has to be below it."""
+    """Prints the numbers of documents, tokens and shards in a folder, and for bytes the unigram entropy.
+
+    A trained model must have a lower loss than the unigram entropy.
+    """
     count, shards = {}, {}
     for part in ("train", "val"):
         shards[part] = sorted(folder.glob(f"{prefix}_{part}_*.bin"))
         count[part] = np.zeros(2**16, np.int64)
         for path in shards[part]:
             tokens = read_shard(path, separator + 1)
-            for i in range(0, len(tokens), 2**22):  # bincount makes an int64 copy, so not the whole shard at once
+            for i in range(0, len(tokens), 2**22):  # in pieces, since bincount makes an int64 copy
                 count[part] += np.bincount(tokens[i:i + 2**22], minlength=2**16)
     train, val = count["train"], count["val"]
     print(f"{folder.name}: {train[separator] + val[separator]:,} documents, {train.sum():,} training and {val.sum():,} "
@@ -97,23 +99,24 @@ def report(folder: Path, prefix: str, separator: int) -> None:
 
 
 def most_documents(lengths: np.ndarray, tokens: int) -> int:
-    """The most documents of these lengths, one after another, that `tokens` tokens can touch; the first may have begun before."""
+    """The largest number of documents that `tokens` consecutive tokens can touch; the first may begin earlier."""
     ends = np.cumsum(lengths)
     return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
 
 
 def training_arguments(name: str, separator: int) -> list[str]:
-    """The trainer's arguments for the shards of data/NAME: the preset of their tokenizer, and what has to differ from it for the
-    amount of text there is and the lengths of its documents."""
+    """The trainer's arguments for the shards of data/NAME: a preset, and changes that fit the preset to the amount of
+    text and the lengths of the documents. Raises UserError when there is too little text."""
     preset = "cpu" if separator == BYTE_SEPARATOR else "record"
-    import train_gpt  # the knobs of the presets; the other commands do without
+    import train_gpt  # only this command needs it, for the presets
     config = train_gpt.PRESETS[preset]
     data, stages, micro_batches = config.data, config.schedule.stages, config.system.micro_batches
-    given = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
+    arguments = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
 
-    # Of a shard's end that fills no row nothing is seen, so the longest row is an eighth of the longest shard at most, or 2048.
-    cut = min(stage.max_doc_len for stage in stages)
-    lengths = [np.minimum(loader.Shard(path, config.model).lengths, cut) for path in find_files(given["train_files"])]
+    # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an
+    # eighth of the longest shard's tokens, or 2048.
+    max_doc_len, train_files = min(stage.max_doc_len for stage in stages), find_files(arguments["train_files"])
+    lengths = [np.minimum(loader.Shard(path, config.model).lengths, max_doc_len) for path in train_files]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
         micro_batches *= 2
@@ -121,32 +124,34 @@ def training_arguments(name: str, separator: int) -> list[str]:
         raise UserError(f"the longest training shard keeps {longest} tokens of its documents, a row of the batch takes"
                         f" {largest // micro_batches + 1}: more text is needed")
 
-    # All validation tokens, but for a few, in as few pieces as the preset allows.
-    validation = [read_shard(path, separator + 1) for path in find_files(given["val_files"])]
-    have, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
-    if have < 16:
-        raise UserError(f"{have + 1} validation tokens, at least 17 are needed: more text, or a larger --val-fraction")
-    if have < val_tokens:
-        pieces = -(-have // piece)
-        piece = have // pieces // 16 * 16
+    # Nearly all validation tokens, in as few pieces as the preset allows.
+    validation = [read_shard(path, separator + 1) for path in find_files(arguments["val_files"])]
+    available, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
+    if available < 16:
+        raise UserError(f"{available + 1} validation tokens, at least 17 are needed: more text, or a larger"
+                        " --val-fraction")
+    if available < val_tokens:
+        pieces = -(-available // piece)
+        piece = available // pieces // 16 * 16
         val_tokens = pieces * piece
 
-    rows = [(n, stage.batch_tokens // micro_batches) for n in lengths for stage in stages]
-    rows += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
+    # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
+    passes = [(n, stage.batch_tokens // micro_batches) for n in lengths for stage in stages]
+    passes += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
     tokens_per_doc = data.tokens_per_doc
-    for n, row in rows:
-        if len(n) and (most := most_documents(n, row + 1)) >= loader.cu_seqlens_size(row, tokens_per_doc):
-            tokens_per_doc = max(1, row // (most + 1))
+    for n, tokens in passes:
+        if len(n) and (most := most_documents(n, tokens + 1)) >= loader.cu_seqlens_size(tokens, tokens_per_doc):
+            tokens_per_doc = max(1, tokens // (most + 1))
 
     fitting = {"micro_batches": micro_batches, "val_tokens": val_tokens, "val_batch_tokens": piece,
                "tokens_per_doc": tokens_per_doc, "sample_tokens": 200, "sample_prompt": ""}
-    usual = train_gpt.flatten(config)
-    given |= {key: value for key, value in fitting.items() if value != usual[key]}
-    return [f"--{key}={value}" for key, value in given.items()]
+    defaults = train_gpt.flatten(config)
+    arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
+    return [f"--{key}={value}" for key, value in arguments.items()]
 
 
 def report_command(name: str, separator: int) -> None:
-    """Prints how to train on the shards of data/NAME, after the trainer's own checks of the data, as the last line."""
+    """Checks the shards of data/NAME as the trainer does, then prints the command that trains on them."""
     import train_gpt
     try:
         arguments = training_arguments(name, separator)
@@ -165,25 +170,25 @@ def report_command(name: str, separator: int) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # FineWeb
 
-# The only two functions that use the network for FineWeb. What arrives is never executed, only read as numbers.
+# Only these two functions use the network for FineWeb. Nothing that they download is executed.
 
 def hub_metadata(name: str) -> tuple[int, str]:
-    """The size and the checksum that the hub has for one file of the dataset. Fails at once when offline."""
+    """The size and the checksum of one file of the dataset on the hub. Fails at once when offline."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
     return metadata.size, metadata.etag
 
 
 def hub_fetch(name: str, folder: Path) -> Path:
-    """Downloads one file of the dataset into `folder`, with a progress bar; goes on where a broken connection stopped it."""
+    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download."""
     from huggingface_hub import hf_hub_download
     return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder))
 
 
 def verify(path: Path, size, checksum) -> None:
-    """UserError when a shard of FineWeb is damaged, or differs from what the hub has (None: unknown)."""
-    if size is not None and (have := path.stat().st_size) != size:
-        raise UserError(f"{path}: {have} bytes, the hub has {size}")
+    """Raises UserError when a shard is damaged, or differs from the hub's size or checksum (None: unknown)."""
+    if size is not None and (found := path.stat().st_size) != size:
+        raise UserError(f"{path}: {found} bytes, the hub has {size}")
     if re.fullmatch("[0-9a-f]{64}", checksum or ""):  # the hub's checksum of a large file is its SHA-256
         digest = hashlib.sha256()
         with open(path, "rb") as file:
@@ -195,25 +200,25 @@ def verify(path: Path, size, checksum) -> None:
 
 
 def fineweb(shards: int) -> None:
-    """Shards that are there are verified, too; without network only by what they hold."""
+    """Downloads missing shards and verifies all shards; without a network it can check only headers and tokens."""
     if not 1 <= shards <= HUB_SHARDS:
         raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
     folder, offline = folder_of("fineweb10B"), None
     partial = folder / ".partial"
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
 
-    def reason(error):  # the hub's client has a dozen kinds; all mean that the file cannot be had
+    def reason(error):  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch the file
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
     for i, name in enumerate(names, 1):
-        path, promised = folder / name, (None, None)
+        path, metadata = folder / name, (None, None)
         try:
-            promised = promised if offline else hub_metadata(name)
+            metadata = metadata if offline else hub_metadata(name)
         except Exception as error:
             offline = error
         if path.exists():
             try:
-                verify(path, *promised)
+                verify(path, *metadata)
                 compared = f"not compared with the hub ({reason(offline)})" if offline else "as on the hub"
                 print(f"{name}: already there, {compared}")
                 continue
@@ -229,9 +234,9 @@ def fineweb(shards: int) -> None:
             raise UserError(f"{name}: cannot be fetched from the hub ({reason(error)}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            verify(arrived, *promised)
+            verify(arrived, *metadata)
         except UserError as error:
-            arrived.unlink()  # or the hub's client would take it for finished
+            arrived.unlink()  # otherwise the hub's client would keep the file as finished
             raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
         os.replace(arrived, path)
     shutil.rmtree(partial, ignore_errors=True)
@@ -242,7 +247,7 @@ def fineweb(shards: int) -> None:
 # Text
 
 def walk(root: Path, skip=frozenset()):
-    """Yields (name relative to root, path) of the files under root, sorted by name; hidden ones and `skip` left out."""
+    """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
@@ -259,42 +264,46 @@ def load_tokenizer(kind: str):
         try:
             import tiktoken
             return tiktoken.get_encoding("gpt2").encode_ordinary, GPT2_SEPARATOR
-        except (ImportError, OSError, ValueError) as error:  # not installed, no network, damaged on its way
+        except (ImportError, OSError, ValueError) as error:  # not installed, no network, damaged download
             reason = f"GPT-2's tokenizer cannot be had ({type(error).__name__})"
             if kind == "gpt2":
-                raise UserError(f"{reason}: install tiktoken and run this once with network, or use --tokenizer bytes") from error
+                raise UserError(f"{reason}: install tiktoken and run this once with network, or use"
+                                " --tokenizer bytes") from error
             print(f"{reason}: using bytes instead, separator {BYTE_SEPARATOR}")
     return lambda text: np.frombuffer(text.encode(), np.uint8), BYTE_SEPARATOR
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; raises UnicodeDecodeError when it is not UTF-8. Line ends stay as they are."""
+    """The text of a file, with its line ends. Raises UnicodeDecodeError when it is not UTF-8."""
     return path.read_bytes().decode("utf-8")
 
 
 def rank(key: str) -> tuple[int, str]:
-    """A fixed shuffle of files: the same on every machine, and mostly kept when files come or go."""
+    """Sort key of a fixed shuffle of files: equal on all machines, and little changed by new or deleted files."""
     return zlib.crc32(key.encode("utf-8", "surrogateescape")), key
 
 
 def cut(text: str, characters: int) -> list[str]:
-    """The text in pieces that end at the first line end after so many characters."""
+    """Cuts the text into pieces, each at the first line end after `characters` characters."""
     return re.findall(rf".{{{characters}}}.*?\n|.+", text, re.DOTALL)
 
 
 def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
-    """The files to validate on: the first by rank() that make up `val_fraction` of the size."""
-    val, have, want = set(), 0, val_fraction * sum(sizes.values())
-    for key in sorted(sizes, key=rank)[:-1]:  # one at least is left for training
-        if have < want:
+    """The validation files: the first files in the order of rank() that make up `val_fraction` of the size."""
+    val, size, target = set(), 0, val_fraction * sum(sizes.values())
+    for key in sorted(sizes, key=rank)[:-1]:  # at least one file remains for training
+        if size < target:
             val.add(key)
-            have += sizes[key]
+            size += sizes[key]
     return val
 
 
 def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int) -> int:
-    """Tokenises `files` (by name relative to where they were found) in their order into the shards of data/NAME.
-    Reads files one at a time and holds one training shard, or all of validation. Returns the separator."""
+    """Tokenises `files`, {relative name: path}, in their order into the shards of data/NAME; returns the separator.
+
+    Reads one file at a time; the memory holds one training shard, or all validation tokens. Raises UserError when there
+    is too little text.
+    """
     sizes, binary, empty = {}, 0, 0
     for key, path in files.items():
         try:
@@ -312,12 +321,13 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     characters = DOCUMENT_CHARACTERS[separator]
     val, total = split(sizes, val_fraction), sum(sizes.values())
     whole = 0 < sum(sizes[key] for key in val) <= 4 * val_fraction * total
-    if not whole:  # files too few and large for that share: single documents of them validate
+    if not whole:  # there are too few or too large files for this share, so single documents validate
         documents = {f"{key} {i}": len(document) for key in sizes
                      for i, document in enumerate(cut(read_text(files[key]), characters))}
         if len(documents) < 2:
-            raise UserError(f"{total} characters of text in {len(sizes)} usable files: two files at least, or one of more than"
-                            f" {characters} characters in several lines, to have something to train and something to validate on")
+            raise UserError(f"{total} characters of text in {len(sizes)} usable files: two files at least, or one of"
+                            f" more than {characters} characters in several lines, to have something to train and"
+                            " something to validate on")
         val = split(documents, val_fraction)
 
     def tokens(part):
@@ -328,7 +338,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
                 if whole or (f"{key} {i}" in val) == (part == "val"):
                     yield np.concatenate([[separator], encode(document)]).astype(np.uint16)
 
-    # Everything is made in a folder of its own and renamed at the end, validation last: its presence tells that the
+    # Shards are written to a temporary folder and renamed at the end, the validation shard last: if it exists, the
     # shards belong together and are complete.
     folder = folder_of(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -338,7 +348,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         for i, shard in enumerate(pack(tokens("val"), MAX_SHARD_TOKENS)):
             write_shard(Path(made, f"{name}_val_{i:06d}.bin"), shard)
         folder.mkdir(exist_ok=True)
-        for part in ("val", "train"):  # of an earlier build, which may have had more
+        for part in ("val", "train"):  # shards of an earlier build, which may have been more
             for old in folder.glob(f"{name}_{part}_*.bin"):
                 old.unlink()
         for shard in sorted(Path(made).iterdir()):
@@ -363,16 +373,16 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
         for key, path in walk(root) if root.is_dir() else [(root.name, root)]:
             if path.resolve() not in known and path.is_file():
                 known.add(path.resolve())
-                # Keys hold no machine's paths: where the same text lies must not change its split.
+                # Keys are relative, so the split does not depend on the folder's place on the machine.
                 files[key if key not in files else f"{key} {len(files)}"] = path
     report_command(out, build(out, files, tokenizer, val_fraction, shard_tokens))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The embedded default
+# Python's library
 
 def stdlib() -> None:
-    """Identical shards for identical library sources."""
+    """Makes shards of Python's library. Equal sources give equal shards."""
     folder = folder_of("stdlib")
     if all((folder / f"stdlib_{shard}.bin").exists() for shard in ("train_000001", "val_000000")):
         try:
@@ -382,13 +392,14 @@ def stdlib() -> None:
         except UserError as error:
             print(f"damaged, building it again: {error}")
     root = Path(sysconfig.get_path("stdlib"))
-    # Names with a dash, and _sysconfigdata, come from how this Python was built and hold its paths.
+    # Files with a dash in their name, and _sysconfigdata, describe the build of this Python and contain its paths.
     files = {key: path for key, path in walk(root, STDLIB_SKIP)
-                 if key.endswith(".py") and "-" not in key and not key.startswith("_sysconfigdata")}
+             if key.endswith(".py") and "-" not in key and not key.startswith("_sysconfigdata")}
     total = sum(path.stat().st_size for path in files.values())
     if total < STDLIB_BYTES // 2:
-        raise UserError(f"{root}: only {total} bytes of library sources here; use `prepare.py text` with text of your own")
-    # rank() also spreads what is left out evenly. It cuts at its end, validation takes from its start.
+        raise UserError(f"{root}: only {total} bytes of library sources here; use `prepare.py text` with text of your"
+                        " own")
+    # rank() drops an even sample of the files, from the end of its order; validation files are at the start.
     keep = 2**32 * STDLIB_BYTES / total
     files = {key: path for key, path in files.items() if rank(key)[0] < keep}
     build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS)
@@ -401,15 +412,18 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="fineweb|text|stdlib")
     command = commands.add_parser("fineweb", help="download tokenised FineWeb")
     command.set_defaults(run=fineweb)
-    command.add_argument("--shards", type=int, default=FINEWEB_SHARDS, help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
+    command.add_argument("--shards", type=int, default=FINEWEB_SHARDS,
+                         help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
     command = commands.add_parser("text", help="tokenise text files")
     command.set_defaults(run=text)
-    command.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder with such files")
+    command.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
-    command.add_argument("--val-fraction", type=float, default=0.05, help="share of the text for validation (default %(default)s)")
-    command.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens per training shard (default %(default)s)")
+    command.add_argument("--val-fraction", type=float, default=0.05,
+                         help="share of the text for validation (default %(default)s)")
+    command.add_argument("--shard-tokens", type=int, default=100_000_000,
+                         help="tokens per training shard (default %(default)s)")
     command.add_argument("--tokenizer", choices=("gpt2", "bytes", "auto"), default="auto",
-                         help="auto: gpt2, or bytes where there is no GPU or GPT-2's files cannot be had (default %(default)s)")
+                         help="auto: gpt2, or bytes without a GPU or without GPT-2's files (default %(default)s)")
     commands.add_parser("stdlib", help="Python's own library as bytes").set_defaults(run=stdlib)
     args = vars(parser.parse_args(argv))
     try:

@@ -1,8 +1,8 @@
-"""The table of `python train_gpt.py --check`: what a run with these arguments would meet here, and whether it would start.
+"""The table of `python train_gpt.py --check`: whether a run with these arguments would start on this machine.
 
-Each of CHECKS takes (config, number of ranks) and returns what it found. It raises UserError when the run will not
-start, CheckWarning when the run may fail later. A start makes the same checks without this file, in train_gpt.py, and
-stops at the first failure.
+Each function in CHECKS takes (config, number of ranks) and returns a description. It raises UserError if the run will
+not start, CheckWarning if the run may fail later. Every run makes the same checks without this file, in train_gpt.py,
+and stops at the first failure.
 """
 
 import getpass
@@ -21,18 +21,18 @@ from records import work
 
 
 class CheckWarning(UserError):
-    """A start says so and goes on."""
+    """A problem that a run reports without stopping."""
 
 
 def check_versions(config, world):
-    """Those of Python and of what it imports."""
+    """Versions of Python and of the packages."""
     T.require_torch()
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
             f" Triton {T.kernels.triton.__version__}")
 
 
 def check_device(config, world):
-    """The CPU or this process's GPU, and what it offers."""
+    """The CPU or this process's GPU, and its capabilities."""
     device, name = T.find_device(config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -46,7 +46,7 @@ def check_kernels(config, world):
 
 
 def check_training_data(config, world):
-    """From all headers and the beginning of the first shard."""
+    """Reads all headers and the beginning of the first shard."""
     found, lasts = loader.survey_training_data(config, np.diff(T.stage_starts(config.schedule)))
     if not lasts:
         raise CheckWarning(found)
@@ -54,18 +54,18 @@ def check_training_data(config, world):
 
 
 def check_validation_data(config, world):
-    """From all headers."""
+    """Reads all headers."""
     return loader.survey_validation_data(config)
 
 
 def check_checkpoint(config, world):
-    """The one to go on from; parse_config has read it."""
+    """The checkpoint of --resume; parse_config has read it."""
     state = load_checkpoint(config.system.resume)
     return f"{config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
 def check_caches(config, world):
-    """The folders in which the compilers keep what they made."""
+    """The folders of the compilers' caches."""
     folders = T.require_caches(config, T.find_device(config))
     try:
         getpass.getuser()
@@ -77,12 +77,12 @@ def check_caches(config, world):
 
 
 def check_disk(config, world):
-    """Room for what rank 0 writes."""
+    """Disk space for the files of rank 0."""
     return T.require_disk(config)
 
 
 def check_memory(config, world):
-    """The estimate against what the GPU has free."""
+    """The estimated memory, compared with the free memory of the GPU."""
     found, enough = T.memory_report(config, T.find_device(config), world)
     if not enough:
         raise CheckWarning(found)
@@ -90,33 +90,35 @@ def check_memory(config, world):
 
 
 def expected_time(config, world):
-    """From seconds per token with the default kernels: of an H200 (790 TFLOP/s in bf16; records), of two cores (README)."""
+    """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (README)."""
     device, schedule = T.find_device(config), config.schedule
-    if config.model != T.PRESETS["cpu" if device.type == "cpu" else "record74"].model or config.system.kernels != "auto":
+    model = T.PRESETS["cpu" if device.type == "cpu" else "record74"].model
+    if config.model != model or config.system.kernels != "auto":
         return "not known for this model or these kernels"
-    minutes = np.diff(T.stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages] / 60
+    tokens = np.diff(T.stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages]
     if device.type == "cpu":
-        return f"{172e-6 * minutes:.1f} minutes on two cores of an AMD EPYC"
+        return f"{172e-6 * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
     rate = work.ceilings()["bf16"] / 1e12
-    minutes *= 1.36e-6 / world * 790 / rate
+    minutes = tokens / 60 * 1.36e-6 / world * 790 / rate
     if T.capability(device)["hardware_tma"] == "no":
-        minutes *= 1.21  # nor Hopper's matrix instructions, nor FP8 (records/2026-11-20_hardware)
-    return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s that this GPU just did)"
+        minutes *= 1.21  # no Hopper matrix instructions and no FP8 either (records/2026-11-20_hardware)
+    return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"
 
 
 CHECKS = {
-    "versions": check_versions, "device": check_device, "kernels": check_kernels, "training data": check_training_data,
-    "validation data": check_validation_data, "caches": check_caches, "disk": check_disk, "memory": check_memory}
+    "versions": check_versions, "device": check_device, "kernels": check_kernels,
+    "training data": check_training_data, "validation data": check_validation_data, "caches": check_caches,
+    "disk": check_disk, "memory": check_memory}
 
 
 def check_table(config, world, show) -> int:
-    """Prints the table and returns the exit status. Without `show`, as another rank prints, raises the first failure."""
+    """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure."""
     columns, status = "{:<15} | {:<90} | {}", 0
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
         device = T.find_device(config)
-    except UserError:  # a row says so
+    except UserError:  # the row "device" reports it
         device = torch.device("cpu")
     config = T.choose_micro_batches(T.with_system(config, fp8=T.uses_fp8(config, device)), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})

@@ -6,28 +6,29 @@
     python records/compare.py -a-b=logs/none +a-b=logs/a -a+b=logs/b +a+b=logs/both
     python records/compare.py --help                                     the options
 
-A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; what follows without a label joins the
-group before it. Reads the logs of train_gpt.py and of the public speedrun: same step lines, sources first. Runs without a last
-step, or mixed with another in one file, stay out of all numbers and are named.
+A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; logs without a label join the group
+before them. The program reads the logs of train_gpt.py and of the public speedrun, which have the same step lines after
+the sources. It names runs without a last step, and files with two mixed runs, and leaves them out of all numbers.
 
-sd is over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is the speedrun's, a one-sided
-t-test: the chance of losses this low if their true mean were the target. Groups are compared by Welch's t-test, two-sided.
+sd is the standard deviation over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is the
+speedrun's one-sided t-test: the chance of losses this low if their true mean were the target. Welch's two-sided t-test
+compares groups.
 
 --exchange=SHORT,LONG says what a change is worth in tokens and in seconds. SHORT and LONG are two groups with the same
 settings and different lengths. They give the exchange rate, which is the loss that one e-fold of tokens saves, and the
 baseline: its loss is linear in the logarithm of the tokens, its seconds are linear in the tokens. Every other group
 (arm) is compared with the baseline at the arm's own number of tokens. Tokens saved: the share of its tokens that the
-arm could do without if it should only reach the baseline's loss. Net seconds: the arm's seconds, cut by that share,
-minus the baseline's. Intervals are of 95 % (delta method, Welch and Satterthwaite) and include the uncertainty of the
-rate.
+arm can omit and still reach the baseline's loss. Net seconds: the arm's seconds, reduced by this share, minus the
+baseline's seconds. The intervals are 95 % intervals (delta method, Welch and Satterthwaite) and include the uncertainty
+of the rate.
 
-Labels of signed factors, as +a-b above, make a factorial set. Two or more of them add a table of main
-effects: the mean with the factor minus the mean without it, by least squares over all their runs, so the set may be
-incomplete or uneven. The effects are assumed to add up: what they do not explain counts as chance. All runs count as
-independent, also those that share a seed: where a seed shifts the loss of all labels alike, the intervals are too wide,
-not too narrow.
+Labels of signed factors, such as +a-b above, make a factorial set. Two or more such labels add a table of main effects:
+the mean with the factor minus the mean without it, by least squares over all runs of the set, so the set may be
+incomplete or uneven. The model assumes that effects add up, and counts all other variation as chance. It counts all
+runs as independent, even runs with the same seed: if a seed shifts the loss of all labels equally, the intervals are
+too wide, not too narrow.
 
-Needs Python's standard library only; --plot=x.png also matplotlib.
+Needs only Python's standard library; --plot=x.png also needs matplotlib.
 """
 
 import argparse
@@ -46,10 +47,10 @@ from pathlib import Path
 from statistics import mean, stdev  # exact: equal numbers have a standard deviation of 0
 from typing import NamedTuple
 
-RECORD_P, CHANCE = 0.01, 0.05  # p below which a record counts, a difference is called one
-FIRST_STEPS = 10  # slower, shown apart; in short runs a tenth of the run
+RECORD_P, CHANCE = 0.01, 0.05  # a record needs p below the first, a significant difference p below the second
+FIRST_STEPS = 10  # slower, in a row of their own; in short runs a tenth of the run
 ROWS = 12  # of the table of losses, at most
-# Settings that belong to one run, not to its group; runs on several GPUs have caches of their own.
+# Settings that may differ between the runs of a group. Runs on several GPUs have their own caches.
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
        "save", "save_every", "keep", "sample_tokens", "sample_prompt"}
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
@@ -62,18 +63,21 @@ class UserError(Exception):
 
 # ---- Logs ------------------------------------------------------------------------------------------------------------
 
-# The dumped sources may contain anything, even a log: the last header counts. Versions and nvidia-smi follow, to a rule; in
-# our logs also `key: value` settings, to another.
+# The dumped sources may contain any text, even a log, so the last header counts. After the header come versions and
+# nvidia-smi, then a rule; our logs continue with `key: value` settings and another rule.
 HEADER = re.compile(r"^={100}\n(?=Running [Pp]y)", re.M)
-SECTIONS = re.compile(r"(?P<machine>.*?)(?:^={100}$\n?|\Z)(?:(?P<settings>hardware: .*?)(?:^={100}$\n?|\Z))?", re.M | re.S)
-MACHINE = {"python": r"Running Python (\S+)", "torch": r"Running [Pp]y[Tt]orch (\S+)", "cuda": r"compiled for CUDA (\S+)",
-           "triton": r"Running Triton version (\S+)", "driver": r"Driver Version: (\S+)"}
+SECTIONS = re.compile(r"(?P<machine>.*?)(?:^={100}$\n?|\Z)(?:(?P<settings>hardware: .*?)(?:^={100}$\n?|\Z))?",
+                      re.M | re.S)
+MACHINE = {
+    "python": r"Running Python (\S+)", "torch": r"Running [Pp]y[Tt]orch (\S+)", "cuda": r"compiled for CUDA (\S+)",
+    "triton": r"Running Triton version (\S+)", "driver": r"Driver Version: (\S+)"}
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
-# The public logs of 2024 have a training loss, too, and nan for the average of the first steps.
+# The public logs of 2024 also have a training loss, and nan for the average of the first steps.
 STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:\S+)? train_time:(\d+)ms"
                   r" step_avg:(?:[\d.]+|nan|inf)ms")
-OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory"
-                   r"|startup, seconds:|tokens per micro-batch:|profiler:|warning:|checkpoint:|resumed:) ")
+OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
+                   r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
+                   r"|tokens per micro-batch:|profiler:|warning:|checkpoint:|resumed:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 
@@ -82,19 +86,19 @@ class Run:
     """One log."""
 
     name: str
-    source: str = ""  # as dumped
+    source: str = ""  # all dumped files
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
     losses: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
-    ms: dict[int, float] = field(default_factory=dict)  # step -> the same at training lines, which the host writes early
-    tokens: int = 0  # trained on; 0 where the log does not say
-    notes: list[str] = field(default_factory=list)  # what is wrong with it
+    ms: dict[int, float] = field(default_factory=dict)  # step -> clock at training lines, which the host writes early
+    tokens: int = 0  # training tokens; 0 if the log does not say
+    notes: list[str] = field(default_factory=list)  # problems of the log
     finished: bool = False
 
     @property
     def loss(self) -> float:
-        """At the end of a finished run."""
+        """Last validation loss of a finished run."""
         return self.losses[self.total]
 
     @property
@@ -104,6 +108,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
+    """Reads a log. Raises UserError when the file cannot be read or is not a log; `notes` has smaller problems."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -111,7 +116,7 @@ def read_run(path: Path) -> Run:
     if b"\0" in data[:4096]:
         raise UserError(f"{path}: not a log but binary data")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
-    run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem))  # a UUID's first eight digits will do
+    run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem))  # the first eight digits of a UUID
     headers, body = list(HEADER.finditer(text)), 0
     if headers:
         run.source = text[:headers[-1].start()].removeprefix("=" * 100 + "\n")
@@ -124,7 +129,7 @@ def read_run(path: Path) -> Run:
     unread, misfits = [], []
     lines = TRACE.sub(lambda match: "\n" * match[0].count("\n"), text[body:]).split("\n")
     for number, line in enumerate(lines, 1 + text.count("\n", 0, body)):
-        if line == "sample:":  # generated text, which may look like anything; no steps come after it
+        if line == "sample:":  # generated text may look like step lines; no steps follow it
             break
         if line.startswith("kernels: "):
             run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
@@ -141,14 +146,16 @@ def read_run(path: Path) -> Run:
             if not loss or step == 0:
                 run.ms[step] = ms
     if not headers and len(unread) >= len(run.ms) + len(run.losses):
-        raise UserError(f"{path}: not the log of a run (few or no lines like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
+        raise UserError(f"{path}: not the log of a run"
+                        " (few or no lines like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
 
-    # The results come last, after a sample, whose text may look like a result: the last such line counts.
+    # The results come after a sample, whose text may look like a result, so the last such line counts.
     run.tokens = int([0, *re.findall(r"^tokens: (\d+)$", text[body:], re.M)][-1])
     final = run.losses.get(run.total)
     run.finished = not misfits and final is not None and math.isfinite(final)
     if len(headers) > 1:
-        run.notes.append(f"{len(headers)} headers, read from the last, line {text.count(chr(10), 0, headers[-1].end())}")
+        line = text.count("\n", 0, headers[-1].end())
+        run.notes.append(f"{len(headers)} headers, read from the last, line {line}")
     if unread:
         run.notes.append(f"{len(unread)} line(s) not read: {', '.join(unread[:3])}{', ...' * (len(unread) > 3)}")
     if misfits:
@@ -161,6 +168,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_groups(arguments) -> dict[str, list[Run]]:
+    """{label: runs} of [label=]log arguments. Raises UserError."""
     groups, label, seen = {}, "runs", set()
     for argument in arguments:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
@@ -168,8 +176,10 @@ def read_groups(arguments) -> dict[str, list[Run]]:
             label, argument = match.groups()
         if Path(argument).is_dir() and argument:
             paths = sorted(path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log"))
+        elif Path(argument).is_file():
+            paths = [Path(argument)]
         else:
-            paths = [Path(argument)] if Path(argument).is_file() else sorted(map(Path, glob.glob(argument, recursive=True)))
+            paths = sorted(map(Path, glob.glob(argument, recursive=True)))
         if not paths:
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
         for path in paths:
@@ -181,20 +191,21 @@ def read_groups(arguments) -> dict[str, list[Run]]:
 
 
 def changes(old: Run, new: Run) -> list[list[str]]:
-    """[key, old, new] of all settings that differ."""
+    """Rows [key, old value, new value] of all settings that differ."""
     rows = [[key, old.facts.get(key, "–"), new.facts.get(key, "–")] for key in old.facts | new.facts]
     return [row for row in rows if row[1] != row[2]]
 
 
 def unlike_settings(old: Run, new: Run) -> set[str]:
-    """What differs, apart from what belongs to a single run."""
+    """The settings that differ, without those in OWN; "source" if the sources differ."""
     return {key for key, *_ in changes(old, new)} - OWN | ({"source"} if old.source != new.source else set())
 
 
 def pairs(groups) -> list[tuple[Run, Run]]:
-    """The first run with one of each other group, of the same seed if there is one; or with all others of a single group."""
+    """The first run with a run of each other group, if possible of the same seed; in a single group with all others."""
     (old, *rest), *others = groups.values()
-    return [(old, min(runs, key=lambda run: run.facts.get("seed") != old.facts.get("seed"))) for runs in others or zip(rest)]
+    return [(old, min(runs, key=lambda run: run.facts.get("seed") != old.facts.get("seed")))
+            for runs in others or zip(rest)]
 
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
@@ -213,13 +224,13 @@ def student_cdf(t: float, df: float) -> float:
     if t == 0:
         return 0.5
     x = df / (df + t * t)
-    beyond = beta(df / 2, 0.5, x) if x < (df + 2) / (df + 5) else 1 - beta(0.5, df / 2, t * t / (df + t * t))  # P(|T| > |t|)
-    return beyond / 2 if t < 0 else 1 - beyond / 2
+    two_sided = beta(df / 2, 0.5, x) if x < (df + 2) / (df + 5) else 1 - beta(0.5, df / 2, t * t / (df + t * t))
+    return two_sided / 2 if t < 0 else 1 - two_sided / 2  # two_sided: P(|T| > |t|)
 
 
-@cache  # a report asks for few of them, many times
+@cache  # a report repeats few values of df
 def student_t95(df: float) -> float:
-    """95 % of Student's t lie between minus this and this: bisection."""
+    """The t for which P(|T| ≤ t) = 95 % in Student's distribution, by bisection."""
     low, high = 1.9, 12.8  # df = infinity and 1
     for _ in range(50):
         middle = (low + high) / 2
@@ -228,9 +239,11 @@ def student_t95(df: float) -> float:
 
 
 class Sample(NamedTuple):
+    """Statistics of n values."""
+
     n: int
     mean: float = math.nan
-    sd: float = math.nan  # of one value unknown
+    sd: float = math.nan  # unknown for n = 1
     half: float = math.nan  # of the 95 % confidence interval of the mean
 
     @property
@@ -240,25 +253,29 @@ class Sample(NamedTuple):
 
 
 def sample(values) -> Sample:
-    """Of those that are known."""
+    """Statistics of the finite values."""
     n = len(values := [value for value in values if math.isfinite(value)])
-    return Sample(n, mean(values), sd := stdev(values), student_t95(n - 1) * sd / n ** 0.5) if n > 1 else Sample(n, *values)
+    if n < 2:
+        return Sample(n, *values)
+    return Sample(n, mean(values), sd := stdev(values), student_t95(n - 1) * sd / n ** 0.5)
 
 
 def p_below(s: Sample, target: float) -> float:
-    """One-sided p of mean ≤ target; nan where the runs do not vary."""
+    """One-sided p of mean ≤ target; nan if the runs do not vary."""
     return student_cdf((s.mean - target) / (s.sd / s.n ** 0.5), s.n - 1) if s.sd > 0 else math.nan
 
 
 class Estimate(NamedTuple):
+    """An estimated value."""
+
     value: float
-    half: float  # of its 95 % confidence interval
-    p: float  # two-sided, of a true value of 0
+    half: float  # half the 95 % confidence interval
+    p: float  # two-sided, for a true value of 0
 
 
 def estimate(value: float, *parts: tuple[float, float]) -> Estimate:
-    """Of a sum of independent values, each with its (variance, degrees of freedom), by Welch and Satterthwaite. `half`
-    and `p` are nan where nothing varies and where a variance is unknown."""
+    """Estimate of a sum of independent values, whose `parts` are (variance, degrees of freedom) of each value, by Welch
+    and Satterthwaite. `half` and `p` are nan if nothing varies or a variance is unknown."""
     variance = sum(part for part, _ in parts)
     if not variance > 0:
         return Estimate(value, math.nan, math.nan)
@@ -267,7 +284,7 @@ def estimate(value: float, *parts: tuple[float, float]) -> Estimate:
 
 
 def welch(old: Sample, new: Sample) -> Estimate:
-    """Difference of the means."""
+    """Difference of the means, new - old."""
     return estimate(new.mean - old.mean, old.part, new.part)
 
 
@@ -287,27 +304,30 @@ def exchange_rate(short, long) -> tuple[float, list[tuple[float, float]]]:
 
 
 def growth(log_ratio: float) -> float:
-    return math.inf if log_ratio > 20 else math.exp(log_ratio)  # a diverged arm would take numbers too long for a table
+    return math.inf if log_ratio > 20 else math.exp(log_ratio)  # a diverged arm has numbers too long for a table
 
 
 def saved(log_ratio: float) -> float:
-    """Percent of the tokens that are saved where exp(log_ratio) of them remain."""
+    """Percent of tokens saved if the share exp(log_ratio) remains."""
     return 100 * (1 - growth(log_ratio))
 
 
 def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
-    """A group of runs against the baseline through `short` and `long` at its own number of tokens: loss; seconds;
-    logarithm of its tokens at the baseline's loss, relative to those it took; net seconds with that many tokens."""
+    """Compares a group of runs with the baseline through `short` and `long`, at the group's own number of tokens.
+
+    Returns the difference in loss; the difference in seconds; the logarithm of the share of its tokens that the group
+    needs for the baseline's loss; the net seconds with this share of tokens.
+    """
     groups = arm, short, long
     losses = [mean(run.loss for run in runs) for runs in groups]
     times = [mean(run.time for run in runs) for runs in groups]
     tokens = [runs[0].tokens for runs in groups]
     span = math.log(tokens[2] / tokens[1])
-    x = math.log(tokens[0] / tokens[1]) / span  # where the arm is on the way from short to long: 0 at short, 1 at long
+    x = math.log(tokens[0] / tokens[1]) / span  # position of the arm: 0 at short, 1 at long
     y = (tokens[0] - tokens[1]) / (tokens[2] - tokens[1])
 
-    # The weights of the three groups' means in the difference of losses, in that of seconds and in the rate. They are
-    # the derivatives, too; those of the logarithm, a quotient, and of the net seconds, a product, follow from them.
+    # Weights of the three groups' means in the difference of losses, in the difference of seconds and in the rate. The
+    # weights are also the derivatives, from which the derivatives of the logarithm and of the net seconds follow.
     by_loss, by_time, by_rate = (1, x - 1, -x), (1, y - 1, -y), (0, 1 / span, -1 / span)
     loss, time, rate = (sum(a * b for a, b in zip(weights, means))
                         for weights, means in ((by_loss, losses), (by_time, times), (by_rate, losses)))
@@ -316,7 +336,7 @@ def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
     rest = growth(log)
 
     def linear(value, by_loss, by_time):
-        """`value` with these derivatives. A run's loss and its seconds go together: they need not be independent."""
+        """Estimate of `value` with these derivatives. The loss and the seconds of one run may depend on each other."""
         return estimate(value, *(sample(a * run.loss + b * run.time for run in runs).part
                                  for runs, a, b in zip(groups, by_loss, by_time) if a or b))
 
@@ -329,16 +349,16 @@ def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
 
 
 def least_squares(columns, values) -> tuple[list[tuple[float, float]], int, list[set[int]]]:
-    """Fit of the values by columns of whole numbers: (coefficient, its variance) of each column, nan where the
+    """Fits the values by columns of whole numbers. Returns (coefficient, its variance) of each column, nan if the
     coefficient is not determined; residual degrees of freedom; the sets of columns that depend on each other.
 
-    It sweeps the matrix of products (Goodnight 1979), in fractions: rounding must not decide what depends on what.
+    Sweeps the matrix of products (Goodnight 1979), in fractions, so that rounding cannot hide a dependence.
     """
     count, columns = len(columns), [*columns, [Fraction(str(value)) for value in values]]  # decimal, as in the log
     m = [[Fraction(sum(a * b for a, b in zip(one, two))) for two in columns] for one in columns]
     swept = []
     for k in range(count):
-        if pivot := m[k][k]:  # 0: the column is a sum of columns that have been swept
+        if pivot := m[k][k]:  # 0: the column is a linear combination of swept columns
             swept.append(k)
             m[k] = [a / pivot for a in m[k]]
             for i in {*range(count + 1)} - {k}:
@@ -356,11 +376,11 @@ def least_squares(columns, values) -> tuple[list[tuple[float, float]], int, list
 
 
 def spans(run: Run) -> dict[str, tuple[int, int]]:
-    """Part of the run -> (step at which it starts, step at which it ends)."""
+    """{part of the run: (first step, step after the last)}."""
     first = max(1, min(FIRST_STEPS, run.total // 10))
     parts = {"first steps": (0, first), "later steps": (first, run.total)}
-    # As stage_starts in train_gpt.py. The public logs do not tell the stages. Our older logs do not tell the shares:
-    # the last stage had no scheduled steps, the others had equal shares.
+    # As stage_starts in train_gpt.py. The public logs lack the stages. Our older logs lack the shares: the last stage
+    # had no scheduled steps, and the others had equal shares.
     count = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts)
     shares = [float(run.facts.get(f"stage{i}.share", i < count)) for i in range(1, count + 1)]
     *sums, whole = accumulate(shares, initial=0)
@@ -372,13 +392,14 @@ def spans(run: Run) -> dict[str, tuple[int, int]]:
 
 
 def step_ms(run: Run, start: int, end: int) -> float:
-    """Mean time of the steps whose line and the line before are there. The clock of 2024 restarted after ten steps."""
-    each = [run.ms[k] - run.ms[k - 1] for k in range(start + 1, end + 1) if run.ms.get(k, -1) >= run.ms.get(k - 1, math.inf)]
-    return mean(each or [math.nan])
+    """Mean time of the steps with lines at both ends. The public logs of 2024 restart the clock after ten steps."""
+    times = [run.ms[k] - run.ms[k - 1] for k in range(start + 1, end + 1)
+             if run.ms.get(k, -1) >= run.ms.get(k - 1, math.inf)]
+    return mean(times or [math.nan])
 
 
 def seconds_to(run: Run, loss: float) -> float:
-    """Seconds until the validation loss is down to `loss`, linear between validations; nan if it never is."""
+    """Seconds until the validation loss reaches `loss`, linear between validations; nan if it never does."""
     for a, b in pairwise(sorted(run.losses)):
         if run.losses[b] <= loss < run.losses[a]:
             part = (run.losses[a] - loss) / (run.losses[a] - run.losses[b])
@@ -387,12 +408,13 @@ def seconds_to(run: Run, loss: float) -> float:
 
 
 def divergence(old: Run, new: Run) -> str:
-    """Where the losses of two runs part."""
+    """A line about the step from which the losses of two runs differ."""
     common = sorted(old.losses.keys() & new.losses.keys())
     equal = next((i for i, step in enumerate(common) if old.losses[step] != new.losses[step]), len(common))
     words = [f"equal up to step {common[equal - 1]}"] if equal else []
     if equal < len(common):
-        words.append(f"apart from step {common[equal]} on ({old.losses[common[equal]]:.4f} and {new.losses[common[equal]]:.4f})")
+        step = common[equal]
+        words.append(f"apart from step {step} on ({old.losses[step]:.4f} and {new.losses[step]:.4f})")
     return f"{old.name} and {new.name}: losses {', '.join(words) or 'at no common step'}"
 
 
@@ -428,16 +450,17 @@ def table(rows, markdown) -> str:
 
 
 def length(label, runs) -> int:
-    """Tokens of each run of a group, for --exchange."""
-    if silent := [run.name for run in runs if not run.tokens]:
-        raise UserError(f"--exchange: {label}, {silent[0]}: its log has no line 'tokens: N', as train_gpt.py writes it")
+    """The number of tokens of every run of a group, for --exchange. Raises UserError if the runs differ."""
+    if unknown := [run.name for run in runs if not run.tokens]:
+        raise UserError(f"--exchange: {label}, {unknown[0]}: its log has no line 'tokens: N', as train_gpt.py writes"
+                        " it")
     if len(tokens := {run.tokens for run in runs}) > 1:
         raise UserError(f"--exchange: the runs of {label} differ in tokens ({', '.join(map(str, sorted(tokens)))})")
     return runs[0].tokens if runs else 0
 
 
 def exchange(used, names):
-    """--exchange -> rate and its parts, the line that tells it, rows of the arms, warnings."""
+    """--exchange: (rate, its parts), the line about the rate, rows of the arms, warnings. Raises UserError."""
     for name in names:
         if not used.get(name):
             raise UserError(f"--exchange: '{name}' " + ("has no finished run" if name in used else
@@ -472,7 +495,7 @@ def exchange(used, names):
 
 
 def main_effects(used, rate):
-    """Rows and warnings of the factorial set among the groups, if there is one. rate: of `exchange_rate`, or None."""
+    """Rows and warnings of the factorial set among the groups, if any. rate: of `exchange_rate`, or None."""
     words = {label: re.findall(r"[+-]\w+", label) for label, runs in used.items() if runs and SIGNED.fullmatch(label)}
     if len(words) < 2:
         return [], []
@@ -492,7 +515,7 @@ def main_effects(used, rate):
         on_loss, on_time = (estimate(2 * value, (4 * variance, df)) for value, variance in (loss[i], time[i]))
         rows.append([factor, str(columns[i].count(1)), str(columns[i].count(-1)),
                      shown(on_loss, 4), chance(on_loss.p), shown(on_time, 3), chance(on_time.p)])
-        if rate:  # it counts as independent of the effect, also where the set contains SHORT or LONG
+        if rate:  # counted as independent of the effect, even if the set contains SHORT or LONG
             per_efold, parts = rate
             log = on_loss.value / per_efold
             of_rate = [(variance * (log / per_efold) ** 2, df) for variance, df in parts]
@@ -510,6 +533,7 @@ def main_effects(used, rate):
 
 
 def report(groups, target, markdown, names=None) -> str:
+    """All tables, lists and warnings. names: the two labels of --exchange."""
     used = {label: [run for run in runs if run.finished] for label, runs in groups.items()}
     finals = {"time s": (3, {label: [run.time for run in runs] for label, runs in used.items()}),  # digits, values
               "loss": (4, {label: [run.loss for run in runs] for label, runs in used.items()})}
@@ -518,9 +542,9 @@ def report(groups, target, markdown, names=None) -> str:
     summary = [["", "runs", "steps", *(head for what in finals for head in (what, "sd", "±")), f"p(loss ≤ {target:g})"]]
     for label, runs in used.items():
         loss = sample(finals["loss"][1][label])
-        p = p_below(loss, target)
-        summary.append([label, str(loss.n), "/".join(map(str, sorted({run.total for run in runs}))),
-                        *(number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:]), chance(p)])
+        p, totals = p_below(loss, target), "/".join(map(str, sorted({run.total for run in runs})))
+        cells = (number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:])
+        summary.append([label, str(loss.n), totals, *cells, chance(p)])
         unlike = {key for run in runs[1:] for key in unlike_settings(runs[0], run)}
         if unlike:
             warnings.append(f"{label}: its runs are not alike, they differ in {', '.join(sorted(unlike))}")
@@ -529,9 +553,9 @@ def report(groups, target, markdown, names=None) -> str:
         elif loss.sd == 0:
             warnings.append(f"{label}: equal losses (one seed?) say nothing about chance")
         elif loss.mean < target and p >= RECORD_P:
-            runs_needed = enough(lambda n: p_below(loss._replace(n=n), target), RECORD_P)
-            warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g} (p = {p:.4f}; p < {RECORD_P}"
-                            f" would take {runs_needed} of this mean and sd)")
+            required = enough(lambda n: p_below(loss._replace(n=n), target), RECORD_P)
+            warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g}"
+                            f" (p = {p:.4f}; p < {RECORD_P} would take {required} of this mean and sd)")
 
     base, *others = used
     differences = [["difference", "", "95 % interval", "p"]]
@@ -541,9 +565,10 @@ def report(groups, target, markdown, names=None) -> str:
         interval = " to ".join(number(value + edge, digits, "+") for edge in (-half, half))
         differences.append([f"{label} − {base}, {what}", number(value, digits, "+"), interval, chance(p)])
         if p >= CHANCE:
-            runs_needed = enough(lambda n: welch(old._replace(n=n), new._replace(n=n))[2], CHANCE)
-            warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell {value:+.{digits}f} from chance"
-                            f" (p = {p:.4f}; p < {CHANCE} would take {runs_needed} each of these means and sds)")
+            required = enough(lambda n: welch(old._replace(n=n), new._replace(n=n)).p, CHANCE)
+            warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell"
+                            f" {value:+.{digits}f} from chance (p = {p:.4f}; p < {CHANCE} would take {required} each of"
+                            " these means and sds)")
 
     machine = {key for pair in pairs(groups) for key, *_ in changes(*pair)} & {*MACHINE, "gpus", "ranks"}
     if others and machine:
@@ -551,58 +576,67 @@ def report(groups, target, markdown, names=None) -> str:
 
     curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
     steps = sorted({step for runs in used.values() for run in runs for step in run.losses})
-    for step in steps if len(steps) <= ROWS else (steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)):
-        at = [[run.losses[step] for run in runs if step in run.losses] for runs in used.values()]
-        apart = [welch(sample(at[0]), sample(values)) for values in at[1:]]
-        curve.append([str(step), *(spread(values, 4) for values in at), *(f"{number(d, 4, '+')} ({chance(p)})" for d, _, p in apart)])
+    if len(steps) > ROWS:
+        steps = [steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)]
+    for step in steps:
+        losses = [[run.losses[step] for run in runs if step in run.losses] for runs in used.values()]
+        changed = [welch(sample(losses[0]), sample(values)) for values in losses[1:]]
+        curve.append([str(step), *(spread(values, 4) for values in losses),
+                      *(f"{number(change.value, 4, '+')} ({chance(change.p)})" for change in changed)])
 
     clock = [["ms per step", *used]]
     parts = {part for runs in used.values() for run in runs for part in spans(run).items()}
     for name in sorted({name for name, _ in parts}):  # first steps, later steps, stage 1, ...
-        where = [f", {start + 1} to {end}" for part, (start, end) in parts if part == name]
+        ranges = [f", {start + 1} to {end}" for part, (start, end) in parts if part == name]
         cells = [[step_ms(run, *spans(run)[name]) for run in runs if name in spans(run)] for runs in used.values()]
-        clock.append([name + where[0] * (len(where) == 1), *(spread(cell, 2) for cell in cells)])
+        clock.append([name + ranges[0] * (len(ranges) == 1), *(spread(cell, 2) for cell in cells)])
     cells = [[seconds_to(run, target) for run in runs] for runs in used.values()]
     clock.append([f"seconds to loss {target:g}", *(spread(cell, 2) if all(map(math.isfinite, cell)) else
                                                    f"{sample(cell).n} of {len(cell)} runs" for cell in cells)])
 
     raw = [f"{label}, {what}: {', '.join(f'{x:.{digits}f}' for x in values[label])}"
            for label, (what, (digits, values)) in product(used, finals.items()) if values[label]]
-    rate, line, arms, more = exchange(used, names) if names else (None, "", [], [])
-    factors, also = main_effects(used, rate)
-    warnings += more + also
-    parts = summary, differences, line, arms, factors, curve, clock
-    tables = [part if part is line else table(part, markdown) for part in parts if len(part) > 1]
+    rate, line, arms, rate_warnings = exchange(used, names) if names else (None, "", [], [])
+    factors, factor_warnings = main_effects(used, rate)
+    warnings += rate_warnings + factor_warnings
+    sections = summary, differences, line, arms, factors, curve, clock
+    tables = [part if part is line else table(part, markdown) for part in sections if len(part) > 1]
     lists = raw, [divergence(*pair) for pair in pairs(groups)], [f"warning: {text}" for text in warnings]
     return "\n\n".join(tables + ["\n".join(f"* {line}" for line in lines) for lines in lists if lines])
 
 
 def diff(groups, markdown) -> str:
-    found = pairs(groups)
-    if len(found) != 1:
+    """The changed settings and the diff of the sources of two logs. Raises UserError for another number of logs."""
+    if len(found := pairs(groups)) != 1:
         raise UserError("--diff takes two logs, or two groups, of which it takes one log each")
-    old, new = found[0]
+    (old, new), = found
     lines = list(difflib.unified_diff(old.source.split("\n"), new.source.split("\n"), old.name, new.name, lineterm=""))
     source = "\n".join(["```diff", *lines, "```"] if markdown else lines) if lines else "the sources are equal"
     rows = changes(old, new)
-    return (table([["", old.name, new.name], *rows], markdown) if rows else "settings and machine are equal") + "\n\n" + source
+    facts = table([["", old.name, new.name], *rows], markdown) if rows else "settings and machine are equal"
+    return f"{facts}\n\n{source}"
 
 
 # ---- Plot ------------------------------------------------------------------------------------------------------------
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito: colour-blind safe
+# Okabe and Ito: colour-blind safe
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 AXES = "step", "seconds inside the clock"
 
 
 def plot_lines(groups) -> list[tuple[str, str, list]]:
-    """(label, colour, points as (step, seconds, loss)): every run, without a label; then the mean of each group's finished runs."""
+    """(label, colour, points) of every run (label ""), then of the mean of each group's finished runs.
+
+    A point is (step, seconds, loss).
+    """
     thin, thick = [], []
     for colour, (label, runs) in zip(COLOURS * len(groups), groups.items()):
-        points = [[(k, run.seconds[k], run.losses[k]) for k in sorted(run.losses) if math.isfinite(run.losses[k])] for run in runs]
-        thin += [("", colour, own) for own in points if own]
-        used = [own for own, run in zip(points, runs) if run.finished]
-        shared = set.intersection(*({k for k, *_ in own} for own in used)) if used else ()
-        means = [tuple(map(mean, zip(*(point for own in used for point in own if point[0] == k)))) for k in sorted(shared)]
+        curves = [{k: (k, run.seconds[k], run.losses[k]) for k in sorted(run.losses) if math.isfinite(run.losses[k])}
+                  for run in runs]
+        thin += [("", colour, [*curve.values()]) for curve in curves if curve]
+        used = [curve for curve, run in zip(curves, runs) if run.finished]
+        shared = sorted(set.intersection(*map(set, used))) if used else ()
+        means = [tuple(map(mean, zip(*(curve[k] for curve in used)))) for k in shared]
         thick += [(f"{label} (n = {len(used)})", colour, means)] if means else []
     return thin + thick
 
@@ -629,7 +663,8 @@ def draw_svg(path: Path, lines, box, target):
         def place(x, y):
             return left + (x - start) / (end - start) * width, bottom - (y - low) / (high - low) * height
 
-        out.append(f'<clipPath id="panel{axis}"><rect x="{left}" y="{top}" width="{width}" height="{height}"/></clipPath>')
+        panel = f'<rect x="{left}" y="{top}" width="{width}" height="{height}"/>'
+        out.append(f'<clipPath id="panel{axis}">{panel}</clipPath>')
         for y in ticks(low, high):
             out.append(f'<path d="M{left} {place(start, y)[1]:.1f}h{width}" stroke="#e4e4e4"/>')
             text(left - 6, place(start, y)[1] + 5, f"{y:g}", "end")
@@ -637,13 +672,15 @@ def draw_svg(path: Path, lines, box, target):
             text(place(x, low)[0], bottom + 20, f"{x:g}")
         text(left + width / 2, bottom + 42, AXES[axis])
         if low < target < high:
-            out.append(f'<path d="M{left} {place(start, target)[1]:.1f}h{width}" stroke="black" stroke-dasharray="6 4"/>')
+            path_data = f"M{left} {place(start, target)[1]:.1f}h{width}"
+            out.append(f'<path d="{path_data}" stroke="black" stroke-dasharray="6 4"/>')
         for label, colour, points in lines:
             path_data = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(point[axis], point[2]) for point in points))
             style = 'stroke-width="2.5"' if label else 'stroke-opacity="0.6"'
-            out.append(f'<polyline points="{path_data}" fill="none" stroke="{colour}" {style} clip-path="url(#panel{axis})"/>')
+            style += f' clip-path="url(#panel{axis})"'
+            out.append(f'<polyline points="{path_data}" fill="none" stroke="{colour}" {style}/>')
         out.append(f'<path d="M{left} {top}V{bottom}h{width}" fill="none" stroke="black"/>')
-    for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, in the corner that a falling curve leaves
+    for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, above falling curves
         out.append(f'<path d="M484 {top + 15 + 22 * i}h30" stroke="{colour}" stroke-width="2.5"/>')
         text(478, top + 20 + 22 * i, label, "end")
     path.write_text("\n".join([*out, "</svg>"]) + "\n", encoding="utf-8")
@@ -656,7 +693,7 @@ def draw_png(path: Path, lines, box, target):
         raise UserError("--plot to .png needs matplotlib (pip install matplotlib); .svg does not") from None
     figure = Figure(figsize=(10.6, 4), dpi=160, layout="constrained")
     for axis, panel in enumerate(figure.subplots(1, 2)):
-        for label, colour, points in lines:  # matplotlib leaves labels with _ out of the legend
+        for label, colour, points in lines:  # the legend skips labels that begin with _
             style = dict(lw=2.2, label=label) if label else dict(lw=0.7, alpha=0.6, label="_")
             panel.plot([point[axis] for point in points], [point[2] for point in points], color=colour, **style)
         panel.set(xlabel=AXES[axis], ylabel="validation loss", xlim=box[axis], ylim=box[2])
@@ -666,10 +703,11 @@ def draw_png(path: Path, lines, box, target):
 
 
 def plot(path: Path, groups, target):
+    """Draws the losses by step and by time into an .svg or .png file, complete or not at all. Raises UserError."""
     draw, lines = {".svg": draw_svg, ".png": draw_png}.get(path.suffix), plot_lines(groups)
     if draw is None or not lines:
         raise UserError(f"--plot={path}: " + ("there are no losses to draw" if draw else "draws .svg or .png"))
-    # The first third of a run, in which the loss falls from 10.8, would flatten the rest: it stays out of the picture.
+    # The picture omits the first third of a run, where the loss falls from 10.8: it would flatten the rest.
     longest = max(points[-1][0] for _, _, points in lines)
     late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest]
     box = [(min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late)]
@@ -696,13 +734,14 @@ class Parser(argparse.ArgumentParser):
 def parse(argv):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("logs", nargs="+", metavar="[label=]log", help="file, folder or pattern")
-    parser.add_argument("--target", type=float, default=3.28, help="loss to get below (3.28): p, time to reach it, line in the plot")
+    parser.add_argument("--target", type=float, default=3.28,
+                        help="target loss (3.28): for p, for the time to reach it, and as a line in the plot")
     parser.add_argument("--markdown", action="store_true", help="tables for the README of a record")
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
-                        help="two groups of unlike lengths: what the others save, in tokens and seconds")
+                        help="two groups of different lengths: what the others save, in tokens and seconds")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg, or .png")
-    # A label may begin with a dash, which argparse would take for an option; no argument can have a null character.
+    # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
     args = parser.parse_args(["\0" + word if re.match(SIGNED.pattern + "=", word) else word for word in argv])
     args.logs = [word.lstrip("\0") for word in args.logs]
     if args.exchange and len(args.exchange) != 2:

@@ -1,10 +1,11 @@
-"""What a checkpoint has learned: text, validation loss and bits per byte, HellaSwag; its weights for other programs.
+"""Evaluate a checkpoint: sample text, validation loss, bits per byte, HellaSwag; export weights for other programs.
 
     python train_gpt.py --sample=CHECKPOINT --prompt="..." [--tokens=200 --temperature=0.8 --top_k=0 --seed=1337]
     python records/evaluate.py CHECKPOINT [--hellaswag[=FILE]] [--export=FILE.safetensors] [--validate=false]
 
-Temperature 0 takes the likeliest token; top_k: one of so many (0: any). Both take the trainer's knobs, too: --device=cpu,
---val_files=..., --val_tokens=..., --val_batch_tokens=... (less memory). All else is as in the run, on a GPU if there is one.
+Temperature 0 takes the likeliest token; top_k limits the choice to the k likeliest tokens (0: no limit). Both commands
+also take the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=... (less memory).
+All other settings come from the checkpoint. Both commands use a GPU if there is one.
 Contents: the model of a checkpoint; text; validation and HellaSwag; export; the two commands.
 """
 
@@ -35,14 +36,16 @@ from data.knobs import parse_value
 
 
 def load_model(path, knobs):
-    """(config, model, operations) of a checkpoint, on a GPU if there is one. knobs {name: text} go before those of its run."""
+    """(config, model, operations) of a checkpoint, on a GPU if there is one.
+
+    knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
+    """
     state = load_checkpoint(path)
     config = T.config_from_dict(T.RECORD74, state["config"])
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
-    # Nothing is trained here.
     config = T.override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
-                                 "resume": "", "profile": ""} | knobs)
+                                 "resume": "", "profile": ""} | knobs)  # nothing is trained
     T.check_config(config)
     T.check_weights(state, config.model)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
@@ -52,25 +55,28 @@ def load_model(path, knobs):
 
 
 def final_attention(model, config, tokens):
-    """The view of the final validation, for rows of up to `tokens`."""
+    """The AttentionSettings of the final validation, for micro-batches of up to `tokens` tokens."""
     data = dataclasses.replace(config.data, val_batch_tokens=tokens)
     return T.attention_settings(dataclasses.replace(config, data=data), model.embed.device, model.dtype)[-1]
 
 
-def forward(model, config, documents, view):
-    """Normed final stream (N, D) of documents, lists of token ids, side by side in one row. Separators, a document of their own,
-    fill it up to a multiple of 128: what is behind a token does not change it, and the kernels are made for such rows."""
+def forward(model, config, documents, attention):
+    """Final normed stream (N, D) of documents (lists of token ids), packed into one micro-batch.
+
+    A document of separators pads the micro-batch to a multiple of 128, as the kernels require. Padding changes nothing,
+    since no token sees later tokens.
+    """
     borders = np.cumsum([len(document) for document in documents])
     N = -(-borders[-1] // 128) * 128
-    row = np.full(N + 1, config.model.bos_id, np.uint16)
-    row[:borders[-1]] = np.concatenate(documents)
+    tokens = np.full(N + 1, config.model.bos_id, np.uint16)
+    tokens[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
-    batch = loader.make_batch(row, cu, config, model.embed.device)
-    return model(batch.tokens, batch.cu_seqlens, batch.row_ids, view._replace(max_doc_len=int(N)))
+    batch = loader.make_batch(tokens, cu, config, model.embed.device)
+    return model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
 
 
 def logits(model, h):
-    """(n, D) -> (n, padded vocabulary) fp32."""
+    """Capped logits, (n, D) -> (n, padded vocabulary) fp32."""
     return T.kernels.softcap(h @ model.lm_head.to(h.dtype))
 
 
@@ -78,7 +84,7 @@ def logits(model, h):
 
 
 def text_codec(vocab_size):
-    """(encode: text -> token ids, octets: id -> its bytes): bytes are tokens, or the GPT-2 BPE if tiktoken can have its files."""
+    """(encode: text -> token ids, decode: id -> bytes) of the byte tokenizer or GPT-2's BPE. Raises UserError."""
     if vocab_size == 257:
         return lambda text: list(text.encode(errors="replace")), lambda id: bytes([id])
     if vocab_size != 50257:
@@ -86,35 +92,42 @@ def text_codec(vocab_size):
     try:
         import tiktoken
         bpe = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on whatever its download raised
+    except Exception as error:  # tiktoken passes on all errors of its download
         raise UserError(f"no GPT-2 tokenizer ({type(error).__name__}): tiktoken fetches it once, online") from None
     return bpe.encode_ordinary, bpe.decode_single_token_bytes
 
 
 @torch.no_grad()
 def generate(model, config, ids, count, temperature, top_k):
-    """Yields `count` token ids that follow `ids`. Each takes a forward pass over the separator and the recent tokens, as many as
-    the longest document in training had. The separator is never drawn: one document."""
+    """Yields `count` token ids that follow `ids`.
+
+    Each token takes a forward pass over a separator and the most recent tokens, at most as many as the longest training
+    document. It never draws the separator, so the text is one document.
+    """
     ids, separator, recent = list(ids), config.model.bos_id, config.schedule.stages[-1].max_doc_len - 1
-    view = final_attention(model, config, recent + 128)
+    attention = final_attention(model, config, recent + 128)
     generator = torch.Generator().manual_seed(config.system.seed)
     for _ in range(count):
         document = [separator, *ids[max(0, len(ids) - recent):]]
-        last = forward(model, config, [document], view)[len(document) - 1:len(document)]
+        last = forward(model, config, [document], attention)[len(document) - 1:len(document)]
         z = logits(model, last)[0, :separator].cpu()
         if top_k:
             z[z < z.topk(min(top_k, separator)).values[-1]] = -torch.inf
-        ids.append(int(torch.multinomial(torch.softmax(z / temperature, 0), 1, generator=generator) if temperature else z.argmax()))
+        if temperature:
+            ids.append(int(torch.multinomial(torch.softmax(z / temperature, 0), 1, generator=generator)))
+        else:
+            ids.append(int(z.argmax()))
         yield ids[-1]
 
 
 def sample(model, config, temperature=0.8, top_k=0):
-    """Yields --sample_prompt, then --sample_tokens tokens that follow, in pieces of whole characters; --seed decides which."""
-    encode, octets = text_codec(config.model.vocab_size)
+    """Yields --sample_prompt, then --sample_tokens generated tokens as whole characters. --seed is the random seed."""
+    encode, decode = text_codec(config.model.vocab_size)
+    prompt, count = config.system.sample_prompt, config.system.sample_tokens
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    yield config.system.sample_prompt
-    for id in generate(model, config, encode(config.system.sample_prompt), config.system.sample_tokens, temperature, top_k):
-        yield decoder.decode(octets(id))
+    yield prompt
+    for id in generate(model, config, encode(prompt), count, temperature, top_k):
+        yield decoder.decode(decode(id))
     yield decoder.decode(b"", final=True)
 
 
@@ -122,17 +135,21 @@ def sample(model, config, temperature=0.8, top_k=0):
 
 
 def bits_per_byte(config, loss, tokens):
-    """A mean loss over `tokens` (nats per token) in bits per byte of their text. Separators are no text but had to be predicted."""
-    octets = text_codec(config.model.vocab_size)[1]
-    lengths = np.array([*(len(octets(id)) for id in range(config.model.bos_id)), 0])
+    """Converts a mean loss over `tokens`, in nats per token, to bits per byte of text.
+
+    The losses of separators count, but separators have no bytes.
+    """
+    decode = text_codec(config.model.vocab_size)[1]
+    lengths = np.array([*(len(decode(id)) for id in range(config.model.bos_id)), 0])
     return loss * len(tokens) / math.log(2) / lengths[tokens].sum()
 
 
 def validate(model, config, ops):
     """Prints the loss of the final validation."""
     rt = T.Runtime(0, 1, model.embed.device)
-    data, view = loader.ValidationData(config, rt), T.attention_settings(config, rt.device, model.dtype)[-1]
-    loss = T.validate(model, T.kernels.HeadLoss(model.lm_head, model.dtype, False, ops.cross_entropy), data, view, rt)
+    data, attention = loader.ValidationData(config, rt), T.attention_settings(config, rt.device, model.dtype)[-1]
+    head = T.kernels.HeadLoss(model.lm_head, model.dtype, False, ops.cross_entropy)
+    loss = T.validate(model, head, data, attention, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:
         print(f"val_bits_per_byte: {bits_per_byte(config, loss, data.tokens[1:]):.4f}", flush=True)
@@ -145,15 +162,16 @@ HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c99
 
 
 def fetch_hellaswag() -> Path:
-    """The authors' validation set, in data/hellaswag (of DATA_PATH); downloaded once."""
-    import urllib.request  # a start, which imports this file, does without
+    """Path of the authors' validation set in data/hellaswag (of DATA_PATH), downloaded once. Raises UserError."""
+    import urllib.request  # slow to import, and a training run imports this file, too
     path = data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
     if not path.exists():
         try:
             with urllib.request.urlopen(HELLASWAG_URL, timeout=60) as answer:
                 content = answer.read()
-        except Exception as error:  # of many kinds
-            raise UserError(f"cannot fetch HellaSwag from {HELLASWAG_URL} ({error}); --hellaswag=FILE takes a copy") from None
+        except Exception as error:  # urllib raises many kinds of errors
+            raise UserError(f"cannot fetch HellaSwag from {HELLASWAG_URL} ({error}); --hellaswag=FILE takes"
+                            " a copy") from None
         if hashlib.sha256(content).hexdigest() != HELLASWAG_SHA256:
             raise UserError(f"what came from {HELLASWAG_URL} is not the published file; --hellaswag=FILE takes a copy")
         with atomic_write(path) as file:
@@ -162,17 +180,18 @@ def fetch_hellaswag() -> Path:
 
 
 def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
-    """(context, four endings, number of the right one) of every line of JSON; UserError when it is something else."""
+    """(context, four endings, index of the right ending) of every line of JSON. Raises UserError for another format."""
     try:
         text = Path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     examples = []
-    for number, line in enumerate(text.split("\n") if text else [], 1):  # splitlines would also cut at U+2028, which JSON allows
+    lines = text.split("\n") if text else []  # splitlines would also split at U+2028, which JSON strings may contain
+    for number, line in enumerate(lines, 1):
         try:
             example = json.loads(line)
             context, endings, label = example["ctx"], example["endings"], int(example["label"])
-            if not (isinstance(context, str) and len(endings) == 4 and all(isinstance(x, str) for x in endings) and 0 <= label < 4):
+            if len(endings) != 4 or not all(isinstance(x, str) for x in (context, *endings)) or not 0 <= label < 4:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: not an example with ctx, four endings and label") from None
@@ -184,40 +203,43 @@ def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
 
 @torch.no_grad()
 def ending_losses(model, config, pairs):
-    """Yields the losses (k,) fp32, nats per token, of every ending given its context: pairs of (context ids, k ending ids), side by
-    side in rows of at most --val_batch_tokens."""
+    """Yields the losses of every ending given its context, (k,) fp32, in nats per token.
+
+    pairs: (context ids, k ending ids), which it packs into micro-batches of at most --val_batch_tokens. Raises
+    UserError when a pair is longer.
+    """
     separator, limit = config.model.bos_id, config.data.val_batch_tokens
-    rows, room = [], 0
+    micro_batches, room = [], 0
     for pair in pairs:
         length = 3 + sum(map(len, pair))
         if length > limit:
             raise UserError(f"an example has {length} tokens: --val_batch_tokens={limit} must be as many at least")
         if length > room:
-            rows.append([])
+            micro_batches.append([])
             room = limit
-        rows[-1].append(pair)
+        micro_batches[-1].append(pair)
         room -= length
-    view = final_attention(model, config, limit + 128)
-    for row in rows:
-        # Smear, bigram hash and key offset look one token back, also into another document (K1). Behind two separators, each a
-        # document, that is always the same, and a loss does not depend on what else is in the row.
-        documents = [part for pair in row for part in ([separator], [separator], [separator, *pair[0], *pair[1]])]
-        h = forward(model, config, documents, view)
-        ends = accumulate(3 + sum(map(len, pair)) for pair in row)
-        before = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, row)])
+    attention = final_attention(model, config, limit + 128)
+    for packed in micro_batches:
+        # Smear, bigram hash and key offset look one token back, also into another document (K1). After two documents of
+        # one separator each, the previous token is always the same. So a loss does not depend on the other pairs.
+        documents = [part for pair in packed for part in ([separator], [separator], [separator, *pair[0], *pair[1]])]
+        h = forward(model, config, documents, attention)
+        ends = accumulate(3 + sum(map(len, pair)) for pair in packed)
+        before = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, packed)])
         h = h[torch.from_numpy(before).to(h.device)]
-        targets = torch.tensor([id for _, ending in row for id in ending], device=h.device)
+        targets = torch.tensor([id for _, ending in packed for id in ending], device=h.device)
         parts = zip(h.split(1024), targets.split(1024))
-        losses = [F.cross_entropy(logits(model, some), ids, reduction="none") for some, ids in parts]
-        yield from torch.cat(losses).cpu().split([len(ending) for _, ending in row])
+        losses = [F.cross_entropy(logits(model, part), ids, reduction="none") for part, ids in parts]
+        yield from torch.cat(losses).cpu().split([len(ending) for _, ending in packed])
 
 
 def hellaswag(model, config, path):
-    """Prints the part of the examples whose right ending has the least loss, as a sum and as a mean over tokens."""
+    """Prints the accuracy: how often the right ending has the lowest loss, as a sum and as a mean over its tokens."""
     encode, _ = text_codec(config.model.vocab_size)
     examples = read_hellaswag(path)
     pairs = [(encode(context), encode(" " + ending)) for context, endings, _ in examples for ending in endings]
-    scores = []  # of every ending (sum, mean)
+    scores = []  # (sum, mean) of the losses of every ending
     for losses in ending_losses(model, config, pairs):
         scores.append((losses.sum().item(), losses.mean().item()))
         if len(scores) % 400 == 0 or len(scores) == len(pairs):
@@ -225,17 +247,20 @@ def hellaswag(model, config, path):
     right = np.array([label for _, _, label in examples])
     print(f"hellaswag_examples: {len(examples)}")
     for name, score in zip(("acc", "acc_norm"), np.array(scores).reshape(-1, 4, 2).transpose(2, 0, 1)):
-        part = (score.argmin(1) == right).mean()
-        error = (part * (1 - part) / len(right)) ** 0.5
-        print(f"hellaswag_{name}: {part:.4f}\nhellaswag_{name}_standard_error: {error:.4f}", flush=True)
+        accuracy = (score.argmin(1) == right).mean()
+        error = (accuracy * (1 - accuracy) / len(right)) ** 0.5
+        print(f"hellaswag_{name}: {accuracy:.4f}\nhellaswag_{name}_standard_error: {error:.4f}", flush=True)
 
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
 
 
 def export(model, config, path):
-    """The weights as they are, and the config as text, in the format of safetensors: the length of the header (8 bytes), the header
-    (JSON, spaces to a multiple of 8), the tensors one after the other; all little-endian."""
+    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors.
+
+    The format, little-endian: length of the header (8 bytes); the header (JSON, padded with spaces to a multiple of 8);
+    the tensors.
+    """
     names, weights = {torch.bfloat16: "BF16", torch.float32: "F32"}, model.state_dict()
     ends = [0, *accumulate(x.nbytes for x in weights.values())]
     header = {label: {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
@@ -254,8 +279,10 @@ def export(model, config, path):
 
 
 def arguments(argv, options, aliases):
-    """({option: value}, {knob: text}) of --key=value arguments: options as given or by default, knobs of the trainer, maybe by an
-    alias. UserError on any other."""
+    """({option: value}, {knob: text}) of --key=value arguments.
+
+    options: {option: default value}; aliases: {alias: knob of the trainer}. Raises UserError for an unknown key.
+    """
     values, knobs, known = dict(options), {}, T.flatten(T.Config())
     for key, text in T.read_arguments(argv).items():
         if key in options:
@@ -269,7 +296,7 @@ def arguments(argv, options, aliases):
 
 
 def sample_command(argv) -> int:
-    """--sample: text, as it comes. Returns the exit status, raises UserError."""
+    """--sample: prints text token by token. Returns the exit status, raises UserError."""
     options, knobs = arguments(argv, {"sample": "", "temperature": 0.8, "top_k": 0},
                                {"prompt": "sample_prompt", "tokens": "sample_tokens"})
     if not 0 <= options["temperature"] < math.inf or options["top_k"] < 0:

@@ -1,16 +1,16 @@
-"""Train a log again: run the code that it holds with the settings that it holds, and say whether the losses are equal.
+"""Train a log again: run the log's code with the log's settings, and say whether the losses are equal.
 
     python records/rerun.py LOG [--key=value ...]        ./run.sh --rerun does the same with the Python that it finds
 
-The code of the log runs with all rights of the user, in a temporary folder. The new log lies in logs/ of this
-repository. A --key=value replaces a setting of the log: --train_files=... and --val_files=... say where the data are.
+The code of the log runs with all rights of the user, in a temporary folder. The new log is in logs/ of this repository.
+Each --key=value replaces a setting of the log: --train_files=... and --val_files=... say where the data is.
 
-Equal digits need an equal environment. So the variables that the log records (env.OMP_NUM_THREADS and the like) are set
-as they are there, also where the user has set them to something else. Left out are folders and files of that machine,
-the names of its network devices, and what torchrun sets by itself. A variable that the log does not have stays as it is
-here, and is shown among the differences.
+Equal digits require an equal environment. So the rerun sets the variables that the log records (env.OMP_NUM_THREADS and
+the like) to the values in the log, even if the user has set other values. It skips the log's folders, files and network
+devices, and the variables of torchrun. A variable that is not in the log keeps its value on this machine, and the
+report lists it among the differences.
 
-The exit status is 0 when the rerun finished, whatever its losses are; otherwise it is that of the trainer.
+The exit status is 0 when the rerun finishes, whatever its losses are; otherwise it is the trainer's.
 """
 
 import glob
@@ -26,15 +26,17 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.files import UserError
+from data.knobs import read_arguments
 from records import compare
-from records.compare import Run, UserError
+from records.compare import Run
 
 ROOT, SCRIPT = Path(__file__).resolve().parents[1], "train_gpt.py"
 SHARDS = "train_shards", "val_shards"
-NEEDED = "ranks", "command", "sources", *SHARDS, "run_label", "device"
-NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # of a dumped file: not absolute and without .., so it stays in the folder
+REQUIRED = "ranks", "command", "sources", *SHARDS, "run_label", "device"
+NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
 LEFT_OUT = "save", "save_every", "resume", "profile", "sample_tokens"  # settings on which no loss depends
-REFUSED = "preset", "resume", "profile", "sample_tokens"  # the log has every setting, but maybe not the code of these
+REFUSED = "preset", "resume", "profile", "sample_tokens"  # the log may not contain the code for these settings
 DIFFER_ANYWAY = {*LEFT_OUT, "run_label", "log_dir", "command", "commit"}
 # Variables of torchrun, devices of the network, folders and files: no loss depends on them.
 OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|HOME|PATH|FILE))")
@@ -43,18 +45,18 @@ OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|
 # ---- From the log ----------------------------------------------------------------------------------------------------
 
 def title(name) -> str:
-    """What stands before the text of a file; `write_header` of data/log.py writes it."""
+    """The title before the text of a file, as `write_header` of data/log.py writes it."""
     return f"\n{'-' * 40}\n# {name}\n{'-' * 40}\n\n"
 
 
 def require_whole(path, run: Run):
-    """UserError unless the log has all that a rerun needs."""
+    """Raises UserError unless the log has all settings and sources that a rerun requires."""
     names = [name for name in run.facts.get("sources", "").split() if name != SCRIPT]
-    lacks = [f"`{key}`" for key in NEEDED if key not in run.facts]
-    lacks += [f"the text of {name}" for name in names if title(name) not in run.source]
-    lacks += ["the text of " + SCRIPT] * (not run.source) + ["validation losses"] * (not run.losses)
-    if lacks:
-        raise UserError(f"{path}: lacks {', '.join(lacks)}; it cannot be trained again, like all older logs")
+    missing = [f"`{key}`" for key in REQUIRED if key not in run.facts]
+    missing += [f"the text of {name}" for name in names if title(name) not in run.source]
+    missing += ["the text of " + SCRIPT] * (not run.source) + ["validation losses"] * (not run.losses)
+    if missing:
+        raise UserError(f"{path}: lacks {', '.join(missing)}; it cannot be trained again, like all older logs")
     for name in names:
         if not NAME.fullmatch(name):
             raise UserError(f"{path}: '{name}' among its sources may lead out of the folder; do not trust this log")
@@ -63,36 +65,37 @@ def require_whole(path, run: Run):
     if not re.fullmatch("[1-9][0-9]*", run.facts["ranks"]):
         raise UserError(f"{path}: its ranks are '{run.facts['ranks']}', which is no number of processes")
     if resumed := run.facts.get("resume"):
-        raise UserError(f"{path}: this run went on from {resumed}; train the log again in which it began")
+        raise UserError(f"{path}: this run went on from {resumed}; rerun the log in which it began")
 
 
 def unpack(run: Run) -> dict[str, str]:
-    """Name -> text of all dumped files. The script is first and has no title. The log added a line end to each text."""
+    """{name: text} of all dumped files. The script is first, without a title. The log adds a line end to each text."""
     names = run.facts["sources"].split()
-    places = sorted((run.source.index(title(name)), name) for name in names if name != SCRIPT)
-    starts = [0, *(place + len(title(name)) for place, name in places)]
-    ends = [*(place for place, _ in places), len(run.source)]
+    titles = sorted((run.source.index(title(name)), name) for name in names if name != SCRIPT)  # position, name
+    starts = [0, *(position + len(title(name)) for position, name in titles)]
+    ends = [*(position for position, _ in titles), len(run.source)]
     texts = [run.source[start:end].removesuffix("\n") for start, end in zip(starts, ends)]
-    return dict(zip([SCRIPT, *(name for _, name in places)], texts))
+    return dict(zip([SCRIPT, *(name for _, name in titles)], texts))
 
 
-def settings(run: Run, given) -> dict[str, str]:
-    """The knobs of the rerun: those of the log, then what the user has given."""
+def settings(run: Run, overrides) -> dict[str, str]:
+    """The knobs of the rerun: the log's knobs with the user's overrides."""
     keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels
     first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS or key.startswith("env."))
     knobs = {key: run.facts[key] for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
-    knobs = {key: value for key, value in knobs.items() if key not in LEFT_OUT and key not in given} | given
-    return knobs | {"log_dir": str(ROOT / knobs["log_dir"])}  # else it would be in the temporary folder
+    knobs = {key: value for key, value in knobs.items() if key not in LEFT_OUT and key not in overrides} | overrides
+    return knobs | {"log_dir": str(ROOT / knobs["log_dir"])}  # a relative path would be in the temporary folder
 
 
 def environment(run: Run) -> dict[str, str]:
+    """The variables of the rerun: this machine's variables with the values that the log records."""
     env = dict(os.environ)
     for key, value in run.facts.items():
         if key.startswith("env.") and not OF_MACHINE.fullmatch(key) and "/" not in value:
             env[key.removeprefix("env.")] = value
     env["DATA_PATH"] = os.path.abspath(env.get("DATA_PATH") or ROOT)
-    # What the log should hold but does not must not come from this repository instead.
+    # A module that is missing in the log must not come from this repository.
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
 
@@ -100,12 +103,12 @@ def environment(run: Run) -> dict[str, str]:
 # ---- Running and comparing -------------------------------------------------------------------------------------------
 
 def gpu_count() -> int:
-    import torch  # takes seconds, and a run on the CPU does not need the answer
+    import torch  # takes seconds, and a CPU run does not call this function
     return torch.cuda.device_count()
 
 
 def processes(ranks: int, device: str) -> int:
-    """How many processes to start for a run of `ranks`; the trainer makes more micro-steps where they are fewer."""
+    """The number of processes to start for a run of `ranks`. Fewer processes make more micro-steps each."""
     if device == "cpu" or ranks <= (gpus := gpu_count()):
         return ranks
     if not gpus:
@@ -114,8 +117,8 @@ def processes(ranks: int, device: str) -> int:
 
 
 def execute(command, folder, env) -> int:
-    """Exit status of the command. It has a session of its own, so that Ctrl-C reaches it once, through this process:
-    a second signal would disturb torchrun, which ends its processes after the first."""
+    """Runs the command and returns its exit status. The command has its own session, so it gets Ctrl-C only once,
+    from this process: a second signal would disturb torchrun while it ends its processes."""
     child = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True)
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     handlers = [signal.signal(number, lambda number, _: child.send_signal(number)) for number in numbers]
@@ -126,41 +129,42 @@ def execute(command, folder, env) -> int:
 
 
 def report(old: Run, new: Run) -> str:
-    """Both curves, what differs between the machines, and the verdict."""
+    """Both curves, the differences between the machines, and the verdict."""
     steps = sorted(old.losses | new.losses)
     both = [step for step in steps if step in old.losses and step in new.losses]
-    apart = {step: round(new.losses[step] - old.losses[step], 9) for step in both}  # decimal numbers, as in the logs
-    columns = (old.losses, ""), (new.losses, ""), (apart, "+")
+    differences = {step: round(new.losses[step] - old.losses[step], 9) for step in both}  # decimal, as in the logs
+    columns = (old.losses, ""), (new.losses, ""), (differences, "+")
     curve = [["step", "log", "rerun", "difference"]]
     for step in steps:
         curve.append([str(step), *(compare.number(values.get(step, math.nan), 4, sign) for values, sign in columns)])
     parts = [compare.table(curve, False)]
 
     rows = [row for row in compare.changes(old, new) if not (row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]))]
-    data, others = ([row for row in rows if (row[0] in SHARDS) == wanted] for wanted in (True, False))
-    parts += [f"other data: {key} is '{there}' in the log, '{here}' in the rerun" for key, there, here in data]
+    data, others = ([row for row in rows if (row[0] in SHARDS) == is_data] for is_data in (True, False))
+    parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun" for key, theirs, ours in data]
     parts.append(compare.table([["", "log", "rerun"], *others], False) if others else "settings and machine are equal")
 
-    worst = max(apart, key=lambda step: (math.isnan(apart[step]), abs(apart[step])), default=None)
+    worst = max(both, key=lambda step: (math.isnan(differences[step]), abs(differences[step])), default=None)
     verdict = "equal in every digit"
-    if any(apart.values()):
-        verdict = f"the largest difference is {abs(apart[worst]):.4f} at step {worst}"
-    if len(apart) < len(steps):
-        verdict += f" ({len(apart)} of {len(steps)} validations are in both logs)"
-    return "\n\n".join([*parts, verdict if apart else "the logs have no validation in common"])
+    if any(differences.values()):
+        verdict = f"the largest difference is {abs(differences[worst]):.4f} at step {worst}"
+    if len(both) < len(steps):
+        verdict += f" ({len(both)} of {len(steps)} validations are in both logs)"
+    return "\n\n".join([*parts, verdict if both else "the logs have no validation in common"])
 
 
-def rerun(path: Path, given) -> int:
+def rerun(path: Path, overrides) -> int:
+    """Trains the log at `path` again and prints the comparison. Returns the exit status, raises UserError."""
     old = compare.read_run(path)
     require_whole(path, old)
-    knobs, env, ranks = settings(old, given), environment(old), old.facts["ranks"]
+    knobs, env, ranks = settings(old, overrides), environment(old), old.facts["ranks"]
     count = processes(int(ranks), knobs["device"])
     print(f"this executes the code in {path}, whoever wrote it")
     if count < int(ranks):
         print(f"{count} of the {ranks} processes fit on the GPUs here and make more micro-steps, so digits will differ")
     if not old.finished:
         print(f"the run in the log did not finish; the losses are compared up to its step {max(old.losses)}")
-    sys.stdout.flush()  # before the trainer writes to the same place
+    sys.stdout.flush()  # before the trainer writes to the same output
 
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
     command = [sys.executable, *launcher, SCRIPT, *(f"--{key}={value}" for key, value in knobs.items())]
@@ -182,27 +186,19 @@ def rerun(path: Path, given) -> int:
         return status
     logs = set(glob.glob(pattern)) - before
     if len(logs) != 1:
-        raise UserError(f"the run ended well, but {len(logs)} new logs match {pattern}; use records/compare.py")
+        raise UserError(f"the run finished, but {len(logs)} new logs match {pattern}; use records/compare.py")
     print("\n" + report(old, compare.read_run(Path(logs.pop()))), flush=True)
     return 0
 
 
 def parse(argv) -> tuple[Path, dict[str, str]]:
-    """The log, and the settings that are given as --key=value or --key value."""
-    logs, given, rest = [], {}, iter(argv)
-    for argument in rest:
-        key, equals, value = argument.partition("=")
-        if not key.startswith("--"):
-            logs.append(argument)
-        elif equals or not (value := next(rest, "--")).startswith("--"):
-            given[key[2:]] = value
-        else:
-            raise UserError(f"argument '{key}': write --key=value (see --help)")
-    if len(logs) != 1:
-        raise UserError(f"expected one log, and settings as --key=value (see --help), not {len(logs)} logs")
-    if refused := [f"--{key}" for key in REFUSED if key in given]:
+    """The log, and the settings after it as {knob: text}. Raises UserError."""
+    if not argv or argv[0].startswith("--"):
+        raise UserError("expected a log, then settings as --key=value (see --help)")
+    overrides = read_arguments(argv[1:])
+    if refused := [f"--{key}" for key in REFUSED if key in overrides]:
         raise UserError(f"{', '.join(refused)}: a rerun has the settings of the log and only trains; leave it out")
-    return Path(logs[0]), given
+    return Path(argv[0]), overrides
 
 
 def main(argv) -> int:
@@ -211,7 +207,7 @@ def main(argv) -> int:
         return 0
     try:
         return rerun(*parse(argv))
-    except UserError as error:
+    except (UserError, compare.UserError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 1
 

@@ -1,16 +1,15 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
-This program reads the chrome traces that --profile=START:COUNT writes; its class `Profiler` writes them. A
-kernel belongs to the range of host time (`region` in train_gpt.py) from which it was launched. A CUDA graph is one
-launch for all kernels of a micro-step. So the trainer runs the first micro-step of the profiled steps without its
-graph, kernel by kernel, and `tell_apart` gives the regions of its kernels to those of the graphs. The gaps between so
-many launches would count as idle time. So the first step serves this purpose only, and the numbers are those of the
-others; where one step was profiled, the numbers are those of this step, gaps and all. Without a GPU operators stand
-for kernels, waiting for other processes stands for communication, and all steps count.
+This program reads the chrome traces of --profile=START:COUNT; its class `Profiler` writes them. A kernel belongs to the
+region, a named range of host time (`trace_range` in train_gpt.py), that launched it. A CUDA graph is one launch for all
+kernels of a micro-step. So the trainer runs the first profiled micro-step without its graph, kernel by kernel, and
+`tell_apart` gives the regions of these kernels to the kernels of the graphs. The gaps between the many launches would
+count as idle time, so the tables leave out the first step, unless it is the only profiled step. Without a GPU,
+operators take the place of kernels, waiting for other processes takes the place of communication, and all steps count.
 
-An instant belongs to the kernel that runs, among several to the first; if only NCCL runs it is exposed communication,
-else idle. Contents: events to kernels with regions; numbers and their table; recording; main. Bytes and operations are
-in work.py.
+An instant of time belongs to the running kernel, and to the first of several. If only NCCL runs, the instant is exposed
+communication; if nothing runs, it is idle. Contents: events to kernels with regions; numbers and their table;
+recording; main. work.py has the bytes and operations of our kernels.
 """
 
 import gzip
@@ -37,34 +36,35 @@ from records.work import WORK, calls, ceilings, describe, plain
 RANGES = re.compile(r"(step|layer) \d+|data|micro-step|forward|loss|backward|(reduce|wait|update|gather) .+"
                     r"|zero gradients")
 NODE = "autograd::engine::evaluate_function"
-BLOCK = re.compile(r"speedrun::(attention|mlp)")  # operators of ours; each stands for one block of a layer in its pass
+BLOCK = re.compile(r"speedrun::(attention|mlp)")  # our operators; a pass calls one for each block of a layer
 
 
 @dataclass
 class Item:
-    """A kernel, or an operator where there is no GPU. Times in microseconds."""
+    """A kernel, or without a GPU an operator. Times in microseconds."""
 
     name: str
     start: float
     end: float
-    own: float  # duration without operators inside
+    own: float  # duration without nested operators
     launched: float  # host time
     kind: str = "compute"  # or communication, or transfer: between host and device
     region: str = ""
 
 
 class Host:
-    """The named ranges of host time; at(moment) is the name of the innermost one. layers: those of the run."""
+    """The regions: named ranges of host time. at(moment) is the name of the innermost range. layers: of the run."""
 
     def __init__(self, events, layers=()):
         self.ranges = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events
                              if e.get("cat") == "user_annotation" and RANGES.fullmatch(e["name"]))
-        # A node of the backward pass carries the number of the operation that made it: the last one with this number.
+        # A node of the backward pass has the sequence number of the forward operation that made it: the last operation
+        # with this number.
         numbered = sorted((e["ts"], e["ts"] + e["dur"], e["name"], e["args"]["Sequence number"]) for e in events
                           if e.get("cat") == "cpu_op" and e.get("args", {}).get("Sequence number", -1) >= 0)
         nodes = [(start, end, number) for start, end, name, number in numbered if name.startswith(NODE)]
         passes, marks = ([r for r in self.ranges if r[2].startswith(word)] for word in ("forward", "layer "))
-        inside = [(mark, end, f"forward {name}")  # a mark holds until the next one, or the end of the pass
+        inside = [(mark, end, f"forward {name}")  # a mark lasts until the next mark, or the end of the pass
                   for mark, _, name in marks for start, end, _ in passes if start <= mark <= end]
         inside = inside or self.compiled(events, nodes, layers)
         named = {"loss": "forward loss", "forward": "forward embed" if inside else "forward"}
@@ -78,9 +78,9 @@ class Host:
     def compiled(self, events, nodes, layers):
         """Ranges of the layers in compiled code, which has no marks and is one node of the backward pass.
 
-        A layer begins where it calls its first operator of ours. In the backward pass the first layer begins where the
-        node does; the last one ends with its last operator, since the gradients of all layers are put together afterwards.
-        A pass that does not call one operator for each block of the layers has no ranges.
+        A layer begins where it calls the first of our operators. In the backward pass the first layer begins with the
+        node; the last layer ends with its last operator, since the node then adds up the gradients of all layers. A
+        pass has no ranges if it does not call one operator for each block of the layers.
         """
         calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
                        if e.get("cat") == "cpu_op" and BLOCK.match(e["name"]))
@@ -94,7 +94,7 @@ class Host:
             if name == "backward":
                 blocks.reverse()
                 begins[0], end = max(node for node, _, _ in nodes if node <= begins[0]), inside[-1][1]
-            first = dict(reversed([*zip(blocks, begins)]))  # layer -> where it begins
+            first = dict(reversed([*zip(blocks, begins)]))  # layer -> its beginning
             found += [(begin, end, f"{name} layer {n}") for n, begin in first.items()]
         return found
 
@@ -113,7 +113,7 @@ class Host:
 
 
 def kernels(events):
-    """All that ran on the GPU, by start. What has no recorded launch goes with its predecessor on the stream."""
+    """All kernels and copies on the GPU, by start. An item without a recorded launch takes its predecessor's."""
     launches = {e["args"]["correlation"]: e["ts"] for e in events
                 if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})}
     items, latest = [], {}
@@ -142,12 +142,12 @@ def operators(events):
 
 
 def tell_apart(micro_steps):
-    """Give the kernels of each CUDA graph the regions of the same kernels in the micro-step launched kernel by kernel.
+    """Gives the kernels of each CUDA graph the regions of the same kernels in the micro-step launched kernel by kernel.
 
-    micro_steps: the kernels of each, in order. A graph was recorded from such launches, so its kernels have their names
-    and their order; only what copies or sets memory has other names in a graph, as memcpy32_post. Copies of its inputs
-    run before the graph and stay in the region "micro-step". So do all kernels of a graph that are not those of the
-    latest launched micro-step: another length picks other kernels of a library.
+    micro_steps: the kernels of each micro-step, in order. The kernels of a graph have the names and the order of the
+    launches from which the graph was recorded; only copies and memory sets have other names, such as memcpy32_post. The
+    copies of a graph's inputs run before the graph and keep the region "micro-step". All kernels of a graph keep this
+    region if they differ from the latest launched micro-step, since libraries choose other kernels for other lengths.
     """
     def names(items):
         return [re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", i.name) for i in items]
@@ -162,9 +162,9 @@ def tell_apart(micro_steps):
 
 
 def cover(items, free):
-    """Items by start take what they cover of free time, [(from, to), ...].
+    """Gives free time, [(from, to), ...], to the first of `items`, sorted by start, that covers it.
 
-    Returns (microseconds of each item, time that stays free)."""
+    Returns (microseconds of each item, the remaining free time)."""
     taken, passed, free = [], [], deque(free)
     for item in items:
         taken.append(0.0)
@@ -183,7 +183,7 @@ def cover(items, free):
 
 
 def analyse(trace):
-    """Chrome trace -> numbers, in milliseconds per step."""
+    """The numbers of a chrome trace, in milliseconds per step. Raises ValueError if it lacks steps or kernels."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     run, gpu = trace.get("run", {}), kernels(events)
     host = Host(events, run.get("layers", ()))
@@ -198,31 +198,33 @@ def analyse(trace):
     if gpu:
         tell_apart([[i for i in items if i.kind == "compute" and start <= i.launched < end]
                     for start, end, name in host.ranges if name == "micro-step"])
-    left_out = []  # the step that told the layers apart
+    left_out = []  # items of the step without a graph
     if run.get("cuda_graphs") and len(steps) > 1:
         left_out = [i for i in items if i.launched < steps[1][0] and i.kind != "transfer"]
         steps, items = steps[1:], [i for i in items if i.launched >= steps[1][0]]
-    work = [i for i in items if i.kind == "compute"]
+    compute = [i for i in items if i.kind == "compute"]
     if gpu:
-        talk = [i for i in items if i.kind == "communication"]
-        window = min(i.start for i in work + talk), max(i.end for i in work + talk)
+        communication = [i for i in items if i.kind == "communication"]
+        window = min(i.start for i in compute + communication), max(i.end for i in compute + communication)
     else:
-        talk = [Item(name, start, end, end - start, start, region=name) for start, end, name in host.ranges
+        communication = [Item(name, start, end, end - start, start, region=name) for start, end, name in host.ranges
                 if name.startswith("wait ") and run.get("ranks") != 1]
         window = steps[0][0], steps[-1][1]
 
     ms = 1e-3 / len(steps)
     regions = defaultdict(lambda: [0.0] * 4)  # compute, communication, of that exposed, idle
-    taken, free = cover(work, [window])
-    exposed, idle = cover(talk, free)
-    for column, those, amounts in (0, work, taken), (1, talk, [i.own for i in talk]), (2, talk, exposed):
-        for item, amount in zip(those, amounts):
+    taken, free = cover(compute, [window])
+    exposed, idle = cover(communication, free)
+    durations = [i.own for i in communication]
+    columns = (compute, taken), (communication, durations), (communication, exposed)
+    for column, (group, amounts) in enumerate(columns):
+        for item, amount in zip(group, amounts):
             regions[item.region][column] += amount * ms
-    busy = sorted(work + talk, key=lambda i: i.start)
-    if gpu:  # idle time counts for the kernel that comes next
+    busy = sorted(compute + communication, key=lambda i: i.start)
+    if gpu:  # idle time belongs to the region of the next kernel
         for start, end in idle:
             regions[busy[bisect_left(busy, end, key=lambda i: i.start)].region][3] += (end - start) * ms
-    else:  # for the range that the host was in
+    else:  # idle time belongs to the region of the host
         ends = [*host.borders[1:], np.inf]
         ranges = [Item("", *borders, 0.0, 0.0, region=name) for *borders, name in zip(host.borders, ends, host.names)]
         for item, amount in zip(ranges, cover(ranges, idle)[0]):
@@ -232,22 +234,23 @@ def analyse(trace):
     for region, amounts in regions.items():
         split[parts.get(region.partition(" ")[0], "other")] += amounts[0]
     split |= {"exposed communication": sum(exposed) * ms, "idle": sum(end - start for start, end in idle) * ms}
-    own = defaultdict(list)
+    times = defaultdict(list)  # short name -> ms of every call
     for item in items:
-        own[short(item.name)].append(item.own * ms)
-    names = [(name, len(times) / len(steps), sum(times)) for name, times in own.items()]
+        times[short(item.name)].append(item.own * ms)
+    names = [(name, len(calls_ms) / len(steps), sum(calls_ms)) for name, calls_ms in times.items()]
     numbers = [int(name.split()[1]) for _, _, name in steps]
-    counted = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
+    measured = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
     return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
-            "communication": sum(cover(talk, [window])[0]) * ms, "regions": dict(regions),
-            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, counted, len(steps)),
+            "communication": sum(cover(communication, [window])[0]) * ms, "regions": dict(regions),
+            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, measured, len(steps)),
             "items": left_out + busy}
 
 
 def rates(items, run, steps):
-    """Rows (operations, calls and ms per step, rate, its unit, part of the measured limit) for our kernels.
+    """Rows (operations, calls per step, ms per step, rate, its unit, part of the measured limit) of our kernels.
 
-    The last three are None when there are not as many launches as expected. Operations that share a kernel are one row.
+    The last three values are None if the number of launches is not the expected number. Operations that share a kernel
+    share a row.
     """
     if not run.get("limits"):
         return []
@@ -278,7 +281,7 @@ def rates(items, run, steps):
 
 
 def short(name):
-    """A kernel's name without what only its compiler wants to know."""
+    """A kernel's name without template arguments and numbers."""
     name = re.sub(r"^(void |std::enable_if<.*?>::type )", "", name)
     base = re.split(r"[<(]", name)[0].strip()
     inner = re.search(r"cutlass_\w+|\w*[Ff]unctor\w*|\w+_kernel_cuda", name[len(base):])
@@ -288,7 +291,7 @@ def short(name):
 
 
 def table(result, top=25):
-    """The numbers as text."""
+    """The numbers of `analyse` as text. top: number of kernels to list."""
     total, run, regions, lines = result["ms"], result["run"], result["regions"], []
 
     def rows(titles, body):
@@ -336,7 +339,7 @@ def table(result, top=25):
 
 
 def recorded(profiler, path, run):
-    """Write the trace with the regions of the kernels to `path`, complete or not at all -> the numbers."""
+    """Writes the trace and the regions of its kernels to `path`, complete or not at all. Returns the numbers."""
     temporary = Path(f"{path}.tmp")
     try:
         profiler.export_chrome_trace(str(temporary))
@@ -358,11 +361,11 @@ def recorded(profiler, path, run):
 
 
 def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_steps):
-    """Write the trace of the steps of `plans` on this rank to `path` -> text for the log: tables, or a warning.
+    """Writes the trace of the steps of `plans` on this rank to `path`. Returns text for the log: tables, or a warning.
 
-    profiler: of torch, stopped; batches: those of the steps, in order.
+    profiler: a stopped torch profiler; batches: the batches of the steps, in order.
     """
-    from torch import OutOfMemoryError  # reading a trace does without torch
+    from torch import OutOfMemoryError  # reading a trace does not need torch
     lines, limits = [], None
     if rt.device.type == "cuda" and config.system.dtype == "bfloat16":
         try:
@@ -378,16 +381,16 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
 
 
 class Profiler:
-    """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock stands still.
+    """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock is stopped.
 
-    The first micro-step of these steps is launched kernel by kernel, which tells the layers of all others apart.
+    The first profiled micro-step runs without its CUDA graph, so that `tell_apart` can find the layers of all others.
     """
 
     def __init__(self, trainer):
         self.trainer = trainer
 
     def start(self):
-        from torch.profiler import ProfilerActivity, profile  # reading a trace does without torch
+        from torch.profiler import ProfilerActivity, profile  # reading a trace does not need torch
         self.loader_state = self.trainer.loader.state_dict()
         gpu = self.trainer.rt.device.type == "cuda"
         self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
@@ -395,7 +398,7 @@ class Profiler:
         self.began = time.perf_counter()
 
     def stop(self):
-        """Writes this rank's trace beside the log, and what it says into the log."""
+        """Writes this rank's trace beside the log, and the tables into the log."""
         import torch.distributed as dist
         from triton_kernels import POLAR_EXPRESS
         self.seconds, trainer = time.perf_counter() - self.began, self.trainer
@@ -412,7 +415,7 @@ class Profiler:
         dist.barrier()
 
     def cost(self) -> str:
-        """One line, when the run is over."""
+        """One line about the time that the profiler took; call it at the end of the run."""
         trainer, profiled = self.trainer, self.trainer.config.system.profiled
         kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first:]]
         times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
@@ -421,8 +424,10 @@ class Profiler:
 
 
 def cost(seconds, times, kinds, profiled, reach=20):
-    """What the profiler cost: the profiled steps, which took `seconds`, against the median of those like them, at most
-    `reach` steps away. times: of every step, ms; kinds: of every step, equal for steps that are alike."""
+    """Compares the profiled steps, which took `seconds`, with the median of similar steps at most `reach` steps away.
+
+    times: ms of every step; kinds: a key of every step, equal for similar steps.
+    """
     mine, others = 1000 * seconds / len(profiled), []
     for step in profiled:
         near = range(max(0, step - reach), min(len(times), step + reach + 1))

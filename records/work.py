@@ -1,17 +1,18 @@
-"""What our kernels have to do at least, and how fast this GPU does such things.
+"""The least work of our kernels, in operations and bytes, and the measured rates of this GPU.
 
-records/trace.py and tests/bench_kernels.py use it.
+records/trace.py and tests/bench_kernels.py use this module.
 """
 
 import numpy as np
 
 
 def product(n, M, K):
-    """n symmetric M x M products over K, in tiles of 128 up to the diagonal."""
+    """(operations, bytes) of n symmetric M x M products over K, in tiles of 128 up to the diagonal."""
     return n * M * (M + 128) * K, 2 * n * M * (K + M)
 
 
-WORK = {  # operation -> what one call launches; (bf16 operations, a multiply-add is two; bytes, each operand once)
+WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 operations, bytes)). A multiply-add is two
+    # operations; each operand counts once.
     "XXT": ("_gram_kernel", product),
     "XTX": ("_gram_kernel", product),
     "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
@@ -20,15 +21,15 @@ WORK = {  # operation -> what one call launches; (bf16 operations, a multiply-ad
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
-    # pairs: of query and key that see each other, over all heads
+    # pairs: (query, key) that see each other, over all heads
     "attend": ("_attention_kernel", lambda N, D, d, pairs: (4 * d * pairs, 8 * N * D)),
     "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, pairs: (
         10 * d * pairs, 16 * N * D)),
     "project": ("_project_kernel", lambda N, D, value: (6 * N * D * D, N * D * (8 + 2 * value))),
-    # q, k and their gradients are read, two gradients written; dv is copied or not, ve read, its gradient written.
+    # Reads q, k and their gradients, writes two gradients; may copy dv, read ve and write the gradient of ve.
     "project_backward": ("_project_grad_kernel", lambda N, D, value, paired: (
         0, 2 * N * D * (6 + (3 + paired if value else 2 * paired)))),
-    # channels that the gates see; their gradients are read and written, as are those of gates read beside them
+    # channels: input of the gates. Reads and writes the gradients of the channels and of other gates of the layer.
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
         0, 2 * N * (3 * channels + 2 * gates))),
@@ -40,7 +41,7 @@ WORK = {  # operation -> what one call launches; (bf16 operations, a multiply-ad
 
 
 def plain(name):
-    """A kernel's name in WORK."""
+    """The name in WORK of a kernel."""
     return name.replace("_mlp_hopper_kernel", "_mlp_kernel")
 
 
@@ -54,7 +55,7 @@ def seen_pairs(lengths, window):
 def calls(run):
     """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
-    tables = 1 + sum(layer["value_embed"] for layer in layers)  # those with a row for each token id
+    tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
     for step in run["steps"]:
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
@@ -83,9 +84,9 @@ def calls(run):
 
 
 def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
-    """What `calls` and the tables need to know about the steps of `plans`, fit for JSON.
+    """A dictionary about the steps of `plans`, which JSON can store; `calls` and the tables of trace.py read it.
 
-    batches: those of the steps on this rank, in order; limits: what `ceilings` measured, or None.
+    batches: the batches of these steps on this rank, in order; limits: result of `ceilings`, or None.
     """
     micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
                       "token_ids": batch.tokens.unique().numel(),
@@ -106,9 +107,9 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
 
 
 def ceilings():
-    """Measured limits of the current GPU: bf16 and (0: it has none) FP8 products of 8192³, operations per second;
-    copying, bytes per second, read and written both counted."""
-    import torch  # reading a trace does without
+    """Measured limits of the current GPU: {"bf16", "fp8": operations per second of an 8192³ product (0: no FP8);
+    "copy": bytes per second, read plus written}."""
+    import torch  # reading a trace does not need torch
 
     def seconds(run):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(25)]
