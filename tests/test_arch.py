@@ -50,7 +50,8 @@ def compile_all(arch):
 
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, exact=True: False
-    tk._sm_count, tk._shared_memory, tk._tma = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch], lambda device: arch >= 90
+    tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
+    tk._has_tma = lambda device: arch >= 90
     bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     for family in bench.FAMILIES.keys() - {"optimizer"}:  # the kernels of muon again
@@ -112,7 +113,7 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, val
         matmul = np.matmul
         monkeypatch.setattr(np, "matmul", lambda *ab, **more: matmul(*map(np.ascontiguousarray, ab), **more))
     by_descriptors = results()
-    monkeypatch.setattr(tk, "_tma", lambda device: False)
+    monkeypatch.setattr(tk, "_has_tma", lambda device: False)
     monkeypatch.setattr(tk.TensorDescriptor, "__post_init__", None)  # cannot be made any more
     for a, b in zip(by_descriptors, results(), strict=True):
         assert a.isfinite().all() and torch.equal(a, b)

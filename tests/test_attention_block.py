@@ -259,7 +259,7 @@ def test_reference_on_cpu(monkeypatch):
     ({3: torch.zeros(9, 31)}, r"got \(9, 31\) and \(2, 12\)"),
     ({4: torch.zeros(2, 6)}, r"got \(9, 32\) and \(2, 6\)"),
     ({0: torch.zeros(9, 16, dtype=BF16)}, "must be all bfloat16 or all float32"),
-    ({1: torch.zeros(144, 16), 2: torch.zeros(18, 6, 2)}, "power of two from 16 on, got 24"),
+    ({1: torch.zeros(144, 16), 2: torch.zeros(18, 6, 2)}, "power of two and at least 16, got 24"),
 ])
 def test_errors_say_what_was_wrong(change, message):
     args = list(block_inputs(9, 2, 16, 16, "paired+value", torch.device("cpu"), FP32))

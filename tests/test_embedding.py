@@ -80,3 +80,5 @@ def test_wrong_upstream(device):
         tk.embedding_grad(grad, tk.SortedIds(ids), upstream[:4])
     with pytest.raises(ValueError, match="unit stride"):
         tk.embedding_grad(grad, tk.SortedIds(ids), upstream.mT.contiguous().mT)
+    with pytest.raises(ValueError, match=r"embedding_grad: grad must be contiguous, got strides \(1, 10\)"):
+        tk.embedding_grad(grad.mT.contiguous().mT, tk.SortedIds(ids), upstream)

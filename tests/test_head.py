@@ -140,14 +140,16 @@ def test_rows_beyond_32_bits(device, no_reference):
     assert torch.equal(codes.float(), near.float())
 
 
-@pytest.mark.parametrize("what, change", [
-    ("targets", lambda a: {**a, "targets": a["targets"].int()}), ("targets", lambda a: {**a, "targets": a["targets"][:, :1]}),
-    ("weights", lambda a: {**a, "weights": a["weights"].double()}),
-    ("contiguous", lambda a: {**a, "logits": a["logits"].t().contiguous().t()}),
-    ("contiguous", lambda a: {**a, "grad": a["logits"][:, 1:]})])
-def test_cross_entropy_refuses(what, change, device):
+@pytest.mark.parametrize("message, change", [
+    ("targets must be torch.int64 .* got torch.int32", lambda a: {**a, "targets": a["targets"].int()}),
+    (r"targets must be .* shape \(4, 3\) .* got .* shape \(4, 1\)", lambda a: {**a, "targets": a["targets"][:, :1]}),
+    ("weights must be contiguous torch.float32 .* got torch.float64", lambda a: {**a, "weights": a["weights"].double()}),
+    ("logits must have contiguous rows, got strides", lambda a: {**a, "logits": a["logits"].t().contiguous().t()}),
+    (r"grad must have contiguous rows and shape \(4, 32\), got shape \(4, 31\)",
+     lambda a: {**a, "grad": a["logits"][:, 1:]})])
+def test_cross_entropy_refuses(message, change, device):
     logits, targets, weights = random_rows(4, 32, 3, FP32, device)
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=f"cross_entropy: {message}"):
         tk.cross_entropy(**change(dict(logits=logits, targets=targets, weights=weights, loss_scale=1.0)))
 
 

@@ -157,12 +157,15 @@ def test_cpu_takes_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(2, 6, 8)), r"\(N, D\)"),
+    (dict(x=torch.ones(2, 6, 8)), r"x must be \(N, D\) .* got \(2, 6, 8\)"),
     (dict(x=torch.ones(0, 8)), "N > 0"),
-    (dict(W2=torch.ones(24, 8)), r"\(F, D\)"),
-    (dict(W1=torch.ones(16, 8, dtype=BF16)), "W1 is torch.bfloat16"),
-    (dict(x=torch.ones(6, 8).half(), W1=torch.ones(16, 8).half(), W2=torch.ones(16, 8).half()), "x is torch.float16"),
-    (dict(x=torch.ones(8, 6).mT), "x must be contiguous"),
+    (dict(W1=torch.ones(8)), r"W1 \(F, D\), got .* \(8,\)"),
+    (dict(W1=torch.ones(16, 16)), r"W1 must be .* shape \(16, 8\) .* got .* shape \(16, 16\)"),
+    (dict(W2=torch.ones(24, 8)), r"W2 must be .* shape \(16, 8\) .* got .* shape \(24, 8\)"),
+    (dict(W1=torch.ones(16, 8, dtype=BF16)), "W1 must be contiguous torch.float32 .* got torch.bfloat16"),
+    (dict(x=torch.ones(6, 8).half(), W1=torch.ones(16, 8).half(), W2=torch.ones(16, 8).half()),
+     "x must be bfloat16 or float32, got torch.float16"),
+    (dict(x=torch.ones(8, 6).mT), r"x must be contiguous .* strides \(1, 6\)"),
     (dict(W1=torch.ones(18, 8), W2=torch.ones(18, 8)), "16 bytes"),
     (dict(x=torch.ones(6, 6), W1=torch.ones(16, 6), W2=torch.ones(16, 6)), "16 bytes"),
 ])
