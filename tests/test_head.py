@@ -95,7 +95,7 @@ def test_cross_entropy(n, classes, count, dtype, device, no_reference):
 @gpu
 @pytest.mark.parametrize("n, classes, count", SHAPES)
 def test_gradient_codes(n, classes, count, device, no_reference):
-    """Codes are within half a step of e5m2 of the exact gradient and saturated; loss_scale does not change the codes."""
+    """Codes are within half a step of e5m2 of the exact gradient, saturated; loss_scale does not change the codes."""
     logits, targets, weights = random_rows(n, classes, count, BF16, device)
     for scale in (SCALE_G, 1e-6):  # the second puts the largest codes above 57344
         buffer, codes = framed(n, classes, E5M2, device)

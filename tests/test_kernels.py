@@ -267,7 +267,7 @@ def test_normuon_tail(shape, dtype, device, poisoned_empty):
 
 
 def test_normuon_tail_ties_and_truncation(device):
-    """A zero update decays the weight, also in a zero matrix; an update that increases |w| does not; bits are truncated."""
+    """A zero update decays the weight, also in a zero matrix; an update that increases |w| does not. Bits truncate."""
     w = torch.tensor([[[0.5, -0.5], [0.5, 0.5]], [[1.0, 1.0], [1.0, 1.0]]], device=device)
     y = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[1.0, -1.0], [1.0, 1.0]]], device=device)
     bits = w.view(torch.int32)
