@@ -361,7 +361,8 @@ def main():
         print(file=sys.stderr)
     finally:  # after an error, the rows measured so far are printed
         rows.sort(key=lambda row: -row["recoverable_ms"])
-        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms | beside it, µs |")
+        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms |"
+              " beside it, µs |")
         print("|---" * 8 + "|")
         for row in rows:
             low, median, high = row["quartiles"]
