@@ -312,7 +312,7 @@ def attention_ref(q, k, v, gate, cu_seqlens, max_len, window, scale):
     position = torch.arange(-preceding * block, N + pad, device=q.device)
 
     def key_blocks(x):
-        # (preceding·block + N + pad, ...) -> (blocks, (preceding + 1)·block, ...), the keys that each query block may see
+        # (preceding·block + N + pad, ...) -> (blocks, (preceding + 1)·block, ...), the keys of each query block
         x = x.unflatten(0, (-1, block))
         return torch.cat([x[j:j + blocks] for j in range(preceding + 1)], 1)
 
