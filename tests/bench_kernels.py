@@ -1,9 +1,13 @@
-"""Time every kernel against the limits of this GPU:  python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
+"""Time every kernel against the limits of this GPU.
 
-One line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured matmul rate and
-bytes / measured copy bandwidth, each operand counted once; "recoverable" is what a training step on one GPU would gain if the
-kernel ran at its limit, for shapes that occur there. Medians and quartiles with a cold L2, the PyTorch calls in turn with the
-kernel. Attention counts the pairs that a query really sees. Correctness is the business of the other files in this folder.
+    python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
+
+Prints one line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured
+matmul rate and bytes / measured copy bandwidth, with each operand counted once. "recoverable" is the time that a
+training step on one GPU would gain if the kernel ran at its limit, for shapes that occur there. Times are medians and
+quartiles with a cold L2 cache; kernel and PyTorch calls run in turn. Attention counts the (query, key) pairs inside
+window and document.
+The other files in this folder test correctness.
 """
 
 import argparse
@@ -40,15 +44,16 @@ class Case(NamedTuple):
     kernel: str
     shape: str
     run: Callable
-    peers: dict[str, Callable] = {}  # other ways to the same result
-    bf16: float = 0  # operations, a multiply-add is two
-    fp8: float = 0
+    peers: dict[str, Callable] = {}  # other implementations of the same result
+    bf16: float = 0  # operations; a multiply-add counts as two
+    fp8: float = 0  # operations
     bytes: float = 0
-    calls: float = 0  # per step on one GPU in the stage of this shape; 0: shapes of several ranks, and parts of other lines
+    # Calls per step on one GPU in the stage of this shape; 0 for shapes of several ranks and for parts of other lines.
+    calls: float = 0
 
 
 def needs(name, *sizes):
-    """What this operation costs at least, as a Case wants it."""
+    """Minimal operations and bytes of this operation, as arguments of Case."""
     return dict(zip(("bf16", "bytes"), WORK[name][1](*sizes)))
 
 
@@ -58,7 +63,7 @@ def needs(name, *sizes):
 class Timer:
     def __init__(self, repetitions):
         self.repetitions = repetitions
-        # Many times the L2, and long enough for the host to launch what is timed meanwhile.
+        # Many times as large as the L2. While the GPU fills it, the host launches the timed kernel.
         self.flush = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
 
     def once(self, run):
@@ -70,22 +75,26 @@ class Timer:
         return start, end
 
     def __call__(self, *runs):
-        """Quartiles in microseconds of each, taken in turn."""
+        """[quartiles in microseconds] of each callable; the callables run in turn."""
         for run in runs:  # compile, warm up
             run(), run()
         events = [[self.once(run) for run in runs] for _ in range(self.repetitions)]
         torch.cuda.synchronize()
-        return [np.percentile([1000 * a.elapsed_time(b) for a, b in column], (25, 50, 75)).tolist() for column in zip(*events)]
+        times = [[1000 * start.elapsed_time(end) for start, end in column] for column in zip(*events)]
+        return [np.percentile(column, (25, 50, 75)).tolist() for column in times]
 
 
 def measure(case, timer, limits):
+    """One row of the table. limits: operations per second (bf16, fp8), bytes per second (copy)."""
     quartiles, *others = timer(case.run, *case.peers.values())
     us = quartiles[1]
-    busy, moving = case.bf16 / limits["bf16"] + (case.fp8 and case.fp8 / limits["fp8"]), case.bytes / limits["copy"]
-    limit, compute = 1e6 * max(busy, moving), busy > moving
+    compute_s = case.bf16 / limits["bf16"] + (case.fp8 and case.fp8 / limits["fp8"])
+    copy_s = case.bytes / limits["copy"]
+    limit, compute = 1e6 * max(compute_s, copy_s), compute_s > copy_s
     rate = (case.bf16 + case.fp8) / us / 1e6 if compute else case.bytes / us / 1e3
-    return dict(kernel=case.kernel, shape=case.shape, us=us, quartiles=quartiles, rate=rate, unit="TFLOP/s" if compute else "GB/s",
-                of_limit=limit / us, calls=case.calls, recoverable_ms=case.calls * (us - limit) / 1000,
+    return dict(kernel=case.kernel, shape=case.shape, us=us, quartiles=quartiles, rate=rate,
+                unit="TFLOP/s" if compute else "GB/s", of_limit=limit / us, calls=case.calls,
+                recoverable_ms=case.calls * (us - limit) / 1000,
                 peers={name: times[1] for name, times in zip(case.peers, others)})
 
 
@@ -117,10 +126,11 @@ def muon_cases():
             yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02),
                        **needs("fused_momentum", size), calls=on_one)
             p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
-            tail = (p, mantissa, torch.ones(n, height, 1, device=DEVICE), X, 1e-3, torch.ones(n, 1, 1, device=DEVICE), 0.1, 0.95)
+            v, matrix_lr = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
+            tail = (p, mantissa, v, X, 1e-3, matrix_lr, 0.1, 0.95)
             compiled = torch.compile(tk.normuon_tail_ref, dynamic=False)
-            yield Case("normuon_tail", shape, lambda a=tail: tk.normuon_tail(*a), {"compiled": lambda a=tail, f=compiled: f(*a)},
-                       **needs("normuon_tail", size), calls=on_one)
+            yield Case("normuon_tail", shape, lambda a=tail: tk.normuon_tail(*a),
+                       {"compiled": lambda a=tail, f=compiled: f(*a)}, **needs("normuon_tail", size), calls=on_one)
 
 
 def transpose_cases():
@@ -143,8 +153,9 @@ def documents(n, longest, seed=0):
 
 
 def flash2(q, k, v, dy, cu, longest, window):
-    """(forward, backward) of PyTorch's varlen_attn, that is FlashAttention-2."""
-    packed, window = (cu, cu, longest, longest, 0.0, False), dict(scale=0.1, window_size_left=window, window_size_right=0)
+    """(forward, backward) of PyTorch's varlen_attn, which is FlashAttention-2."""
+    packed = cu, cu, longest, longest, 0.0, False
+    window = dict(scale=0.1, window_size_left=window, window_size_right=0)
 
     def forward():
         return torch.ops.aten._flash_attention_forward(q, k, v, *packed, False, **window)
@@ -156,7 +167,7 @@ def flash2(q, k, v, dy, cu, longest, window):
 
 
 def flex(q, k, v, dy, start, window):
-    """(forward, backward) of FlexAttention, without the making of its block mask."""
+    """(forward, backward) of FlexAttention; its block mask is made before."""
     def seen(b, h, i, j):
         return (i >= j) & (i - j <= window) & (start[i] == start[j])
 
@@ -172,7 +183,9 @@ def flex(q, k, v, dy, start, window):
 def attention_cases():
     for tokens, stage in zip(TOKENS, STAGES):
         for paired, long in (False, False), (False, True), (True, False):
-            N, heads, longest = (2 * tokens, H // 2, 2 * stage.max_doc_len) if paired else (tokens, H, stage.max_doc_len)
+            N, heads, longest = tokens, H, stage.max_doc_len
+            if paired:
+                N, heads, longest = 2 * N, H // 2, 2 * longest
             window = stage.long_window if long else stage.short_window
             cu = documents(N, longest)
             start, end = tk.document_of_tokens(cu, N)
@@ -187,7 +200,8 @@ def attention_cases():
             calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:2] == (paired, long))
             yield Case("attend", shape, lambda a=args: tk.attend(*a), {name: peer[0] for name, peer in peers.items()},
                        **needs("attend", tokens, D, HEAD, pairs), calls=calls)
-            yield Case("attend_backward", shape, lambda a=args, y=y, lse=lse, dy=dy: tk.attend_backward(dy, *a[:4], y, lse, *a[4:]),
+            back = dy, *args[:4], y, lse, *args[4:]
+            yield Case("attend_backward", shape, lambda a=back: tk.attend_backward(*a),
                        {name: peer[1] for name, peer in peers.items()},
                        **needs("attend_backward", tokens, D, HEAD, pairs), calls=calls)
 
@@ -201,19 +215,20 @@ def block_cases():
         dqkv = torch.empty(N, 3, H, HEAD, device=DEVICE, dtype=BF16)
         for (paired, offset, value), layers in KINDS.items():
             names = [name for name, on in zip(("paired", "offset", "value"), (paired, offset, value)) if on]
-            shape, given = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
-            args = (x, weight, rotary, *given, paired, offset)
+            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
+            args = (x, weight, rotary, *values, paired, offset)
             qkv, rstd = tk.project(*args)
             yield Case("project", shape, lambda a=args: tk.project(*a), {"GEMM alone": lambda x=x, W=weight: x @ W.t()},
                        **needs("project", N, D, value), calls=MICRO * layers)
-            back = *grads[:2], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *given, paired, offset, dqkv
+            back = *grads[:2], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *values, paired, offset, dqkv
             yield Case("project_backward", shape, lambda a=back: tk.project_backward(*a),
                        **needs("project_backward", N, D, value, paired), calls=MICRO * layers)
-            seen = x, *((ve, w_ve) if value else (None, None)), w_out, paired
-            gates, channels = tk.head_gates(*seen), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
-            yield Case("head_gates", shape, lambda a=seen: tk.head_gates(*a), {"torch": lambda a=seen: tk.head_gates_ref(*a)},
+            args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
+            gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
+            yield Case("head_gates", shape, lambda a=args: tk.head_gates(*a),
+                       {"torch": lambda a=args: tk.head_gates_ref(*a)},
                        **needs("head_gates", N, channels, H * len(gates)), calls=MICRO * layers)
-            back = gates[0], gates[-1], gates, *seen, torch.zeros_like(x), torch.zeros_like(ve) if value else None
+            back = gates[0], gates[-1], gates, *args, torch.zeros_like(x), torch.zeros_like(ve) if value else None
             yield Case("head_gates_backward", shape, lambda a=back: tk.head_gates_backward(*a),
                        **needs("head_gates_backward", N, channels, H * len(gates)), calls=MICRO * layers)
 
@@ -228,7 +243,8 @@ def mlp_cases():
         yield Case("mlp: relu(x W1ᵀ)²", str(N), lambda x=x, W=W1: tk._relu_square(x, W), {
             "GEMM alone": lambda x=x, W=W1: x @ W.t(), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
         yield Case("mlp: dpre", str(N), lambda g=g, W=W2, p=post: tk._relu_square(g, W, p), {
-            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)}, **(work | needs("mlp_backward", N, D)))
+            "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
+            **(work | needs("mlp_backward", N, D)))
         yield Case("mlp: post W2 (library)", str(N), lambda p=post, W=W2: p @ W, **work)
         yield Case("mlp: postᵀ g (library)", str(N), lambda p=post, g=g: p.t() @ g, **work)
 
@@ -238,17 +254,19 @@ def head_cases():
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
-    yield Case("quantise", f"{D}x{V}", lambda: tk.quantise(weight.detach(), tk.W_SCALE), **needs("quantise", D * V), calls=0.5)
+    yield Case("quantise", f"{D}x{V}", lambda: tk.quantise(weight.detach(), tk.W_SCALE), **needs("quantise", D * V),
+               calls=0.5)
     for N, stage in zip(TOKENS, STAGES):
         h = rand(N, D).requires_grad_()
         targets, w = torch.randint(V, (N,), device=DEVICE), weights[:len(stage.mtp_start)]
         rows = min(N, head.block)
         logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
-        many = tk.multi_token_targets(targets, len(w))[:rows]
-        yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=(logits, many, w, 0.1, 0.001, grad): tk.cross_entropy(*a),
-                   {"compiled": lambda a=(logits, many, w, 0.1, 0.001, grad): plain(*a)},
+        args = logits, tk.multi_token_targets(targets, len(w))[:rows], w, 0.1, 0.001, grad
+        yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=args: tk.cross_entropy(*a),
+                   {"compiled": lambda a=args: plain(*a)},
                    **needs("cross_entropy", rows, V, True), calls=MICRO * N / rows)
-        yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), **needs("quantise", N * D), calls=MICRO)
+        yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), **needs("quantise", N * D),
+                   calls=MICRO)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
         yield Case("transpose_copy", f"{N}x{V} bytes", lambda c=codes, t=turned: tk.transpose_copy(c, t),
@@ -265,16 +283,19 @@ def embedding_cases():
     for N in TOKENS:
         ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
         for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", CONFIG.model.bigram_rows, MICRO):
-            groups = tk.SortedIds((ids * 7919) % rows if name == "bigram" else ids)
+            sorted_ids = tk.SortedIds((ids * 7919) % rows if name == "bigram" else ids)
             grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
-            groups.pieces
-            yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, groups, upstream): tk.embedding_grad(*a), {
-                "dense": lambda a=(grad, groups, upstream): tk.embedding_grad_ref(*a)},
-                **needs("embedding_grad", N, D, groups.ids.unique().numel()), calls=calls)
+            sorted_ids.pieces  # sorts outside the timing
+            yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, sorted_ids, upstream): tk.embedding_grad(*a), {
+                "dense": lambda a=(grad, sorted_ids, upstream): tk.embedding_grad_ref(*a)},
+                **needs("embedding_grad", N, D, sorted_ids.ids.unique().numel()), calls=calls)
 
 
 def replayed(run):
-    """`run` as one CUDA graph: in training the host is a whole micro-step ahead, here it would be late with so many small launches."""
+    """`run` as one CUDA graph.
+
+    In training the host is a whole micro-step ahead; here it would be late with so many small launches.
+    """
     if DEVICE == "cpu":
         return run
     run()
@@ -285,25 +306,27 @@ def replayed(run):
 
 
 def optimizer_cases():
-    """What an update does at the shard shapes of a rank, without the communication; all kernels above and the launches between."""
+    """The update of all parameters at the shard shapes of a rank, without communication: all launches together."""
     ops, _ = tk.choose_ops(torch.device(DEVICE))
-    plan = T.make_plan(CONFIG, T.stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding apart
+    plan = T.make_plan(CONFIG, T.stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
         optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, T.Runtime(0, ranks, torch.device(DEVICE)), ops,
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
         tables = {name: rand(*optimizer.state[name]["m"].shape) for name in optimizer.work_order if name not in banks}
-        products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"] + 2 * X.numel() * D
-                       for X in banks.values())  # of one iteration
-        for kind, update, grads, work in (
-                ("Muon", optimizer._update_normuon, banks, dict(bf16=len(tk.POLAR_EXPRESS) * products, calls=ranks == 1)),
-                ("Adam", optimizer._update_adam, tables, dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2))):
+        products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
+                       + 2 * X.numel() * D for X in banks.values())  # of one iteration
+        muon = dict(bf16=len(tk.POLAR_EXPRESS) * products, calls=ranks == 1)
+        adam = dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2)
+        for kind, update, grads, work in (("Muon", optimizer._update_normuon, banks, muon),
+                                          ("Adam", optimizer._update_adam, tables, adam)):
             def one_by_one(update=update, grads=grads):
                 for name, grad in grads.items():
                     update(name, plan, grad)
 
-            yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one), {"launched one by one": one_by_one}, **work)
+            yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one),
+                       {"launched one by one": one_by_one}, **work)
 
 
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
@@ -323,9 +346,11 @@ def main():
     torch.manual_seed(0)
     timer = Timer(args.repetitions)
     limits = ceilings()
-    machine = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=tk.triton.__version__, cuda=torch.version.cuda,
-                   bf16_tflops=limits["bf16"] / 1e12, fp8_tflops=limits["fp8"] / 1e12, copy_gb_per_s=limits["copy"] / 1e9)
-    print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in machine.items()))
+    machine = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=tk.triton.__version__,
+                   cuda=torch.version.cuda, bf16_tflops=limits["bf16"] / 1e12, fp8_tflops=limits["fp8"] / 1e12,
+                   copy_gb_per_s=limits["copy"] / 1e9)
+    print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in machine.items()))
     rows = []
     try:
         for family in args.only.split(","):
@@ -334,15 +359,17 @@ def main():
                 print(".", end="", file=sys.stderr, flush=True)
             torch.cuda.empty_cache()
         print(file=sys.stderr)
-    finally:  # what was measured before a mistake is not lost
+    finally:  # after an error, the rows measured so far are printed
         rows.sort(key=lambda row: -row["recoverable_ms"])
-        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms | beside it, µs |")
+        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms |"
+              " beside it, µs |")
         print("|---" * 8 + "|")
         for row in rows:
             low, median, high = row["quartiles"]
             peers = ", ".join(f"{name} {us:.1f}" for name, us in row["peers"].items())
-            print(f"| {row['kernel']} | {row['shape']} | {median:.1f} ({low:.1f}-{high:.1f}) | {row['rate']:.0f} {row['unit']} |"
-                  f" {row['of_limit']:.0%} | {row['calls']:g} | {row['recoverable_ms']:.2f} | {peers} |")
+            print(f"| {row['kernel']} | {row['shape']} | {median:.1f} ({low:.1f}-{high:.1f}) |"
+                  f" {row['rate']:.0f} {row['unit']} | {row['of_limit']:.0%} | {row['calls']:g} |"
+                  f" {row['recoverable_ms']:.2f} | {peers} |")
         if args.json:
             Path(args.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""Oracles: the trainer once more, slow and plain, to judge the fast one.
+"""Oracles: a second, slow and plain implementation of the trainer, with which tests compare the trainer.
 
-Written from a description of record 74 alone; nothing here imports the trainer. No bf16 or FP8 rounding anywhere: arithmetic
-runs in the dtype of the tensors handed in, so fp64 gives reference values.
+This file was written from a description of record 74 alone and does not import the trainer. It never rounds to bf16 or
+FP8: arithmetic runs in the dtype of the arguments, so fp64 arguments give reference values.
 Contents: model and losses, data, optimizer, schedules of the record run.
 
 Letters: N tokens, D width, H heads, d = D/H head width, F = 4D, V padded vocabulary, c matrices of R x C in a bank.
@@ -39,12 +39,12 @@ def rms(x):
 
 
 def base_freqs(n):
-    """N frequencies from 1 to 1/1024, equally spaced in the logarithm (n = 32 for d = 128)."""
+    """n frequencies from 1 to 1/1024, equally spaced in the logarithm (n = 32 for d = 128)."""
     return [1024.0 ** (-j / (n - 1)) for j in range(n)]
 
 
 def yarn(freqs, scale, W_old, W_new):
-    """Frequencies and attention scale after the long window went from W_old to W_new tokens."""
+    """Frequencies and attention scale after the long window changed from W_old to W_new tokens."""
     out = []
     for w in freqs:
         turns = W_old * w / (2 * math.pi)
@@ -62,7 +62,7 @@ def bigram_hash(tokens, rows):
             out.append(M)
             continue
         a, b = 36313 * int(tokens[t]), 27191 * int(tokens[t - 1])
-        assert max(a, b) < 2 ** 31, "token id outside the range for which the spec's int32 products are exact"
+        assert max(a, b) < 2 ** 31, "token id outside the range for which int32 products are exact"
         out.append((a ^ b) % M)
     return out
 
@@ -109,7 +109,7 @@ def attention_mask(cu, n, window):
 
 
 def attend(q, k, v, cu, window, scale):
-    """dense softmax attention, one head at a time; q, k, v (n, heads, d)."""
+    """Dense softmax attention, one head at a time; q, k, v (n, heads, d)."""
     mask = attention_mask(cu, q.shape[0], window).to(q.device)
     heads = []
     for h in range(q.shape[1]):
@@ -157,13 +157,13 @@ def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
 
 
 def mlp(params, i, x):
-    """Relu(x W1^T)^2 W2, both matrices stored (F, D)."""
+    """relu(x W1^T)^2 W2; both matrices are stored as (F, D)."""
     W1, W2 = params["mlp_bank"][i, 0], params["mlp_bank"][i, 1]
     return torch.relu(x @ W1.T) ** 2 @ W2
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
-    """the normalised output h (N, D) that enters the head."""
+    """The normalised output h (N, D) of the model, before the head."""
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
     device = params["embed"].device
@@ -218,7 +218,7 @@ def softcapped_logits(params, h):
 
 
 def mtp_losses(z, targets, weights):
-    """Loss_t (N,) from softcapped logits z (N, V); prediction k of token t is target t+k of the packed row."""
+    """Losses (N,) from softcapped logits z (N, V); prediction k of token t has target t+k of the packed sequence."""
     N = z.shape[0]
     targets = torch.as_tensor(targets).long().to(z.device)
     lse = torch.logsumexp(z, dim=-1)
@@ -250,29 +250,29 @@ def validation_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_
 # ------------------------------------------------------------------------------------------------- data
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None):
-    """A shard file, sound or not; returns its path."""
-    header = np.random.default_rng(1).integers(-2**31, 2**31, 256).astype("<i4")  # the rest of the header has no meaning
+    """Write a shard file, valid or with a wrong header; returns its path."""
+    header = np.random.default_rng(1).integers(-2**31, 2**31, 256).astype("<i4")  # after three numbers without meaning
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens).astype("<u2").tobytes())
     return path
 
 
 def one_call(tokens, B, i, n, M, ranks):
-    """One call of the batcher from cursor i: (list of ranks batches, new cursor), or None if B runs out."""
+    """One call of the batcher from cursor i: (one batch per rank, new cursor), or None if B has too few documents."""
     batches = []
     for _ in range(ranks):
-        have, pieces, lengths = 0, [], []
-        while have <= n:
+        count, pieces, lengths = 0, [], []
+        while count <= n:
             if i == len(B):
                 return None
             s = B[i]
             following = B[i + 1] if i + 1 < len(B) else len(tokens)
-            e = min(following, s + M, s + n - have + 1)
+            e = min(following, s + M, s + n - count + 1)
             pieces.append(tokens[s:e])
             lengths.append(e - s)
-            have += e - s
+            count += e - s
             i += 1
-        assert have == n + 1
+        assert count == n + 1
         c = np.concatenate(pieces)
         batches.append((c[0:n].astype(np.int32), c[1:n + 1].astype(np.int64), lengths))
     return batches, i
@@ -281,8 +281,8 @@ def one_call(tokens, B, i, n, M, ranks):
 def pack_documents(tokens_of_shards, sep, spec, ranks=8):
     """For each (n, M) of spec, the list of `ranks` tuples (inputs (n,), targets (n,), document lengths).
 
-    The lengths sum to n + 1. A call that finds no more documents starts over on the next shard; after the last shard
-    comes the first. Raises if no shard holds enough documents for one call.
+    The lengths sum to n + 1. A call that finds too few documents starts again on the next shard; after the last shard
+    comes the first. Raises a ValueError if no shard holds enough documents for one call.
     """
     shards = [(tokens, [p for p, x in enumerate(tokens.tolist()) if x == sep]) for tokens in tokens_of_shards]
     shard, i = 0, 0
@@ -308,7 +308,7 @@ def cu_capacity(n):
 
 
 def cu_seqlens(lengths, n, K):
-    """Cumulative lengths of documents that sum to n + 1 tokens (the last one loses one), filled up with n."""
+    """Cumulative lengths (K,) of documents that sum to n + 1 tokens (the last document loses one), padded with n."""
     assert sum(lengths) == n + 1
     if len(lengths) >= K:
         raise ValueError(f"{len(lengths)} documents do not fit into {K} cumulative lengths")
@@ -322,14 +322,14 @@ def cu_seqlens(lengths, n, K):
 
 
 def validation_piece(tokens, pos, n, sep, K):
-    """(inputs, targets, cu) of the n tokens from pos on; cu[0] = 0, then every separator, then n."""
+    """(inputs, targets, cu) of the n tokens from pos on; cu is 0, the position of every separator, and n as padding."""
     inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
     assert len(targets) == n
     cu = [0]
     for p, x in enumerate(inputs.tolist()):
         if x == sep:
             cu.append(p)
-    if len(cu) >= K:  # one n must follow
+    if len(cu) >= K:  # at least one n must follow
         raise ValueError(f"{len(cu)} segments do not fit into {K} cumulative lengths")
     while len(cu) < K:
         cu.append(n)
@@ -383,7 +383,7 @@ def polar_normalise(X):
 
 
 def polar_express(X):
-    """Five iterations on X (..., R, C) that polar_normalise() has scaled already."""
+    """Five iterations on X (..., R, C), the result of polar_normalise()."""
     wide = X.shape[-2] <= X.shape[-1]
     for a, b, c in POLAR:
         P = X @ X.mT if wide else X.mT @ X
@@ -399,7 +399,7 @@ def polar_sign_svd(X):
 
 
 def normuon_state(w):
-    """State of a bank chunk with master weights w (c, R, C), which is updated in place."""
+    """State of a bank chunk with master weights w (c, R, C); normuon_step() updates w in place."""
     c, R, C = w.shape
     return dict(w=w, m=torch.zeros_like(w), v=w.new_zeros((c, R, 1) if R >= C else (c, 1, C)))
 
@@ -440,7 +440,7 @@ def join_master(upper, lower):
 
 
 def adam_state(p):
-    """State of a parameter p, which is updated in place."""
+    """State of a parameter p; adam_step() updates p in place."""
     return dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
 
 
@@ -460,7 +460,7 @@ def adam_step(state, g, lr, beta1, beta2, eps, wd_mul):
 
 
 class OracleOptimizer:
-    """The optimizer of the whole model on one rank, with exact weights: the banks are their masters, nothing is rounded.
+    """The optimizer of the whole model on one rank. The banks are the master weights, and nothing is rounded.
 
     `params` holds the current weights under their labels; `states` the Adam and NorMuon states.
     """
@@ -525,8 +525,8 @@ def stage_of(step):
 
 
 def lr_factor(step):
-    """S(step)."""
-    base = [1.0, 1.52, 1.73, 1.73][stage_of(step)]  # of no effect in the extension
+    """Learning-rate factor of a step."""
+    base = [1.0, 1.52, 1.73, 1.73][stage_of(step)]  # has no effect in the extension
     if step < 580:
         return base
     t = min(1, (step - 580) / (1450 - 580))
@@ -534,7 +534,7 @@ def lr_factor(step):
 
 
 def muon_momentum(step):
-    """Mu(step)."""
+    """Momentum of NorMuon at a step."""
     if step < 300:
         return 0.85 + 0.10 * step / 300
     if step <= 1440:
@@ -555,13 +555,16 @@ def mtp_weights(step):
 
 
 def assert_as_good(got, ref, oracle, name="", slack=None, floor=None, norm_floor=None, worst_ref=None):
-    """`got` errs at most `slack` times as much as `ref`, plain PyTorch in the same dtype, plus a floor: per element, in norm.
+    """Assert that the error of `got` is at most `slack` times the error of `ref` plus a floor, per element and in norm.
 
-    floor, norm_floor: in roundings (half an eps); by default one rounding of the fp64 `oracle`, in fp32 four. worst_ref: a reference that is
-    further off than this many roundings of the whole is broken and would excuse any kernel.
+    ref is plain PyTorch in the same dtype; oracle is fp64.
+    floor, norm_floor: in roundings (half an eps); by default one rounding of the oracle, in fp32 four.
+    worst_ref: the largest allowed error of ref in norm, in roundings of the whole oracle. A reference with a larger
+    error is broken and would excuse any kernel.
     """
     rounding = torch.finfo(got.dtype).eps / 2
-    # fp32 is for tests only; its sums run in another order than the library's, which may be lucky. Largest ratio seen: 3.4 (H200).
+    # fp32 is for tests only; its sums run in another order than the library's sums, which may be lucky. Largest ratio
+    # seen: 3.4 (H200).
     loose = 4 if got.dtype == torch.float32 else 1
     slack = max(2, loose) if slack is None else slack
     floor = loose * oracle.abs() if floor is None else floor

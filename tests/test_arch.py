@@ -1,9 +1,9 @@
-"""Other GPUs than the one at hand: every kernel, at the sizes of a run, is compiled for them and fits their shared memory.
+"""Other GPUs than the GPU of this machine: every kernel, at the sizes of a run, compiles and fits their shared memory.
 
-    python tests/test_arch.py 86    each kernel compiled for compute capability 8.6: shared memory, launch
+    python tests/test_arch.py 86    compile for compute capability 8.6; print each kernel's shared memory and launch
 
-Needs no GPU, since Triton brings its assembler along; nothing is launched. What it cannot show is speed. The tests start it as a
-program, because they run under Triton's interpreter.
+No GPU is necessary, because Triton contains its assembler and the test launches nothing. The test does not show speed.
+The tests start this file as a program, because they run under Triton's interpreter themselves.
 """
 
 import ast
@@ -17,13 +17,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED_KIB = {86: 99, 120: 99}  # that a block may have: RTX 3090 (A100, sm_80: 163; RTX 4090, sm_89: 99), RTX 5090
-HOPPER_ONLY = {"_mlp_hopper_kernel"}  # 9.0; the others take _mlp_kernel
+# Shared memory that a block may use, by compute capability: RTX 3090 (A100, sm_80: 163; RTX 4090, sm_89: 99), RTX 5090.
+SHARED_KIB = {86: 99, 120: 99}
+HOPPER_ONLY = {"_mlp_hopper_kernel"}  # 9.0; other GPUs take _mlp_kernel
 FP8_ONLY = {"_quantise_kernel"}  # 8.9 and up
 
 
 def compile_all(arch):
-    """Runs the cases of bench_kernels.py for a GPU that is not there; yields (kernel, shared memory in KiB, launch)."""
+    """Run the cases of bench_kernels.py for a GPU that this machine lacks; [(kernel, shared memory in KiB, launch)]."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -50,12 +51,14 @@ def compile_all(arch):
 
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, exact=True: False
-    tk._sm_count, tk._shared_memory, tk._tma = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch], lambda device: arch >= 90
+    tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
+    tk._has_tma = lambda device: arch >= 90
     bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
-    for family in bench.FAMILIES.keys() - {"optimizer"}:  # the kernels of muon again
+    torch.compile = lambda function, **options: function  # only for peers, which do not run; spares seconds of imports
+    for family in bench.FAMILIES.keys() - {"optimizer"}:  # the optimizer launches the kernels of muon
         for case in bench.FAMILIES[family]():
-            if case.kernel != "quantise" and not case.kernel.startswith("HeadLoss"):  # these compute on a CPU
+            if case.kernel != "quantise" and not case.kernel.startswith("HeadLoss"):  # on a CPU these launch no kernel
                 case.run()
     if arch >= 89:
         x = bench.rand(1024, 768)
@@ -64,28 +67,28 @@ def compile_all(arch):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """Side by side, each for one capability."""
+def compilers():
+    """One process per compute capability, side by side. Triton's cache keeps compiled kernels for the next run."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    return {arch: subprocess.Popen([sys.executable, __file__, str(arch)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   env=environment) for arch in SHARED_KIB}
+    return {arch: subprocess.Popen([sys.executable, __file__, str(arch)], stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True, env=environment) for arch in SHARED_KIB}
 
 
 @pytest.mark.parametrize("arch", SHARED_KIB)
-def test_every_kernel_compiles_and_fits(programs, arch):
-    out, err = programs[arch].communicate()
-    assert programs[arch].returncode == 0, err[-2000:]
+def test_every_kernel_compiles_and_fits(compilers, arch):
+    out, err = compilers[arch].communicate()
+    assert compilers[arch].returncode == 0, err[-2000:]
     rows = [line.split(maxsplit=2) for line in out.splitlines()]
-    functions = [node for node in ast.parse((ROOT / "triton_kernels.py").read_text()).body if isinstance(node, ast.FunctionDef)]
-    kernels = {node.name for node in functions if node.name.endswith("_kernel") and node.decorator_list}
+    nodes = ast.parse((ROOT / "triton_kernels.py").read_text()).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    kernels = {node.name for node in functions if node.name.endswith("_kernel")}
     assert {name for name, *_ in rows} == kernels - HOPPER_ONLY - (set() if arch >= 89 else FP8_ONLY)
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
 
 
 @pytest.mark.parametrize("paired, offset, value", [(False, True, True), (True, False, False)])
 def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, value):
-    """What kernels load where there is no copy engine: ragged shapes, strided views; every bit of every result."""
+    """Loads by pointers, for GPUs without TMA, give the same bits as TMA: ragged shapes and strided views."""
     import triton_kernels as tk
     gpu = device.type == "cuda"
     dtype, N, H, d, D = (torch.bfloat16, 1000, 6, 128, 768) if gpu else (torch.float32, 75, 2, 16, 40)
@@ -108,12 +111,12 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, val
                     tk.ba_plus_cAA(square, 0.5, -2.0, torch.empty_like(square), 3.0)]
         return [q, k, v, rstd, y, lse, *grads, *products]
 
-    if not gpu:  # the interpreter's products: with AVX-512 OpenBLAS adds in another order where an operand is transposed in memory
+    if not gpu:  # with AVX-512, OpenBLAS sums in another order if an operand of the interpreter is transposed in memory
         matmul = np.matmul
         monkeypatch.setattr(np, "matmul", lambda *ab, **more: matmul(*map(np.ascontiguousarray, ab), **more))
     by_descriptors = results()
-    monkeypatch.setattr(tk, "_tma", lambda device: False)
-    monkeypatch.setattr(tk.TensorDescriptor, "__post_init__", None)  # cannot be made any more
+    monkeypatch.setattr(tk, "_has_tma", lambda device: False)
+    monkeypatch.setattr(tk.TensorDescriptor, "__post_init__", None)  # making a descriptor fails from here on
     for a, b in zip(by_descriptors, results(), strict=True):
         assert a.isfinite().all() and torch.equal(a, b)
 

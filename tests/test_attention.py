@@ -1,7 +1,7 @@
-"""Attention kernels against the dense fp64 oracle: compiled where there is a GPU, in Triton's interpreter where there is none.
+"""Attention kernels against the dense fp64 oracle: compiled on a GPU, in Triton's interpreter without a GPU.
 
-Operands are slices of larger buffers of NaN, so that a read outside an operand shows, and torch.empty returns NaN, so that an
-unwritten element of a result shows.
+Operands are slices of larger buffers of NaN, so a read outside an operand makes results NaN. torch.empty returns NaN,
+so an unwritten element of a result stays NaN.
 """
 
 import math
@@ -25,7 +25,7 @@ REF = tk.attention_ref
 
 
 class Attention(torch.autograd.Function):
-    """The two launches as one differentiable function, with the signature of the reference."""
+    """attend and attend_backward as one differentiable function, with the signature of the reference."""
 
     @staticmethod
     def forward(ctx, q, k, v, gate, cu, max_len, window, scale):
@@ -77,24 +77,30 @@ def oracle(q, k, v, gate, dy, cu, window, scale=SCALE):
 
 
 def cancelled(q, k, v, gate, dy, cu, window):
-    """What the terms of dq and dk amount to before they cancel: dS = P'(dP - s) is 0 where a row sees but one key, and s comes
-    from the rounded y (in FlashAttention likewise). {name: sum of absolute terms}."""
+    """{name: sum of the absolute terms of dq, dk, dgate}, the size of the terms before they cancel.
+
+    dS = P'(dP - s) is 0 where a row sees only one key, and s is computed from the rounded y (as in FlashAttention).
+    """
     mask = oracles.attention_mask(cu.tolist(), q.shape[0], window).to(q.device)
-    out = {"dq": torch.zeros_like(q, dtype=FP64), "dk": torch.zeros_like(q, dtype=FP64), "dgate": torch.zeros_like(gate, dtype=FP64)}
+    out = {name: torch.zeros_like(x, dtype=FP64) for name, x in (("dq", q), ("dk", q), ("dgate", gate))}
     for h in range(q.shape[1]):
         Q, K, V, dY = (x[:, h].double() for x in (q, k, v, dy))
         P = torch.softmax((Q @ K.T * SCALE).masked_fill(~mask, -math.inf), -1)
         dP = dY @ V.T
-        s = (dY.abs() * (P @ V).abs()).sum(1, keepdim=True)  # of absolute terms as well
-        out["dgate"][:, h] = s[:, 0]  # s itself, from the rounded y
+        s = (dY.abs() * (P @ V).abs()).sum(1, keepdim=True)  # also a sum of absolute terms
+        out["dgate"][:, h] = s[:, 0]  # dgate = s
         terms = SCALE * gate[:, h, None].double() * P * (dP.abs() + s)
         out["dq"][:, h], out["dk"][:, h] = terms @ K.abs(), terms.T @ Q.abs()
     return out
 
 
 def assert_as_good(got, ref, wanted, name, terms=0.0):
-    """One rounding of `terms`, too; fp32 sums of this length are judged by the largest element. Largest ratio seen: 2.1 (dgate)."""
-    oracles.assert_as_good(got, ref, wanted, name, floor=wanted.abs() + terms + (wanted.abs().max() if got.dtype == FP32 else 0))
+    """Allows one rounding of `terms`, too, and judges fp32 sums of this length by the largest element.
+
+    Largest ratio seen: 2.1 (dgate).
+    """
+    largest = wanted.abs().max() if got.dtype == FP32 else 0
+    oracles.assert_as_good(got, ref, wanted, name, floor=wanted.abs() + terms + largest)
 
 
 def check(N, H, d, cu, window, device, dtype):
@@ -109,12 +115,12 @@ def check(N, H, d, cu, window, device, dtype):
 
 CASES = [
     (75, 3, 16, borders(1, 29, 2, 32, 6, 5), (0, 1, 7, 40, 75, 1000)),  # borders on and off tiles, ragged end
-    (100, 1, 16, borders(80, 20), (1000,)),  # a border within a tile, blocks on either side of it
+    (100, 1, 16, borders(80, 20), (1000,)),  # a border within a tile, with blocks on both sides of the border
     (100, 1, 16, borders(2, 98), (62, 1000)),  # the last row of a block is the first that some row must not see
-    (100, 1, 16, borders(100), (94,)),  # ... and so is the first
+    (100, 1, 16, borders(100), (94,)),  # the same for the first row of a block
     (64, 1, 32, borders(64), (31, 32, 33)),  # one document
     (96, 1, 16, borders(32, 64, empty=0), (5, 64)),  # borders at borders of tiles
-    (70, 6, 16, borders(*[1] * 70), (0, 9)),  # nothing but documents of one token
+    (70, 6, 16, borders(*[1] * 70), (0, 9)),  # only documents of one token
     (1, 2, 16, borders(1), (0, 3)),
     (131, 1, 16, borders(0, 3, 0, 0, 128), (34, 90)),  # empty documents; rows that see a border and a whole window
 ]
@@ -163,7 +169,7 @@ def test_attention_production(N, H, window, cap, device):
 
 
 def test_nothing_leaks(device):
-    """Outputs and gradients stay the same bit for bit when rows outside window or document change."""
+    """Outputs and gradients keep their bits when rows outside the window or the document change."""
     N, window = 100, 20
     cu = borders(40, 60).to(device)
     x = inputs(N, 1, 16, device, FP32)
@@ -173,7 +179,8 @@ def test_nothing_leaks(device):
         a[40:45] = 1e4  # too far back for the queries from 65 on
     seen = slice(65, None)
     a, b = (run(attention, *y, cu, window) for y in (x, changed))
-    assert torch.equal(a[0][seen], b[0][seen]) and torch.equal(a[1][seen], b[1][seen]) and torch.equal(a[4][seen], b[4][seen])
+    for i in (0, 1, 4):
+        assert torch.equal(a[i][seen], b[i][seen])
     later = [a.clone() for a in x]
     for a in later:
         a[66:] = 0.5
@@ -184,7 +191,7 @@ def test_nothing_leaks(device):
 
 
 def test_scores_up_to_the_bound(device):
-    """|scale · q · k| just below 80: no running maximum, still right."""
+    """|scale · q · k| just below 80: the result is right without a running maximum."""
     q, k, v, gate, dy = inputs(40, 1, 16, device, FP32)
     signs = torch.randn(40, 1, 1).sign().to(device)
     x = torch.full_like(q, 5.0), (8.2 * signs).expand(40, 1, 16), v, gate, dy
@@ -201,7 +208,7 @@ def test_a_gate_of_zero(device):
 
 
 def test_layouts(device):
-    """Slices with other strides, a gradient that is expanded, strides the hardware cannot take: the same bits."""
+    """Slices with other strides, an expanded gradient, and strides that TMA cannot load: the same bits."""
     N, H, d = 50, 2, 16
     cu = borders(20, 30).to(device)
     x = inputs(N, H, d, device, FP32)
@@ -214,7 +221,7 @@ def test_layouts(device):
 
 
 def test_dv_into_a_slice(device):
-    """As the attention block wants it: inside the gradient of q, k and v together."""
+    """dv inside the gradient of q, k and v together, as the attention block passes it."""
     N, H, d = 50, 2, 16
     *x, dy = inputs(N, H, d, device, FP32)
     rest = *tk.document_of_tokens(borders(20, 30).to(device), N), 9, SCALE
@@ -235,7 +242,8 @@ def test_reference_gates_in_the_dtype_of_q():
 
 def arguments(**other):
     q, k, v, gate, _ = (a.contiguous() for a in inputs(20, 2, 16, "cpu", FP32))
-    args = dict(q=q, k=k, v=v, gate=gate, cu_seqlens=borders(20), max_len=20, window=torch.tensor(4), scale=torch.tensor(SCALE))
+    args = dict(q=q, k=k, v=v, gate=gate, cu_seqlens=borders(20), max_len=20, window=torch.tensor(4),
+                scale=torch.tensor(SCALE))
     return args | {name: change(args[name]) for name, change in other.items()}
 
 
@@ -244,13 +252,15 @@ def test_fa3_adapter(monkeypatch):
     with pytest.raises(ValueError, match="kernels: 'attention:fa3' needs the package flash_attn_interface"):
         tk.fa3_attention(**arguments())
 
-    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale,
-                               window_size):
-        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 20 and causal and type(softmax_scale) is float
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
+                               softmax_scale, window_size):
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 20
+        assert causal and type(softmax_scale) is float
         left, right = window_size
         assert type(left) is int and right == 0
         return REF(q, k, v, torch.ones(q.shape[:2]), cu_seqlens_q, max_seqlen_q, left, softmax_scale)
 
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     args = arguments(gate=lambda g: g.clone())
     assert torch.equal(tk.fa3_attention(**args), REF(**args))

@@ -1,4 +1,4 @@
-"""The attention block around attention against fp64: on the GPU where there is one, else in Triton's interpreter."""
+"""Projection, gates and the whole attention block against fp64: on a GPU, or in Triton's interpreter without a GPU."""
 
 import math
 
@@ -25,13 +25,13 @@ def poisoned_empty():
 
 
 def rotary(rows, d, device, dtype):
-    """Rounded to bf16 in every dtype: c² + s² is not 1."""
+    """Table (rows, d/4, 2), rounded to bf16 for every dtype, so that c² + s² is not 1."""
     angle = torch.arange(rows, device=device)[:, None] * (1 / 1024) ** torch.linspace(0, 1, d // 4, device=device)
     return torch.stack((angle.cos(), angle.sin()), -1).bfloat16().to(dtype)
 
 
 def inputs(N, H, d, D, value, device, dtype):
-    """x, weight, rotary, ve, ve_gate; ve is a plane of a gather, surrounded by NaN."""
+    """x, weight, rotary, ve, ve_gate; ve is a slice of a larger tensor of NaN."""
     def random(*shape):
         return torch.randn(shape, device=device)
     ve = random(3, N, H * d + 8).to(dtype)
@@ -45,12 +45,12 @@ def leaves(tensors, dtype):
 
 
 def plain(qkv, table, ve, gate, paired, offset, grads, dtype):
-    """q, k, v and the gradients of qkv (N, 3 H d), ve, gate. Projecting by the identity leaves qkv as it is."""
-    qkv, ve, gate = given = leaves((qkv, ve, gate), dtype)
+    """q, k, v and the gradients of qkv (N, 3 H d), ve, gate by the reference; its projection is the identity here."""
+    qkv, ve, gate = inputs = leaves((qkv, ve, gate), dtype)
     eye = torch.eye(qkv.size(1), dtype=dtype, device=qkv.device)
     outs = tk.project_ref(qkv, eye, table.to(dtype), ve, gate, paired, offset)
-    given = [u for u in given if u is not None]
-    return [u.detach() for u in outs], torch.autograd.grad(outs, given, [g.to(dtype) for g in grads])
+    inputs = [u for u in inputs if u is not None]
+    return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, [g.to(dtype) for g in grads])
 
 
 def check(N, H, d, D, kind, device, dtype):
@@ -60,7 +60,7 @@ def check(N, H, d, D, kind, device, dtype):
     assert qkv.shape == (3, N + 1, H, d)
     grads = [torch.randn(N + 1, H, d, device=device).to(dtype) for _ in range(3)]
     for grad in grads:
-        grad[N] = math.nan  # nothing beyond the last token is read
+        grad[N] = math.nan  # the kernel must not read beyond the last token
     grads = [grad[:N] for grad in grads]
     dqkv = x.new_empty(N, 3, H, d)
     assert dqkv.isnan().all()
@@ -76,7 +76,7 @@ def check(N, H, d, D, kind, device, dtype):
     for name, got, ref, oracle in zip(("dqkv", "dve", "dgate"), (dqkv.flatten(1), dve, dgate), ref_grads, grads64):
         oracles.assert_as_good(got, ref, oracle, name, worst_ref=12)  # largest seen: 4 (fp32)
 
-    # dv may be in its place already, then only q and k are filled in; a run repeats bit for bit.
+    # dv may be in its part of dqkv already, then the kernel fills only q and k; a run repeats bit for bit.
     again = torch.empty_like(dqkv)
     again[:, 2] = grads[2]
     more = tk.project_backward(*grads[:2], again[:, 2], qkv, rstd, table, ve, gate, paired, offset, again)
@@ -87,7 +87,8 @@ def check(N, H, d, D, kind, device, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("N, H, d, D", [(1, 2, 16, 8), (2, 2, 16, 20), (37, 6, 16, 40)])  # a program takes 32 tokens, 32 of D
+# A program takes tiles of 32 tokens and 32 of D.
+@pytest.mark.parametrize("N, H, d, D", [(1, 2, 16, 8), (2, 2, 16, 20), (37, 6, 16, 40)])
 def test_project(N, H, d, D, kind, device):
     check(N, H, d, D, kind, device, FP32)
 
@@ -100,7 +101,7 @@ def test_project_bf16(N, H, d, D, kind, device):
 
 
 def test_rows_of_the_offset(device):
-    """Half a key moves one token on, the first token keeps its own, the last one's is kept in row N for the backward pass."""
+    """Half a key moves to the next token. Token 0 keeps its half; row N keeps the last half for the backward pass."""
     N, H, d = 35, 2, 16
     args = inputs(N, H, d, 24, False, device, FP32)
     still, moved = (tk.project(*args, False, offset)[0] for offset in (False, True))
@@ -111,7 +112,7 @@ def test_rows_of_the_offset(device):
 
 
 def test_rotary_rows_of_paired_layers(device):
-    """K4: the angle goes by token and parity of the head."""
+    """K4: the angle depends on the token and on the parity of the head."""
     N, H, d = 3, 6, 16
     x, weight, table, *_ = inputs(N, H, d, 24, False, device, FP32)
     plain = tk.project(x, weight, torch.ones_like(table) * table.new_tensor([1, 0]), None, None, False, False)[0][0, :N]
@@ -122,17 +123,17 @@ def test_rotary_rows_of_paired_layers(device):
 
 
 def gate_weights(H, C, value, device, dtype):
-    """w_ve, w_out"""
+    """w_ve, w_out, each (H, C)."""
     w_ve, w_out = (torch.randn(H, C, device=device).mul(C**-0.5).to(dtype) for _ in range(2))
     return w_ve if value else None, w_out
 
 
 def plain_gates(args, paired, grads, dtype):
-    """Gates, and the gradients of x, ve, w_ve, w_out; without ve of x and w_out."""
-    given = leaves(args, dtype)
-    outs = [u for u in tk.head_gates_ref(*given, paired) if u is not None]
-    given = [u for u in given if u is not None]
-    return [u.detach() for u in outs], torch.autograd.grad(outs, given, [g.to(dtype) for g in grads], materialize_grads=True)
+    """Gates, and the gradients of x, ve, w_ve, w_out, or without ve of x and w_out, by the reference."""
+    inputs = leaves(args, dtype)
+    outs = [u for u in tk.head_gates_ref(*inputs, paired) if u is not None]
+    inputs, grads = [u for u in inputs if u is not None], [g.to(dtype) for g in grads]
+    return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, grads, materialize_grads=True)
 
 
 def check_gates(N, H, d, D, C, paired, value, device, dtype):
@@ -159,7 +160,7 @@ def check_gates(N, H, d, D, C, paired, value, device, dtype):
     for name, *parts in zip(names, (*inner, *dw_ve, dw_out), ref_grads, grads64, strict=True):
         oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 7 (fp32)
 
-    # Added to what is there, rounded once, nothing else touched; a run repeats bit for bit.
+    # The gradients are added to dx and dve, rounded once; other channels stay unchanged; a run repeats bit for bit.
     after = [u.clone() for u in before]
     assert torch.equal(backward(*after), dweights) and torch.equal(tk.head_gates(*args, paired), gates)
     for was, total, ref, grad64, seen in zip(before, after, ref_grads, grads64, (C, 0 if paired else C // 2)):
@@ -169,8 +170,9 @@ def check_gates(N, H, d, D, C, paired, value, device, dtype):
 
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("N, H, d, D, C", [(1, 2, 16, 12, 12), (130, 3, 16, 20, 4), (261, 6, 16, 40, 12)])  # programs of 128 tokens
+@pytest.mark.parametrize("N, H, d, D, C", [(1, 2, 16, 12, 12), (130, 3, 16, 20, 4), (261, 6, 16, 40, 12)])
 def test_gates(N, H, d, D, C, paired, value, device):
+    """A program takes 128 tokens."""
     check_gates(N, H, d, D, C, paired, value, device, FP32)
 
 
@@ -191,10 +193,10 @@ def block_inputs(N, H, d, D, kind, device, dtype):
 
 def block_run(function, args, dy, dtype):
     x, weight, table, ve, w_ve, w_out, *others = args
-    given = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
+    inputs = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
     y = function(x, weight, table.to(dtype), ve, w_ve, w_out, *others)
-    given = [u for u in given if u is not None]
-    return [y.detach(), *torch.autograd.grad(y, given, dy.to(dtype))]
+    inputs = [u for u in inputs if u is not None]
+    return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))]
 
 
 def check_block(function, args, dtype):
@@ -209,7 +211,7 @@ def check_block(function, args, dtype):
 
 @pytest.fixture
 def no_reference(monkeypatch):
-    """The wrapper falling back to the reference is caught."""
+    """A list that grows by one for each call of the reference, so that a fallback of the wrapper is noticed."""
     ref = tk.attention_block_ref
     taken = []
     monkeypatch.setattr(tk, "attention_block_ref", lambda *args: taken.append(1) or ref(*args))
@@ -222,12 +224,12 @@ def test_attention_block(kind, device, no_reference):
     shape = (261, 6, 128, 768) if ON_GPU else (29, 4, 16, 40)
     args = block_inputs(*shape, kind, device, dtype)
     check_block(tk.attention_block, args, dtype)
-    assert len(no_reference) == 2  # those of check_block
+    assert len(no_reference) == 2  # check_block calls it twice
 
 
 @pytest.mark.parametrize("kind", ["paired", "long+value"])
 def test_compiled(kind, device):
-    """One graph without breaks; layouts as announced to the compiler."""
+    """One graph without breaks; the shapes and strides of the fake implementation are right."""
     dtype = BF16 if ON_GPU else FP32
     args = block_inputs(21, 4, 16, 24, kind, device, dtype)
     dy = torch.randn(21, 4, 16, device=device).to(dtype)
@@ -236,8 +238,8 @@ def test_compiled(kind, device):
     assert all(map(torch.equal, block_run(compiled, args, dy, dtype), eager))
     x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
-    torch.library.opcheck(tk._attention_block, (x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale,
-                                                paired, offset), test_utils=("test_schema", "test_faketensor"))
+    args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset
+    torch.library.opcheck(tk._attention_block, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_reference_on_cpu(monkeypatch):
@@ -259,7 +261,7 @@ def test_reference_on_cpu(monkeypatch):
     ({3: torch.zeros(9, 31)}, r"got \(9, 31\) and \(2, 12\)"),
     ({4: torch.zeros(2, 6)}, r"got \(9, 32\) and \(2, 6\)"),
     ({0: torch.zeros(9, 16, dtype=BF16)}, "must be all bfloat16 or all float32"),
-    ({1: torch.zeros(144, 16), 2: torch.zeros(18, 6, 2)}, "power of two from 16 on, got 24"),
+    ({1: torch.zeros(144, 16), 2: torch.zeros(18, 6, 2)}, "power of two and at least 16, got 24"),
 ])
 def test_errors_say_what_was_wrong(change, message):
     args = list(block_inputs(9, 2, 16, 16, "paired+value", torch.device("cpu"), FP32))

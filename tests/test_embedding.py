@@ -17,12 +17,13 @@ def no_reference(monkeypatch):
 
 def setting(rows, width, n, dtype, device):
     ids = torch.randint(0, rows, (n,), dtype=torch.int32, device=device)
-    ids[:n // 3] = rows // 2  # a frequent one
+    ids[:n // 3] = rows // 2  # a frequent id
     grad, upstream = (torch.randn(k, width, device=device).to(dtype) for k in (rows, n))
     return ids, grad, upstream
 
 
-@pytest.mark.parametrize("rows, width, n", [(10, 24, 7), (50, 300, 200), (5, 256, 300), (1000, 64, 1), (1, 16, 33), (3, 8, 64)])
+@pytest.mark.parametrize("rows, width, n", [
+    (10, 24, 7), (50, 300, 200), (5, 256, 300), (1000, 64, 1), (1, 16, 33), (3, 8, 64)])
 def test_embedding_grad(rows, width, n, device):
     ids, grad, upstream = setting(rows, width, n, torch.float32, device)
     wanted = grad.double().index_add_(0, ids, upstream.double())
@@ -49,12 +50,12 @@ def test_strided_upstream_and_repetition(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bf16 and production size")
 def test_production_shape(device):
-    """bf16 is rounded once: half an ulp of the exact sum, where bf16 atomics would be off by many."""
+    """bf16 is rounded once: the error is half an ulp of the exact sum. bf16 atomics would err by many ulps."""
     ids, grad, upstream = setting(50304, 768, 49152, torch.bfloat16, device)
     wanted = grad.double().index_add_(0, ids, upstream.double())
     got = grad.clone()
     tk.embedding_grad(got, tk.SortedIds(ids), upstream)
-    # 1e-4: fp32 sums of up to 16384 terms that may cancel.
+    # 1e-4 allows for fp32 sums of up to 16384 terms that may cancel.
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
 
@@ -80,3 +81,5 @@ def test_wrong_upstream(device):
         tk.embedding_grad(grad, tk.SortedIds(ids), upstream[:4])
     with pytest.raises(ValueError, match="unit stride"):
         tk.embedding_grad(grad, tk.SortedIds(ids), upstream.mT.contiguous().mT)
+    with pytest.raises(ValueError, match=r"embedding_grad: grad must be contiguous, got strides \(1, 10\)"):
+        tk.embedding_grad(grad.mT.contiguous().mT, tk.SortedIds(ids), upstream)

@@ -11,7 +11,7 @@ import triton_kernels as tk
 
 ON_GPU = torch.cuda.is_available()
 FP32, BF16 = torch.float32, torch.bfloat16
-gpu = pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter gets tl.dot on bf16 wrong and takes minutes for these shapes")
+gpu = pytest.mark.skipif(not ON_GPU, reason="interpreter gets tl.dot on bf16 wrong, or takes minutes")
 DTYPES = [FP32, pytest.param(BF16, marks=gpu)]
 MLP_REF = tk.mlp_ref
 
@@ -25,15 +25,15 @@ def setting(monkeypatch):
 
 @pytest.fixture(params=["best", "plain"])
 def either_kernel(request, monkeypatch):
-    """Also the kernel of GPUs other than Hopper, on Hopper."""
+    """On Hopper, also run the kernel of other GPUs."""
     if request.param == "plain":
         if not ON_GPU:
-            pytest.skip("the interpreter has no other")
+            pytest.skip("the interpreter runs only this kernel")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 
 
 def operands(N, D, F, dtype, device):
-    """x and g (N, D) between rows of NaN, W1 and W2 (F, D) from a bank of NaN. Drawn on the CPU: the same everywhere."""
+    """x and g (N, D) between rows of NaN, W1 and W2 (F, D) from a bank of NaN; the same numbers on every machine."""
     rows = torch.full((2, N + 2, D), math.nan)
     rows[:, 1:-1] = torch.randn(2, N, D)
     bank = torch.full((3, 2, F, D), math.nan)
@@ -63,9 +63,10 @@ def test_mlp(N, D, F, dtype, device, either_kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N, D, F", [(70, 40, 136), pytest.param(1000, 768, 3072, marks=gpu)])
 def test_bits(N, D, F, dtype, device, either_kernel):
-    """Products of small integers are exact in any order of summation: post and dpre must have the bits of mlp_ref.
+    """Sums of products of small integers are exact in any order: post and dpre must have the bits of mlp_ref.
 
-    Roots of fp32 are not exact by construction, but are for small integers. Empty memory is NaN."""
+    Roots of fp32 are exact for squares of small integers, not in general. torch.empty returns NaN.
+    """
     x, g, W1, W2 = (torch.randint(-2, 3, shape).to(device, dtype) for shape in ((N, D), (N, D), (F, D), (F, D)))
     pre, dpost = x @ W1.mT, g @ W2.mT
     torch.use_deterministic_algorithms(True)
@@ -90,7 +91,7 @@ def test_square_can_be_undone():
 
 @gpu
 def test_root_is_exact(device, either_kernel):
-    """Every value there is, through the kernel: 2 (a bᵀ) √post with a bᵀ = 1/2. And a zero stays zero."""
+    """Every positive value through the kernel: 2 (a bᵀ) √post with a bᵀ = 1/2. A zero stays zero."""
     values = torch.cat([torch.zeros(128, dtype=BF16), positive_values()]).view(64, -1).to(device)
     a, b = (torch.zeros(n, 8, dtype=BF16, device=device) for n in values.shape)
     a[:, 0], b[:, 0] = 0.5, 1
@@ -107,7 +108,7 @@ def test_nan_stays(dtype, device, either_kernel):
 
 @gpu
 def test_repeats(device):
-    """A race would show as another result."""
+    """A race would change a result."""
     x, g, W1, W2 = operands(16384, 768, 3072, BF16, device)
     post = tk._relu_square(x, W1)
     dpre = tk._relu_square(g, W2, post)
@@ -117,7 +118,7 @@ def test_repeats(device):
 
 @gpu
 def test_backward_in_a_new_thread(device):
-    """As in a thread of the autograd engine whose first CUDA call this is."""
+    """The backward pass as the first CUDA call of its thread, which happens in the autograd engine."""
     x, g, W1, W2 = operands(1000, 768, 3072, BF16, device)
     args = g, x, W1, W2, tk._relu_square(x, W1)
     with ThreadPoolExecutor(1) as new:
@@ -136,7 +137,8 @@ def test_gradient_need_not_be_contiguous(dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled(dtype, device):
     args = operands(70, 40, 136, dtype, device)
-    compiled = torch.compile(lambda *inputs: tk.mlp(*inputs), fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    backend = "inductor" if ON_GPU else "aot_eager"
+    compiled = torch.compile(lambda *inputs: tk.mlp(*inputs), fullgraph=True, backend=backend)
     for got, ref in zip(run(compiled, *args), run(tk.mlp, *args)):
         assert torch.equal(got, ref)
 
@@ -157,12 +159,15 @@ def test_cpu_takes_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(2, 6, 8)), r"\(N, D\)"),
+    (dict(x=torch.ones(2, 6, 8)), r"x must be \(N, D\) .* got \(2, 6, 8\)"),
     (dict(x=torch.ones(0, 8)), "N > 0"),
-    (dict(W2=torch.ones(24, 8)), r"\(F, D\)"),
-    (dict(W1=torch.ones(16, 8, dtype=BF16)), "W1 is torch.bfloat16"),
-    (dict(x=torch.ones(6, 8).half(), W1=torch.ones(16, 8).half(), W2=torch.ones(16, 8).half()), "x is torch.float16"),
-    (dict(x=torch.ones(8, 6).mT), "x must be contiguous"),
+    (dict(W1=torch.ones(8)), r"W1 \(F, D\), got .* \(8,\)"),
+    (dict(W1=torch.ones(16, 16)), r"W1 must be .* shape \(16, 8\) .* got .* shape \(16, 16\)"),
+    (dict(W2=torch.ones(24, 8)), r"W2 must be .* shape \(16, 8\) .* got .* shape \(24, 8\)"),
+    (dict(W1=torch.ones(16, 8, dtype=BF16)), "W1 must be contiguous torch.float32 .* got torch.bfloat16"),
+    (dict(x=torch.ones(6, 8).half(), W1=torch.ones(16, 8).half(), W2=torch.ones(16, 8).half()),
+     "x must be bfloat16 or float32, got torch.float16"),
+    (dict(x=torch.ones(8, 6).mT), r"x must be contiguous .* strides \(1, 6\)"),
     (dict(W1=torch.ones(18, 8), W2=torch.ones(18, 8)), "16 bytes"),
     (dict(x=torch.ones(6, 6), W1=torch.ones(16, 6), W2=torch.ones(16, 6)), "16 bytes"),
 ])
