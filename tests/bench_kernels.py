@@ -314,7 +314,8 @@ def optimizer_cases():
         optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, T.Runtime(0, ranks, torch.device(DEVICE)), ops,
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
-        tables = {name: rand(*optimizer.state[name]["m"].shape) for name in optimizer.work_order if name not in banks}
+        states = optimizer.state | {"replicated": optimizer.replicated.state}
+        tables = {name: rand(*states[name]["m"].shape) for name in optimizer.update_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
                        + 2 * X.numel() * D for X in banks.values())  # of one iteration
         muon = dict(bf16=len(tk.POLAR_EXPRESS) * products, calls=ranks == 1)
