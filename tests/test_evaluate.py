@@ -73,16 +73,19 @@ def oracle(model, rows):
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_text_is_the_argmax_at_every_position(eloquent):
+def test_greedy_text_is_the_argmax_at_every_position(eloquent, monkeypatch):
     """Of one teacher-forced pass over the text, up to a full window. Beyond, of a pass over the last tokens only."""
     start, model = list(b"the "), eloquent.model
     ids = [*start, *E.generate(model, eloquent.config, start, RECENT + 1 - len(start), 0.0, 0)]
     likeliest = oracle(model, [[256, *ids[:-1]]])[:, :256].argmax(1).tolist()
     assert len(ids) == RECENT + 1 and likeliest[len(start):] == ids[len(start):] and len(set(ids)) > 20
+    calls, forward = [], E.forward
+    monkeypatch.setattr(E, "forward", lambda model, config, parts, view: calls.extend(parts) or forward(
+        model, config, parts, view))
     new = list(E.generate(model, eloquent.config, ids, 3, 0.0, 0))
     documents = [[256, *[*ids, *new[:i]][-RECENT:]] for i in range(3)]
     seen = torch.stack([oracle(model, [document])[-1, :256] for document in documents])
-    assert new == seen.argmax(1).tolist()
+    assert new == seen.argmax(1).tolist() and calls == documents
     assert not torch.allclose(seen, oracle(model, [[256, *ids, *new]])[-4:-1, :256], atol=1e-4)  # older tokens matter
 
 
