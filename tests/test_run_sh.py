@@ -1,7 +1,7 @@
 """run.sh and .ci/run with a Python that records its arguments, so nothing is installed, fetched or trained.
 
-The stand-in runs only `-c` programs, with the real interpreter and a site folder that the test fills. So run.sh's search
-for torch is the real one.
+The stand-in runs only `-c` programs, with the real interpreter and a site folder that the test fills. So the search of
+run.sh for torch is the real one.
 """
 
 import os
