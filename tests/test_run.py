@@ -127,7 +127,7 @@ def oracle_loss(model, val):
 
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
-    """name -> finished run; val: logged losses, loss: the final one, tensors: "p label", "m label" ... of the checkpoint."""
+    """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
     names = "train_gpt.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log")), "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
@@ -150,7 +150,7 @@ def runs(corpus, tmp_path_factory):
         assert count == 3 * len(T.param_table(T.Model())) + 2 and "grad embed" in tensors  # p, m, v, two mantissas; the last step is an even one
         val = {int(step): float(loss) for step, loss in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", log, re.M)}
         return SimpleNamespace(out=out, path=path, log=log, body=log.split(RULE)[-1], state=state, tensors=tensors, val=val,
-                               loss=oracle_loss(state["model"], corpus.val), sources=sources, args=[*corpus.args, *args])
+                               sources=sources, args=[*corpus.args, *args])
     return {name: run(name) for name in RUNS}
 
 
@@ -169,31 +169,31 @@ def test_one_seed_gives_one_result_bit_for_bit(runs):
     assert one.val[STEPS] < one.val[0] - 0.6  # it learns; seen: 5.94 -> 5.10
 
 
-def test_logged_loss_is_that_of_the_oracle(runs):
+def test_logged_loss_is_that_of_the_oracle(corpus, runs):
     """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded: 4.8e-5."""
-    for name in ("one", "two", "four", "pair2", "nodes"):
-        assert abs(runs[name].val[STEPS] - runs[name].loss) < 0.5e-4 + 1e-5, name
+    for name in ("one", "four", "pair2"):
+        assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
 
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_ranks_agree(runs, name):
     """bf16 gradients are added in another order when the ranks change (4 micro-steps of one rank; 2 + 2 and their average; ...),
     and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the rates."""
-    loss_tolerance, state_tolerance = 5e-3, 0.5  # largest seen: 1.1e-3; relative 0.20 (attn_gate_bank), another seed gives 1
+    loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 1.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
     found = differences(one, other, "pmv")
-    print(f"{name}: loss {other.loss - one.loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
-    assert max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS) < loss_tolerance
-    assert abs(one.loss - other.loss) < loss_tolerance and max(found.values()) < state_tolerance, found
+    loss = max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS)
+    print(f"{name}: loss {loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
+    assert loss < loss_tolerance and max(found.values()) < state_tolerance, found
     # Muon and Adam do not feel the scale of a gradient: with a sum in place of the average the loss looks fine, momenta do not.
-    assert abs(one.loss - wrong.loss) < loss_tolerance and min(differences(one, wrong, "m").values()) > state_tolerance
+    assert abs(one.val[STEPS] - wrong.val[STEPS]) < loss_tolerance and min(differences(one, wrong, "m").values()) > state_tolerance
 
 
 def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
     """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for bit."""
     one, two = runs["pair1"], runs["pair2"]
-    assert one.val == two.val and one.loss == two.loss and one.val[STEPS] < one.val[0] - 0.02
+    assert one.val == two.val and one.val[STEPS] < one.val[0] - 0.02
     exact = [name for name in one.tensors if name[0] == "p" or name.split()[1] in ("attn_bank", "mlp_bank")]
     assert [name for name in exact if not torch.equal(one.tensors[name], two.tensors[name])] == []
     found = differences(one, two, "mv")
@@ -206,7 +206,7 @@ def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
 def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
     """Bit for bit, and two ranks take two micro-batches by themselves: they were told one."""
     one, two = runs["pair2"], runs["nodes"]
-    assert one.val == two.val and one.loss == two.loss and one.state["loader"] == two.state["loader"]
+    assert one.val == two.val and one.state["loader"] == two.state["loader"]
     assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, two.tensors[name])] == []
     assert "\nmicro_batches: 2\n" in two.log and "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
 
