@@ -8,7 +8,6 @@ import pickle
 import re
 import resource
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,7 +18,7 @@ import torch
 import train_gpt as T
 from data.files import UserError, atomic_write
 from records import compare, evaluate
-from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, start  # noqa: F401, corpus and fails are fixtures
+from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, ready, start  # noqa: F401, corpus and fails are fixtures
 
 
 LAST_ONLY = "--save_every=0", "--save=true"  # a resumed run saves as before unless it is told
@@ -75,7 +74,8 @@ def test_saving_on_the_way_leaves_no_trace(corpus, base, tmp_path):
 
 @pytest.mark.parametrize("step", [5, 8, STEPS - 1])
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path, monkeypatch, step):
-    """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
+    """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart. A warm-up, which a GPU would
+    have, visits what is left and leaves no trace."""
     load = T.Trainer.load_state_dict
     monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: trainer.warm_up() or load(trainer, state))
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
@@ -92,12 +92,12 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
 
 def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
     """Without any one part the resumed run is another."""
-    whole = torch.load(base.saved[5], weights_only=True)
+    whole = torch.load(base.saved[9], weights_only=True)
     waiting = {label for label, tensors in whole["optimizer"].items() if "grad" in tensors}
     assert waiting >= {"embed", "lm_head", "bigram_embed", "sa_lambdas"}
-    assert not any("grad" in tensors for tensors in torch.load(base.saved[6], weights_only=True)["optimizer"].values())
+    assert not any("grad" in tensors for tensors in torch.load(base.saved[10], weights_only=True)["optimizer"].values())
     for key in "grad", "mantissa", "cursor":
-        state = torch.load(base.saved[5], weights_only=True)
+        state = torch.load(base.saved[9], weights_only=True)
         state["loader"]["cursor"] *= key != "cursor"
         for tensors in state["optimizer"].values():
             tensors.pop(key, None)
@@ -111,17 +111,15 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     ranks at all (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each)."""
     args = [*PAIR, "--save_every=5", "--keep=0"]
 
-    def two_ranks(name, *more):
-        out, err, status = finish(start(corpus, *args, *more, f"--log_dir={tmp_path / name}", ranks=2))
-        assert status == 0, out + err
-        return read_logs(tmp_path / name)
-
-    with ThreadPoolExecutor(1) as pool:
-        two = pool.submit(two_ranks, "two")
-        one = train(corpus, tmp_path / "one", *args)
-        one_two = pool.submit(two_ranks, "one_two", f"--resume={one.saved[5]}")
-        two_one = train(corpus, tmp_path / "two_one", *args, f"--resume={two.result().saved[5]}")
-        one_two = one_two.result()
+    two = start(corpus, *args, f"--log_dir={tmp_path / 'two'}", ranks=2)
+    ready(two, "^checkpoint: .*5.pt\n")
+    two.kill()
+    finish(two)
+    (saved,) = (tmp_path / "two").glob("*/*5.pt")
+    one = train(corpus, tmp_path / "one", *args)
+    out, err, status = finish(start(corpus, *args, f"--log_dir={tmp_path / 'one_two'}", f"--resume={one.saved[5]}", ranks=2))
+    assert status == 0, out + err
+    one_two, two_one = read_logs(tmp_path / "one_two"), train(corpus, tmp_path / "two_one", *args, f"--resume={saved}")
     want = torch.load(one.saved[STEPS], weights_only=True)
     for run in two_one, one_two:
         got = torch.load(run.saved[STEPS], weights_only=True)
@@ -152,17 +150,14 @@ torch.save = lambda state, file: save(state, Slow(file) if state["step"] == 6 el
 
 def test_killed_in_the_middle_of_a_save(corpus, base, tmp_path, fails):
     """What was saved before is still there, and what is half-written is no checkpoint."""
-    process, seen = start(corpus, f"--log_dir={tmp_path}", "--save_every=3", "--keep=1", hook=STALLS), ""
-    while "half of it\n" not in seen:
-        seen += (line := process.stdout.readline())
-        assert line, process.stderr.read()
+    process = start(corpus, f"--log_dir={tmp_path}", "--save_every=3", "--keep=1", hook=STALLS)
+    ready(process, "^half of it\n")
     process.kill()
     assert finish(process)[2] == -signal.SIGKILL
     files = {path.name: path for path in tmp_path.glob("*/*")}
     assert sorted(files) == ["state_step000003.pt", "state_step000006.pt.tmp"]
     assert files["state_step000006.pt.tmp"].stat().st_size > 10**6
-    run = train(corpus, tmp_path / "again", f"--resume={files['state_step000003.pt']}", *LAST_ONLY)
-    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"rng", "sources"}  # a process of its own
+    assert {*differing(files["state_step000003.pt"], base.saved[3])} <= {"rng", "sources"}  # of another process
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={files['state_step000006.pt.tmp']}"], "000006.pt.tmp is no checkpoint")
 
 
@@ -246,7 +241,7 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
         T.parse_config(["--preset=record", f"--resume={base.saved[5]}"])
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
-    with pytest.raises(UserError, match="16 processes do not divide --micro_batches=8: start a divisor of it$"):
+    with pytest.raises(UserError, match="16 processes do not divide --micro_batches=2: start a divisor of it$"):
         T.parse_config([f"--resume={base.saved[5]}"], 16)
 
 
@@ -263,7 +258,7 @@ def test_sources_and_batches_of_a_checkpoint(corpus, tmp_path, monkeypatch, caps
     assert f"val_loss: {run.val['4']}\n" in capsys.readouterr().out
 
 
-OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1",
+OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=768", "--stage5.max_doc_len=96", "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1",
                 "--layer9.value_embed=false", "--backout_layer=8"]
 
 
@@ -326,8 +321,8 @@ def test_check_shows_the_checkpoint(corpus, base, tmp_path, capsys):
 
 def test_steps_to_profile(corpus, base, tmp_path, fails):
     """Those before the checkpoint are gone; others are compared with their neighbours."""
-    args = [f"--resume={base.saved[5]}", "--val_every=20", "--save_every=0"]
-    fails([*corpus.args, f"--log_dir={tmp_path / 'refused'}", "--profile=4:2", *args], "--profile=4:2: the run goes on at step 5")
+    args = [f"--resume={base.saved[6]}", "--val_every=20", "--save_every=0"]
+    fails([*corpus.args, f"--log_dir={tmp_path / 'refused'}", "--profile=5:2", *args], "--profile=5:2: the run goes on at step 6")
     run = train(corpus, tmp_path, "--profile=6:1", *args)
     assert re.search(r"^profiler: \d+\.\d\d ms per profiled step, \d+\.\d\d ms for others like them", run.text, re.M), run.text
     with pytest.raises(UserError, match="pause.*--save_every=4$"):

@@ -175,7 +175,7 @@ ROOM = """import resource
 header = T.write_header
 def limited(log, *args):
     header(log, *args)
-    room = os.path.getsize(log.path) + 2000 if log.is_main else 1000
+    room = os.path.getsize(log.path) + 1200 if log.is_main else 1000
     say(f"room {room}"), resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 T.write_header = limited"""
 
