@@ -15,6 +15,7 @@ import train_gpt as T
 from data import loader as L
 from data.files import UserError
 import triton_kernels as kernels
+from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C, work
 
@@ -232,18 +233,18 @@ def test_the_minimum_is_that_of_the_script_which_installs(monkeypatch):
         C.check_versions(T.Config(), 1)
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_without_triton(folder, platform):
+def test_without_triton(folder):
     """macOS and Windows: imports, runs on the CPU; a GPU would be refused in one line. `resource` is missing on Windows, too."""
-    code = ("import sys; sys.modules.update(triton=None, resource=None); import torch; sys.path.insert(0, sys.argv.pop(1));"
-            f" sys.platform = {platform!r}; import train_gpt as T, triton_kernels as tk\n"
-            "try: tk.choose_ops(torch.device('cuda'))\n"
-            "except ValueError as error: print(error)\n"
-            "sys.exit(T.main(sys.argv[1:]))")
-    write_shard(folder / "long.bin", DOCUMENT * 40)
-    args = ["--preset=cpu", f"--train_files={folder}/long.bin", f"--val_files={folder}/val_[12].bin", f"--log_dir={folder}/logs",
-            "--scheduled_steps=3", "--extension_steps=1", "--cooldown_frac=1", "--val_tokens=8192", "--sample_tokens=0"]
-    result = subprocess.run([sys.executable, "-c", code, str(ROOT), *args], text=True, capture_output=True, cwd=folder)
+    code = """import sys; sys.modules.update(triton=None, resource=None)
+import torch, train_gpt as T, triton_kernels as tk
+try: tk.choose_ops(torch.device('cuda'))
+except ValueError as error: print(error)
+sys.exit(T.main(sys.argv[1:]))"""
+    args = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_1.bin", f"--log_dir={folder}/logs",
+            *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4)), "--micro_batches=1", "--scheduled_steps=3", "--extension_steps=1",
+            "--cooldown_frac=1", "--val_tokens=512", "--val_batch_tokens=512", "--sample_tokens=0"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code, *args], text=True, capture_output=True, cwd=folder, env=env)
     assert result.returncode == 0, result.stderr
     assert re.match(r"a GPU needs Triton \(.*\): install what requirements.txt names, .*\n", result.stdout)
     assert re.search(r"final_val_loss: \d\.\d+\n", result.stdout) and "peak memory allocated: 0 MiB" in result.stdout
@@ -443,16 +444,15 @@ def test_a_warning_is_told_once_per_machine(gpus, monkeypatch):
     assert gpus.start() == (1, "error: all checks passed\n")
 
 
-# ---- Under torchrun --------------------------------------------------------------------------------------------------
+# ---- Several ranks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("extra, status", [([], 0), (["--val_tokens=131072"], 1)])
-def test_one_table_for_two_ranks(folder, extra, status):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train_gpt.py", "--check"]
-    args = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_[12].bin", f"--log_dir={folder}/logs"]
-    result = subprocess.run([*launch, *args, *extra], text=True, capture_output=True, timeout=100)
-    assert bool(result.returncode) == bool(status) and result.stdout.count("\nversions ") == 1 and ", ranks 2, " in result.stdout
-    assert not (folder / "logs").exists() and 'train_gpt.py", line' not in result.stderr
+def test_one_table_for_two_ranks(check, folder, extra, status):
+    ranks = Forks("import sys, train_gpt as T; sys.exit(T.main(sys.argv[1:]))", ["--check", *check.args, *extra], rank_variables(2))
+    out, err = ranks.communicate(60)
+    assert ranks.returncode == status and out.count("\nversions ") == 1 and ", ranks 2, " in out
+    assert err == "" and not (folder / "new").exists()
 
 
 def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys):
