@@ -124,19 +124,6 @@ def test_every_technique_matters(setting):
         assert not torch.allclose(base, output(**changes), rtol=1e-6), changes
 
 
-def test_initial_identities():
-    """At step 0 MLPs and bigram rows are silent, attention gates 1/2, value gates 1, skip gate 0.18243."""
-    cpu = torch.device("cpu")
-    ops, _ = kernels.choose_ops(cpu, "torch")
-    model = T.GPT(CONFIG, ops, torch.float32, cpu)
-    model.init_weights(0)
-    assert torch.count_nonzero(model.mlp_bank[:, 1]) == torch.count_nonzero(model.bigram_embed) == 0
-    assert torch.count_nonzero(model.attn_gate_bank) == torch.count_nonzero(model.ve_gate_bank) == 0
-    assert [p.item() for p in (model.smear_lambda, model.backout_lambda, model.skip_lambda)] == [0.0, 0.5, -1.5]
-    assert (torch.sigmoid(model.skip_lambda) * 2 * 0.5).item() == pytest.approx(0.18243, abs=1e-5)
-    assert torch.equal(model.embed, model.lm_head.t())
-
-
 def test_bf16_is_near_fp32():
     """The production dtype of activations: the loss of a fresh model moves by bf16 rounding only (seen: 7e-5 relative)."""
     cpu = torch.device("cpu")

@@ -77,33 +77,7 @@ def test_attention_takes_numbers_and_0d_tensors(device):
     assert numbers.dtype == FP32 and numbers.shape == q.shape
 
 
-# ---- Rotary pairing --------------------------------------------------------------------------------------------------
-
-
-def test_rotate_against_oracle():
-    n, heads, width = 9, 4, 24
-    frequencies = np.array(oracles.base_freqs(width // 4))
-    table = T.rotary_table(frequencies, n, torch.device("cpu"), FP64)
-    u, tau = torch.randn(n, heads, width, dtype=FP64), torch.arange(n)[:, None].expand(n, heads)
-    got = tk.rotate(u, table[:, None])
-    assert torch.equal(got[..., width // 2:], u[..., width // 2:])
-    # The table is fp32 by contract: angles up to 8 radians. Seen: 2e-7.
-    torch.testing.assert_close(got, oracles.rotate(u, tau, frequencies), rtol=0, atol=1e-6)
-
-
-def test_paired_reinterpretation():
-    """(t, h) goes to position 2t + h // 3 of stream h mod 3 and turns by index 2t + (h mod 2)."""
-    n, heads, width = 5, 6, 16
-    table = T.rotary_table(np.array(oracles.base_freqs(width // 4)), 2 * n, torch.device("cpu"), FP64)
-    seen = []
-    x, eye = torch.randn(n, 3 * heads * width, dtype=FP64), torch.eye(3 * heads * width, dtype=FP64)
-    tk.attention_block_ref(x, eye, table, None, None, torch.zeros(heads, 12, dtype=FP64), torch.tensor([0, n], dtype=torch.int32), n, 3, 0.1,
-                           True, False, attention=lambda q, *args: seen.append(q) or q)
-    u = T.rms_norm(x.view(n, 3, heads, width)[:, 0])
-    for t in range(n):
-        for h in range(heads):
-            wanted = tk.rotate(u[t, h], table[2 * t + h % 2])
-            torch.testing.assert_close(seen[0][2 * t + h // 3, h % 3], wanted, rtol=0, atol=1e-15)
+# ---- What the model hands to attention -------------------------------------------------------------------------------
 
 
 def test_what_the_model_hands_to_attention():

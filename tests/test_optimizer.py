@@ -18,18 +18,6 @@ ONE_RANK = T.Runtime(0, 1, CPU)
 OPS, _ = kernels.choose_ops(CPU, "torch")
 
 
-def bits(*hexes):
-    return torch.from_numpy(np.array(hexes, np.uint16).view(np.int16))
-
-
-def test_master_split_vector_of_the_spec():
-    """p = 1.0, mantissa 0, y = 1, rate 2^-10, no decay: w = 0x3F7FC000, p is truncated to 0x3F7F and not rounded."""
-    p, mantissa = bits(0x3F80).view(1, 1, 1), bits(0).view(1, 1, 1)
-    v, y = torch.ones(1, 1, 1), torch.ones(1, 1, 1)
-    kernels.normuon_tail_ref(p, mantissa, v, y, 2.0**-10, torch.ones(1, 1, 1), 0.0, 0.95)
-    assert p.item() == 0x3F7F and mantissa.item() == 0xC000 - 0x10000
-
-
 def test_master_split_is_bit_exact():
     """Joining and splitting any fp32 number is the identity, with and without the sign bit in the lower half."""
     w = np.random.default_rng(0).integers(0, 2**32, 10000, dtype=np.uint32).view(np.float32)
@@ -133,68 +121,12 @@ def test_ten_steps_across_the_split_against_the_oracle():
         assert error < bound, f"{label}: relative error {error:.1e}"
 
 
-def test_adam_parameters_move_only_on_odd_steps_and_use_the_sum():
-    config = small_config()
-    model, twin = make_model(config), make_model(config)
-    first = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-    second = T.NorMuonAndAdam(twin.named_parameters(), config, ONE_RANK, OPS)
-    for param, other in zip(model.parameters(), twin.parameters()):
-        param.grad.fill_(1)
-        other.grad.zero_()
-    before = {k: p.detach().clone() for k, p in model.named_parameters()}
-    for optimizer in (first, second):
-        optimizer.step(T.make_plan(config, 0))
-    for label, param in model.named_parameters():
-        moved = not torch.equal(param, before[label])
-        assert moved == (label in ("attn_bank", "mlp_bank")), label
-        assert (not param.grad.any()) == moved, label
-    for param, other in zip(model.parameters(), twin.parameters()):
-        param.grad += 1
-        other.grad.fill_(2)  # the sum at once
-    for optimizer in (first, second):
-        optimizer.step(T.make_plan(config, 1))
-    for label, param in model.named_parameters():
-        if label not in ("attn_bank", "mlp_bank"):
-            assert torch.equal(param, dict(twin.named_parameters())[label]), label
-            assert not param.grad.any()
-
-
-def test_state_dict_round_trip_continues_bitwise():
-    config = small_config()
-    results = []
-    for reload in (False, True):
-        torch.manual_seed(3)
-        model = make_model(config)
-        optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-        for step in range(2, 8):
-            for param in model.parameters():
-                grad = torch.randn_like(param)
-                param.grad += grad
-            optimizer.step(T.make_plan(config, step))
-            if reload and step == 5:
-                saved = optimizer.state_dict()
-                assert set(saved) == set(dict(model.named_parameters()))
-                assert not any("grad" in tensors for tensors in saved.values())  # all were used
-                optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-                optimizer.load_state_dict(saved)
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
 def test_table_must_cover_the_parameters():
     config = small_config()
     params = dict(make_model(config).named_parameters())
     params.pop("skip_gate")
     with pytest.raises(ValueError, match="skip_gate"):
         T.NorMuonAndAdam(params, config, ONE_RANK, OPS)
-
-
-def test_rates_of_the_banks():
-    """Attention 1, W1 2, W2 4, for every matrix of the bank."""
-    config = small_config()
-    optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS)
-    assert optimizer.matrix_lr["attn_bank"].flatten().tolist() == [1.0] * 40
-    assert optimizer.matrix_lr["mlp_bank"].flatten().tolist() == [2.0, 4.0] * 12
 
 
 def train(rt, steps, saved=None):
@@ -243,12 +175,12 @@ def assert_same(state, other):
     assert [name for name, tensor in named[0].items() if not torch.equal(tensor, named[1][name])] == []
 
 
-@pytest.mark.parametrize("world", [7, 16])
+@pytest.mark.parametrize("world", [7, 11])
 def test_any_number_of_ranks_equals_one_bit_for_bit(tmp_path, world):
     """From a state of one rank, across the split with its state transfer (step 5), and back to one rank.
 
     7 ranks divide no sharded parameter. Of the banks' 40 and 24 matrices they own 6 and 4 each, the last one 4 and none: its
-    rest is padding. 16 ranks own 3 and 2; three or four of them padding only.
+    rest is padding. 11 ranks own 4 and 3; one or three of them padding only.
     """
     states = [train(ONE_RANK, range(3))]
     assert "grad" in states[0]["optimizer"]["bigram_embed"]  # waits for the next step
