@@ -12,14 +12,15 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: processes would inherit that
+# Started in the background of a script, where processes would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)  # the tensors are small
 
 
 def pytest_collection_finish():
-    """A run of the trainer collects garbage in every pause. Modules are none: without this a run of two seconds takes four."""
+    """The trainer collects garbage in every pause of a run; gc.freeze spares the collector all imported modules."""
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,8 @@
 """Processes that start in milliseconds, because torch and the trainer are imported once.
 
-A server imports them and forks for every start. The server is an interpreter of its own: the process of the tests has imported
-test modules, which would be in the log of a run, has asked for Triton's interpreter, and may have started threads.
+A server imports them and forks for every start. The server is an interpreter of its own: the process of the tests has
+imported test modules, which would be in the log of a run, has asked for Triton's interpreter, and may have started
+threads.
 """
 
 import gc
@@ -23,7 +24,8 @@ from pathlib import Path
 
 
 def serve(requests):
-    """Each message on the socket `requests` is a request, with file descriptors for stdout, stderr and the report. Ends at EOF."""
+    """Each message on the socket `requests` is a request, with file descriptors for stdout, stderr and the report. Ends
+    at EOF."""
     import train_gpt  # noqa: F401
     gc.collect()
     gc.freeze()  # a run collects garbage in every pause: not among what was imported
@@ -103,20 +105,23 @@ def free_port():
 def rank_variables(ranks, nodes=1) -> list[dict]:
     """What torchrun puts into the environment of each rank; all nodes are this machine."""
     per_node, common = ranks // nodes, {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    variables = [common | {"RANK": rank, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node} for rank in range(ranks)]
+    variables = [common | {"RANK": rank, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+                 for rank in range(ranks)]
     return [{key: str(value) for key, value in rank.items()} for rank in variables]
 
 
 class Forks:
     """Processes that execute the same code, one for each environment. The interface is that of one Popen.
 
-    They share stdout, a pipe, and stderr, a file. They have what torchrun gives its processes: a folder each, side by side.
+    They share stdout, a pipe, and stderr, a file. They have what torchrun gives its processes: a folder each, side by
+    side.
     """
 
     def __init__(self, code, argv, environments=({},)):
         self.folder = tempfile.TemporaryDirectory()
         self.errors = Path(self.folder.name) / "stderr"
-        environments = [{"TORCHELASTIC_ERROR_FILE": f"{self.folder.name}/{i}/error.json"} | env for i, env in enumerate(environments)]
+        environments = [{"TORCHELASTIC_ERROR_FILE": f"{self.folder.name}/{i}/error.json"} | env
+                        for i, env in enumerate(environments)]
         request = {"code": code, "argv": list(map(str, argv)), "environments": environments}
         (stdout, out), (report, reports) = os.pipe(), os.pipe()
         with open(self.errors, "ab") as err, open(out, "wb"), open(reports, "wb"):
@@ -125,7 +130,8 @@ class Forks:
         self.pids = json.loads(self.report.readline())
 
     def communicate(self, timeout=None):
-        """(stdout, stderr) when all processes have ended; after `timeout` seconds they are killed, and TimeoutExpired is raised."""
+        """(stdout, stderr) when all processes have ended; after `timeout` seconds they are killed, and TimeoutExpired
+        is raised."""
         timer = threading.Timer(timeout or 1000, self.kill)
         timer.start()
         with self.folder, self.stdout, self.report:

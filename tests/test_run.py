@@ -1,7 +1,8 @@
-"""The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks and on two nodes, through all four stages, the
-split and the extension; their logs and checkpoints; and how a run ends that fails. The corpus is made here.
+"""The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks and on two nodes, through all four
+stages, the split and the extension; their logs and checkpoints; and how a run ends that fails. The corpus is made here.
 
-Most processes are forks (forks.py). Interpreters of their own, which test_faults.py starts too: the two nodes, Ctrl-C, the import."""
+Most processes are forks (forks.py). Interpreters of their own, which test_faults.py starts too: the two nodes, Ctrl-C,
+the import."""
 
 import os
 import re
@@ -25,14 +26,18 @@ from oracles import write_shard
 from records import compare
 
 ROOT, CPU = Path(T.__file__).parent, torch.device("cpu")
-ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENV = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+ENV |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 RULE = "=" * 100 + "\n"
 STAGE_KEYS = "batch_tokens", "max_doc_len", "short_window", "long_window"
 STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32, 64))
 STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
-VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 2304, 768, 96  # three pieces: two ranks share them unevenly, the last of four has none
-TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2", f"--final_window={FINAL_WINDOW}",
-        f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}", "--val_every=3", "--sample_tokens=0", "--micro_batches=2",
+# three pieces: two ranks share them unevenly, the last of four has none
+VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 2304, 768, 96
+TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2",
+        f"--final_window={FINAL_WINDOW}",
+        f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}", "--val_every=3", "--sample_tokens=0",
+        "--micro_batches=2",
         "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1) for key, value in zip(STAGE_KEYS, stage))]
 
@@ -47,10 +52,12 @@ SAY_EXCHANGES = """receive = T.SparseRows.receive
 T.SparseRows.receive = lambda self, grad: say(f"exchange of rank {self.rt.rank}") or receive(self, grad)"""
 WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: self.warm_up() or run(self)"
 SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduce, {"op": T.dist.ReduceOp.SUM}
-T.reduce_scatter, T.dist.all_reduce = lambda *a, **kw: scatter(*a, **kw | wrong), lambda *a, **kw: reduce(*a, **kw | wrong)"""
+T.reduce_scatter = lambda *args, **options: scatter(*args, **options | wrong)
+T.dist.all_reduce = lambda *args, **options: reduce(*args, **options | wrong)"""
 FOUR, PAIR = ["--micro_batches=4"], ["--adam_lr=0", "--muon_lr=0.023"]
 RUNS = {  # name -> ranks, arguments, hook
-    "one": (1, FOUR, ""), "again": (1, FOUR, WARM_UP), "two": (2, FOUR, WARM_UP), "four": (4, FOUR, ""), "sum": (2, FOUR, SUM_FOR_AVERAGE),
+    "one": (1, FOUR, ""), "again": (1, FOUR, WARM_UP), "two": (2, FOUR, WARM_UP), "four": (4, FOUR, ""),
+    "sum": (2, FOUR, SUM_FOR_AVERAGE),
     "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], ""), "pair2": (2, PAIR, SAY_EXCHANGES),
     "nodes": (2, [*PAIR, "--micro_batches=1"], "")}  # one rank on each of two nodes; two ranks take two micro-batches
 
@@ -68,16 +75,16 @@ def text(count, seed):
 def corpus(tmp_path_factory):
     """A folder with data, the arguments that select the data, and the validation tokens."""
     folder, val = tmp_path_factory.mktemp("corpus"), text(VAL_TOKENS + 1, 3)
-    for name, tokens in {"train_1": text(2300, 1), "train_2": text(2300, 2), "val_1": val[:1600], "val_2": val[1600:] + [256] * 9,
-                         "foreign": [*text(2300, 5), 257]}.items():
+    for name, tokens in {"train_1": text(2300, 1), "train_2": text(2300, 2), "val_1": val[:1600],
+                         "val_2": val[1600:] + [256] * 9, "foreign": [*text(2300, 5), 257]}.items():
         write_shard(folder / f"{name}.bin", tokens)
     return SimpleNamespace(folder=folder, val=np.array(val),
                            args=[*TINY, f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin"])
 
 
 def start(corpus, *args, ranks=1, hook="", variables=None):
-    """Forks that train, one for each rank. hook: code that runs in each first; variables: the environments of the ranks, if not
-    those that torchrun would give to `ranks` processes on one node."""
+    """Forks that train, one for each rank. hook: code that runs in each first; variables: the environments of the
+    ranks, if not those that torchrun would give to `ranks` processes on one node."""
     return Forks(HOOKED, [hook, *corpus.args, *args], variables or (rank_variables(ranks) if ranks > 1 else [{}]))
 
 
@@ -100,7 +107,8 @@ def ready(process, *patterns, seen=""):
 
 
 def finish(process, seconds=100, seen=""):
-    """(stdout, stderr, status) when it has ended, and with it every process that gave its id; seen: stdout read before."""
+    """(stdout, stderr, status) when it has ended, and with it every process that gave its id; seen: stdout read
+    before."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
@@ -128,7 +136,8 @@ def oracle_loss(model, val):
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
-    names = "train_gpt.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log")), "triton_kernels.py"
+    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log"))
+    names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
     def run(name):
@@ -147,16 +156,18 @@ def runs(corpus, tmp_path_factory):
         parts = [(label, {"p": p, **state["optimizer"][label]}) for label, p in state["model"].items()]
         tensors = {f"{key} {label}": tensor for label, part in parts for key, tensor in part.items()}
         count = sum(not key.startswith("grad ") for key in tensors)
-        assert count == 3 * len(T.param_table(T.Model())) + 2 and "grad embed" in tensors  # p, m, v, two mantissas; the last step is an even one
+        # p, m, v, two mantissas; the last step is an even one
+        assert count == 3 * len(T.param_table(T.Model())) + 2 and "grad embed" in tensors
         val = {int(step): float(loss) for step, loss in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", log, re.M)}
-        return SimpleNamespace(out=out, path=path, log=log, body=log.split(RULE)[-1], state=state, tensors=tensors, val=val,
-                               sources=sources, args=[*corpus.args, *args])
+        return SimpleNamespace(out=out, path=path, log=log, body=log.split(RULE)[-1], state=state, tensors=tensors,
+                               val=val, sources=sources, args=[*corpus.args, *args])
     return {name: run(name) for name in RUNS}
 
 
 def differences(run, other, kinds):
     """name -> relative Euclidean distance of the tensors of these kinds."""
-    pairs = {name: (x.double(), other.tensors[name].double()) for name, x in run.tensors.items() if name.split()[0] in kinds}
+    pairs = {name: (x.double(), other.tensors[name].double()) for name, x in run.tensors.items()
+             if name.split()[0] in kinds}
     return {name: ((x - y).norm() / max(x.norm(), 1e-30)).item() for name, (x, y) in pairs.items()}
 
 
@@ -170,15 +181,17 @@ def test_one_seed_gives_one_result_bit_for_bit(runs):
 
 
 def test_logged_loss_is_that_of_the_oracle(corpus, runs):
-    """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded: 4.8e-5."""
+    """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded:
+    4.8e-5."""
     for name in ("one", "four", "pair2"):
         assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
 
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_ranks_agree(runs, name):
-    """bf16 gradients are added in another order when the ranks change (4 micro-steps of one rank; 2 + 2 and their average; ...),
-    and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the rates."""
+    """bf16 gradients are added in another order when the ranks change (4 micro-steps of one rank; 2 + 2 and their
+    average; ...), and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the
+    rates."""
     loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 1.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
@@ -186,20 +199,24 @@ def test_ranks_agree(runs, name):
     loss = max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS)
     print(f"{name}: loss {loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
     assert loss < loss_tolerance and max(found.values()) < state_tolerance, found
-    # Muon and Adam do not feel the scale of a gradient: with a sum in place of the average the loss looks fine, momenta do not.
-    assert abs(one.val[STEPS] - wrong.val[STEPS]) < loss_tolerance and min(differences(one, wrong, "m").values()) > state_tolerance
+    # Muon and Adam do not feel the scale of a gradient: with a sum in place of the average the loss looks fine, momenta
+    # do not.
+    assert abs(one.val[STEPS] - wrong.val[STEPS]) < loss_tolerance
+    assert min(differences(one, wrong, "m").values()) > state_tolerance
 
 
 def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
-    """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for bit."""
+    """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for
+    bit."""
     one, two = runs["pair1"], runs["pair2"]
     assert one.val == two.val and one.val[STEPS] < one.val[0] - 0.02
     exact = [name for name in one.tensors if name[0] == "p" or name.split()[1] in ("attn_bank", "mlp_bank")]
     assert [name for name in exact if not torch.equal(one.tensors[name], two.tensors[name])] == []
     found = differences(one, two, "mv")
-    # Adam sums two steps: one rank ((a0+a1)+b0)+b1, two ranks (a0+b0)+(a1+b1), rounded to bf16 (2^-9) after each. Its moments,
-    # that of bigram_embed from the sparse exchange, may differ by a few roundings: seen 8.5e-3.
-    assert max(found.values()) < 8 * 2**-9 and one.tensors["m embed"].any() and one.tensors["m bigram_embed"].any(), found
+    # Adam sums two steps: one rank ((a0+a1)+b0)+b1, two ranks (a0+b0)+(a1+b1), rounded to bf16 (2^-9) after each. Its
+    # moments, that of bigram_embed from the sparse exchange, may differ by a few roundings: seen 8.5e-3.
+    assert max(found.values()) < 8 * 2**-9 and one.tensors["m embed"].any(), found
+    assert one.tensors["m bigram_embed"].any(), found
     assert [two.out.count(f"exchange of rank {rank}\n") for rank in (0, 1)] == [len(ADAM_STEPS)] * 2
 
 
@@ -208,14 +225,16 @@ def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
     one, two = runs["pair2"], runs["nodes"]
     assert one.val == two.val and one.state["loader"] == two.state["loader"]
     assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, two.tensors[name])] == []
-    assert "\nmicro_batches: 2\n" in two.log and "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
+    assert "\nmicro_batches: 2\n" in two.log
+    assert "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
 
 
 def test_logs_are_read_by_compare(runs):
     """Every line of them: the formats have one writer and one reader."""
     for name, run in runs.items():
         log = compare.read_run(run.path)
-        assert log.finished and log.notes == [] and log.losses == run.val and sorted(log.ms) == list(range(log.total + 1)), name
+        assert log.finished and log.notes == [] and log.losses == run.val, name
+        assert sorted(log.ms) == list(range(log.total + 1)), name
         if name != "pair1":  # a sample comes from records/evaluate.py
             assert run.state["sources"] == run.sources, name
         assert log.source.startswith(run.sources["train_gpt.py"]) and run.sources["data/loader.py"] in log.source
@@ -231,8 +250,8 @@ import numpy as np, torch
 rt = T.init_runtime(T.parse_config(sys.argv[1:]))
 rng, sparse = np.random.default_rng(rt.rank), T.SparseRows("table", 40, rt)
 def agrees(marked_steps=(0, 1)):
-    # Integers: every sum is exact, in any order. Rank 3 touches nothing; the others row 0 in step 0 only, row 33 in step 1 only,
-    # and both times rows of their own and of others, some more than once.
+    # Integers: every sum is exact, in any order. Rank 3 touches nothing; the others row 0 in step 0 only, row 33 in
+    # step 1 only, and both times rows of their own and of others, some more than once.
     grad = torch.zeros(40, 8, dtype=torch.bfloat16)
     for step in (0, 1):
         rows = np.array([*rng.integers(1, 33, 12), 10 * rt.rank + 5, 33 * step] if rt.rank < 3 else [], np.int64)
@@ -263,22 +282,27 @@ def test_log_opens_with_sources_versions_and_config(runs):
     assert re.fullmatch(r"one_[0-9a-f]{8}-[0-9a-f-]{27}\.txt", run.path.name) and run.log[:len(opening)] == opening
     header = run.log[len(opening):-len(run.body)]
     assert header.lstrip("\n").startswith(RULE) and "attention:torch" in run.body.splitlines()[0]
-    assert (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
-            f"Running Triton version {kernels.triton.__version__}\n") in header
+    versions = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA"
+                f" {torch.version.cuda}\nRunning Triton version {kernels.triton.__version__}\n")
+    assert versions in header
     config = {(key, T.published(T.render(value))) for key, value in T.flatten(T.parse_config(run.args)).items()}
     found = dict(re.findall(r"^([\w.]+): (.*)$", header, re.M))
     assert config - found.items() == set()
-    assert found["command"].startswith("train_gpt.py --preset=cpu --model_dim=48 ") and "--run_label=one" in found["command"]
-    assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"]) and found["env.OMP_NUM_THREADS"] == "1"
+    assert found["command"].startswith("train_gpt.py --preset=cpu --model_dim=48 ")
+    assert "--run_label=one" in found["command"]
+    assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"])
+    assert found["env.OMP_NUM_THREADS"] == "1"
     assert found["sources"].split() == [*run.sources] and found["val_shards"] == "val_1.bin:4224 val_2.bin:2452"
-    assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624" and "/tmp" not in header and str(ROOT) not in header
+    assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624" and "/tmp" not in header
+    assert str(ROOT) not in header
     assert run.state["step"] == STEPS
 
 
 def test_log_lines_and_results(runs):
     """Every step line has one of the two formats, in the order of the run; results agree with them."""
     run, lines, last = runs["one"], re.findall(r"^step:.*$", runs["one"].body, re.M), 0
-    order = sorted([(step, "") for step in range(1, STEPS + 1)] + [(step, r"val_loss:\d+\.\d{4} ") for step in VAL_STEPS])
+    validations = [(step, r"val_loss:\d+\.\d{4} ") for step in VAL_STEPS]
+    order = sorted([*((step, "") for step in range(1, STEPS + 1)), *validations])
     for line, (step, loss) in zip(lines, order, strict=True):
         match = re.fullmatch(rf"step:{step}/{STEPS} {loss}train_time:(\d+)ms step_avg:(\d+\.\d\d)ms", line)
         assert match and (line in run.out.splitlines() or not loss), line
@@ -290,7 +314,8 @@ def test_log_lines_and_results(runs):
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
                            "total_seconds", "gpu_seconds", "steps", "tokens", "peak_memory_mib", "checkpoint"]
     assert re.match(rf"peak memory allocated: {found['peak_memory_mib']} MiB reserved: \d+ MiB\n", results)
-    assert (found["final_val_loss"], found["steps"], found["tokens"]) == (f"{run.val[STEPS]:.4f}", str(STEPS), str(TRAIN_TOKENS))
+    assert found["final_val_loss"] == f"{run.val[STEPS]:.4f}"
+    assert (found["steps"], found["tokens"]) == (str(STEPS), str(TRAIN_TOKENS))
     train, *others, total, gpu = (float(value) for key, value in found.items() if key.endswith("_seconds"))
     assert gpu == 0  # no GPU was held
     assert abs(1000 * train - last) <= 1.001 and min(others) >= 0 and train + sum(others) <= total + 0.01
@@ -300,7 +325,8 @@ def test_log_lines_and_results(runs):
 
 @pytest.fixture
 def fails(capsys):
-    """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is removed."""
+    """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is
+    removed."""
     def check(argv, pattern):
         assert T.main(argv) == 1
         assert re.fullmatch(rf"error: .*{pattern}.*\n", err := capsys.readouterr().err), err
@@ -360,7 +386,8 @@ def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path):
         (tmp_path / f"shard_{i}.bin").write_bytes((corpus.folder / f"{source}.bin").read_bytes())
     args = [f"--train_files={tmp_path}/shard_*.bin", f"--log_dir={tmp_path}"]
     out, err, status = finish(start(corpus, *args, ranks=2))
-    assert status == 1 and re.fullmatch(rf"error: .*{tmp_path}/shard_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
+    assert status == 1, err
+    assert re.fullmatch(rf"error: .*{tmp_path}/shard_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
     assert "\nstep:2/11 train_time:" in next(tmp_path.glob("*.txt")).read_text()
 
 
@@ -369,7 +396,8 @@ def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monke
         file.write(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save=true"], "cannot write .*No space left.*another folder")
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save=true"],
+          "cannot write .*No space left.*another folder")
     assert "\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text() and not list(tmp_path.glob("*/*"))
 
 
