@@ -1,6 +1,7 @@
 """Shared by all tests. Without a GPU the Triton kernels run in Triton's interpreter, which has to be asked for before
 triton is imported; the trainer's own CPU path (the references) is triton_kernels.INTERPRETED = False."""
 
+import gc
 import os
 import signal
 import sys
@@ -11,10 +12,17 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script: processes would inherit that
+# Started in the background of a script, where processes would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)  # the tensors are small
+
+
+def pytest_collection_finish():
+    """The trainer collects garbage in every pause of a run; gc.freeze spares the collector all imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

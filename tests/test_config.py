@@ -1,4 +1,4 @@
-"""What is decided before anything runs: knobs, schedules, rotary states, the parameter table and the initial weights."""
+"""What is decided before anything runs: knobs, schedules, rotary states, the parameter table, the initial weights."""
 
 import dataclasses
 import io
@@ -20,18 +20,13 @@ STEPS = range(1491)  # the last is the final validation
 
 
 @pytest.mark.parametrize("arg, section, name, value", [
-    ("--val_every=125", "system", "val_every", 125),
     ("--val_tokens=2_097_152", "data", "val_tokens", 2097152),
     ("--adam_eps=1e-8", "optim", "adam_eps", 1e-8),
-    ("--muon_lr=1", "optim", "muon_lr", 1.0),
     ("--run_label=a=b c,d", "system", "run_label", "a=b c,d"),
     ("--sample_prompt=", "system", "sample_prompt", ""),
     ("--compile=False", "system", "compile", False),
-    ("--compile=0", "system", "compile", False),
-    ("--save=true", "system", "save", True),
     ("--save=1", "system", "save", True),
     ("--muon_momentum=0.9,1", "schedule", "muon_momentum", (0.9, 1.0)),
-    ("--num_heads=12", "model", "num_heads", 12),
 ])
 def test_values_of_every_type(arg, section, name, value):
     """Only the named knob changes, and its type stays."""
@@ -46,11 +41,13 @@ def test_no_arguments_and_several():
     assert T.parse_config([]) == RECORD and T.PRESETS["record74"] == T.Config()
     config = T.parse_config(["--seed", "3", "--preset=cpu", "--final_window", "99"])
     assert (config.system.seed, config.schedule.final_window, config.system.device) == (3, 99, "cpu")
-    assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages and T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"]
+    assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages
+    assert T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"]
 
 
 def test_stage_knobs():
-    config = T.parse_config(["--stage2.long_window=1000", "--stage1.mtp_start=1,.5,.2", "--stage4.batch_tokens=786_432"])
+    config = T.parse_config(["--stage2.long_window=1000", "--stage1.mtp_start=1,.5,.2",
+                             "--stage4.batch_tokens=786_432"])
     stages = list(RECORD.schedule.stages)
     stages[0] = dataclasses.replace(stages[0], mtp_start=(1.0, 0.5, 0.2))
     stages[1] = dataclasses.replace(stages[1], long_window=1000)
@@ -75,9 +72,11 @@ def test_layer_0_can_be_a_source():
 
 
 def test_shares_of_the_stages():
-    config = T.parse_config(["--scheduled_steps=100", "--stage1.share=0.5", "--stage2.share=0.25", "--stage3.share=0.25"])
+    config = T.parse_config(["--scheduled_steps=100", "--stage1.share=0.5", "--stage2.share=0.25",
+                             "--stage3.share=0.25"])
     assert T.stage_starts(config.schedule) == [0, 50, 75, 100, 140]
-    assert T.stage_starts(T.parse_config(["--stages=3", "--stage1.share=3"]).schedule) == [0, 1088, 1450, 1490]  # round(1087.5)
+    # round(1087.5)
+    assert T.stage_starts(T.parse_config(["--stages=3", "--stage1.share=3"]).schedule) == [0, 1088, 1450, 1490]
 
 
 def test_layer_knobs():
@@ -92,18 +91,23 @@ def test_layer_knobs():
     config = T.parse_config(["--layers=3", "--backout_layer=none", "--layer2.value_embed=false"])
     assert config.model.layers == (T.Layer(paired=True), T.Layer(value_embed=True), T.Layer(paired=True))
     more = T.parse_config(["--layers=7", "--backout_layer=0"]).model
-    assert more.layers == RECORD.model.layers[:7] and T.parse_config(["--layers=12", "--layer11=two_lanes"]).model.layers[11].two_lanes
+    assert more.layers == RECORD.model.layers[:7]
+    assert T.parse_config(["--layers=12", "--layer11=two_lanes"]).model.layers[11].two_lanes
 
 
 def test_config_from_dict():
-    """What a checkpoint holds; a knob that it does not know has its neutral value, one that only it knows is refused by name."""
+    """What a checkpoint holds; a knob that it does not know has its neutral value, one that only it knows is refused by
+    name."""
     for config in T.PRESETS.values():
         assert T.config_from_dict(T.Config(), dataclasses.asdict(config)) == config
     tree = dataclasses.asdict(T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"]))
-    assert T.flatten(T.config_from_dict(T.Config(), tree))["stage5.share"] == 0 and T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
+    assert T.flatten(T.config_from_dict(T.Config(), tree))["stage5.share"] == 0
+    assert T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
     del tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
-    assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023 and not T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
-    for change in (lambda: tree["optim"].update(muon_beta9=1), lambda: tree["model"]["layers"][0].update(triple=1), lambda: tree.update(extra={})):
+    assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023
+    assert not T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
+    for change in (lambda: tree["optim"].update(muon_beta9=1), lambda: tree["model"]["layers"][0].update(triple=1),
+                   lambda: tree.update(extra={})):
         tree = dataclasses.asdict(RECORD)
         change()
         with pytest.raises(UserError, match="another train_gpt.py: .*(muon_beta9|triple|extra)"):
@@ -112,10 +116,7 @@ def test_config_from_dict():
 
 @pytest.mark.parametrize("arg, message", [
     ("--scheduled_step=3", "unknown key --scheduled_step; the nearest is --scheduled_steps"),
-    ("--stage2.longwindow=3", "nearest is --stage2.long_window"),
     ("--stage5.lr_mul=3", r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul"),
-    ("--prest=cpu", "nearest is --preset"),
-    ("--=3", "unknown key"),
     ("--stages=1", "--stages=1: must be 2 or more"),
     ("--layers=0", "--layers=0: must be 1 or more"),
     ("--layer11.long=true", r"unknown key --layer11.long; the nearest is --layer\d+.long"),
@@ -127,15 +128,12 @@ def test_config_from_dict():
     ("--layers=1001", "--layers=1001: must be 1 or more, and at most 1000"),
     ("--muon_lr=nan", "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023"),
     ("--muon_momentum=0.9,inf", "--muon_momentum=0.9,inf: expected comma-separated numbers"),
-    ("val_every=3", "'val_every=3': write --key=value"),
     ("", "'': write --key=value"),
     ("--preset=h100", "preset=h100.*record74, record, single, cpu"),
     ("--val_every=2.5", "--val_every=2.5: expected int, for example --val_every=250"),
-    ("--val_every=", "--val_every=: expected int"),
     ("--muon_lr=fast", "expected float, a finite number, for example --muon_lr=0.023"),
     ("--compile=yes", "expected bool, for example --compile=True"),
-    ("--stage1.mtp_end=1,x", "--stage1.mtp_end=1,x: expected comma-separated numbers, for example --stage1.mtp_end=1.0,0.5,0.0"),
-    ("--muon_momentum=", "expected comma-separated numbers"),
+    ("--stage1.mtp_end=1,x", "--stage1.mtp_end=1,x: expected comma-separated numbers, for example --stage1.mtp_end=1"),
 ])
 def test_what_it_does_not_understand(arg, message):
     with pytest.raises(UserError, match=message):
@@ -144,10 +142,8 @@ def test_what_it_does_not_understand(arg, message):
 
 @pytest.mark.parametrize("args, message", [
     ("--model_dim=100", "--model_dim=100.*--num_heads=6.*multiple of 8"),
-    ("--num_heads=3", "heads must be even"),
     ("--model_dim=60 --num_heads=6", "multiple of 8"),
     ("--vocab_size=1", "--vocab_size=1"),
-    ("--vocab_size=65537", "--vocab_size=65537"),
     ("--scheduled_steps=2", "--scheduled_steps=2"),
     ("--extension_steps=-1", "schedule|extension_steps"),
     ("--scheduled_steps=1000000", "--scheduled_steps=1000000: a run has at most 1000000 steps"),
@@ -159,26 +155,20 @@ def test_what_it_does_not_understand(arg, message):
     ("--layer1.attention=false", "--layer1='attention=False value_embed': .* about attention"),
     ("--layer6.skip_from=6", "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none"),
     ("--layer8.two_lanes=false", "--layer8.two_lanes=False: after layer 7, which has two lanes"),
-    ("--layers=12", "--layer11.two_lanes=False: after layer 10"),
-    ("--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none", "all layers are without attention"),
-    ("--muon_cooldown=0", "muon_cooldown"),
-    ("--cooldown_frac=0", "cooldown_frac"),
+    ("--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none",
+     "all layers are without attention"),
     ("--cooldown_frac=1.5", "cooldown_frac"),
     ("--split_stage=0", "split_stage"),
-    ("--split_stage=5", "split_stage"),
     ("--device=tpu", "--device=tpu: cuda or cpu"),
     ("--dtype=float16", "--dtype=float16: bfloat16 or float32"),
     ("--data_end=loop", "--data_end=loop: wrap or stop"),
     ("--val_tokens=1000", "--val_tokens=1000 must be a multiple of --val_batch_tokens"),
     ("--val_batch_tokens=24 --val_tokens=240", "of 16"),
-    ("--micro_batches=-1", "--micro_batches=-1"),
     ("--micro_batches=3", "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3"),
-    ("--stage3.batch_tokens=1000", "--stage3.batch_tokens=1000"),
     ("--stage2.mtp_end=1", "--stage2.mtp_start and mtp_end need the same length"),
     ("--run_label=a/b", "--run_label=a/b.*a file"),
     ("--stage1.batch_tokens=12345678901234567890", "expected int"),
     ("--dtype=float32", "--kernels=attention:torch"),
-    ("--dtype=float32 --kernels=XXT:torch", "--kernels=attention:torch"),
     ("--model_dim=960", "heads of 16, 32, 64, 128"),
     ("--cooldown_frac=1e-20", "cooldown_frac"),
 ])
@@ -200,15 +190,15 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
     ("--preset=single", 2, "^--micro_batches=0 .* is for one process, give 2 of them a number$"),
     ("--micro_batches=32", 24, "^24 processes do not divide --micro_batches=32: .*$"),
     ("", 12, "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"),
-    ("--stage2.batch_tokens=384", 32, "^--stage2.batch_tokens=384 .* 16 . --micro_batches=32, one for each of 32 processes$")])
+    ("--stage2.batch_tokens=384", 32, "^--stage2.batch_tokens=384 .*_batches=32, one for each of 32 processes$")])
 def test_numbers_of_ranks_that_do_not_fit(args, world, message):
     with pytest.raises(UserError, match=message):
         T.parse_config(args.split(), world)
 
 
 @pytest.mark.parametrize("arg", [
-    "--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0", "--muon_momentum=0.9",
-    "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
+    "--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0",
+    "--muon_momentum=0.9", "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
 def test_numbers_that_would_crash_later(arg):
     """One line that names the knob, not a traceback from the middle of the run."""
     with pytest.raises(UserError, match=arg.partition("=")[0].removeprefix("--").removeprefix("stage1.")):
@@ -216,8 +206,9 @@ def test_numbers_that_would_crash_later(arg):
 
 
 @pytest.mark.parametrize("args", [
-    "--vocab_size=2", "--vocab_size=65536", "--scheduled_steps=3 --extension_steps=0", "--cooldown_frac=1", "--split_stage=1",
-    "--split_stage=4", "--micro_batches=16", "--model_dim=16 --num_heads=2 --kernels=torch", "--val_batch_tokens=16 --val_tokens=16"])
+    "--vocab_size=2", "--vocab_size=65536", "--scheduled_steps=3 --extension_steps=0", "--cooldown_frac=1",
+    "--split_stage=1", "--split_stage=4", "--micro_batches=16", "--model_dim=16 --num_heads=2 --kernels=torch",
+    "--val_batch_tokens=16 --val_tokens=16"])
 def test_extreme_numbers_that_do_fit(args):
     T.parse_config(args.split())
 
@@ -232,7 +223,8 @@ def test_parsing_leaves_the_presets_alone():
 
 def test_no_knob_hides_another():
     """flatten gives every field of every section a name of its own."""
-    fields = [f.name for section in dataclasses.fields(T.Config) for f in dataclasses.fields(getattr(RECORD, section.name))]
+    fields = [f.name for section in dataclasses.fields(T.Config)
+              for f in dataclasses.fields(getattr(RECORD, section.name))]
     stage_fields = [f.name for f in dataclasses.fields(T.Stage)]
     assert len(set(fields)) == len(fields) and fields.count("stages") == 1 and "preset" not in fields
     stages = [f"stage{i}.{name}" for i in (1, 2, 3, 4) for name in stage_fields]
@@ -268,12 +260,6 @@ def test_help_lists_every_knob(capsys):
     assert any(line[:1] == ["--layer<n>.long="] and "window," in line for line in words)
 
 
-def test_main_says_one_line(capsys):
-    assert T.main(["--val_evry=3"]) == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err == "error: unknown key --val_evry; the nearest is --val_every (see --help)\n"
-
-
 # ---- Schedules -------------------------------------------------------------------------------------------------------
 
 
@@ -284,8 +270,8 @@ def plan(step):
 def test_stages_of_the_record():
     """(steps, tokens per step, N, longest document, windows)."""
     assert T.stage_starts(RECORD.schedule) == [0, 483, 967, 1450, 1490]
-    wanted = [(483, 131072, 16384, 896, 128, 384), (484, 262144, 32768, 2048, 384, 896), (483, 393216, 49152, 2048, 640, 1408),
-              (40, 393216, 49152, 2048, 768, 1664)]
+    wanted = [(483, 131072, 16384, 896, 128, 384), (484, 262144, 32768, 2048, 384, 896),
+              (483, 393216, 49152, 2048, 640, 1408), (40, 393216, 49152, 2048, 768, 1664)]
     got = []
     for i, stage in enumerate(RECORD.schedule.stages):
         steps = [step for step in STEPS[:-1] if plan(step).stage == i]
@@ -295,33 +281,13 @@ def test_stages_of_the_record():
     assert sum(RECORD.schedule.stages[plan(step).stage].batch_tokens for step in STEPS[:-1]) == 395_837_440
 
 
-@pytest.mark.parametrize("step, factor", [
-    (0, 1), (482, 1), (483, 1.52), (580, 1.52), (581, 1.518425), (966, 0.912161), (967, 1.027172), (1200, 0.604023),
-    (1449, 0.151816), (1450, 0.15), (1489, 0.15), (1490, 0.15)])
-def test_rate_vectors(step, factor):
-    assert plan(step).lr_factor == pytest.approx(factor, abs=5e-7)
-
-
-@pytest.mark.parametrize("step, momentum", [
-    (0, 0.85), (100, 0.883333), (299, 0.949667), (300, 0.95), (1000, 0.95), (1440, 0.95), (1441, 0.948), (1465, 0.90),
-    (1489, 0.852)])
-def test_momentum_vectors(step, momentum):
-    assert plan(step).momentum == pytest.approx(momentum, abs=5e-7)
-
-
-@pytest.mark.parametrize("step, weights", [
-    (0, [1, 0.5, 0.25]), (482, [1, 0.5, 0.000518]), (483, [1, 0.5]), (725, [1, 0.25]), (966, [1, 0.001033]), (967, [1]),
-    (1490, [1])])
-def test_mtp_vectors(step, weights):
-    assert plan(step).mtp_weights == pytest.approx(weights, abs=5e-7)
-
-
 def test_every_step_of_the_record_against_the_oracle():
     for step in STEPS:
         got = plan(step)
         stage = oracles.stage_of(step)
         assert (got.step, got.stage) == (step, stage)
-        assert got.micro_batch_tokens == [16384, 32768, 49152, 49152][stage] and got.max_doc_len == [896, 2048, 2048, 2048][stage]
+        assert got.micro_batch_tokens == [16384, 32768, 49152, 49152][stage]
+        assert got.max_doc_len == [896, 2048, 2048, 2048][stage]
         assert got.lr_factor == pytest.approx(oracles.lr_factor(step), rel=1e-12)
         assert got.momentum == pytest.approx(oracles.muon_momentum(step), rel=1e-12)
         assert len(got.mtp_weights) == len(oracles.mtp_weights(step))
@@ -371,29 +337,24 @@ def test_warmup_meets_every_stage_and_every_kind_of_update(preset):
 
 # ---- Rotary states ---------------------------------------------------------------------------------------------------
 
-# Long window -> attention scale and frequencies 0, 1, 2, 4, 8, 16, 24, 31
-YARN = {
-    384: (0.1, 1, 0.799638, 0.639421, 0.408860, 0.167166, 0.027945, 0.004671, 0.000977),
-    896: (0.116946, 1, 0.799638, 0.639421, 0.356011, 0.100042, 0.012341, 0.002002, 0.000419),
-    1408: (0.127518, 1, 0.799638, 0.639421, 0.356011, 0.079231, 0.007963, 0.001274, 0.000266),
-    1664: (0.131778, 1, 0.799638, 0.639421, 0.356011, 0.073630, 0.006769, 0.001078, 0.000225),
-}
+WINDOWS = 384, 896, 1408, 1664
 
 
 def oracle_states():
     states = [(oracles.base_freqs(32), 0.1)]
-    for old, new in zip(list(YARN), list(YARN)[1:]):
+    for old, new in zip(WINDOWS, WINDOWS[1:]):
         states.append(oracles.yarn(*states[-1], old, new))
     return states
 
 
-def test_yarn_table():
-    states = T.rotary_states(128, list(YARN))
-    assert len(states) == 4
-    for (frequencies, scale), wanted, (exact, exact_scale) in zip(states, YARN.values(), oracle_states()):
+def test_rotary_states_against_the_oracle():
+    """And in figures: the scale and two frequencies of the last state."""
+    states = T.rotary_states(128, WINDOWS)
+    for (frequencies, scale), (exact, exact_scale) in zip(states, oracle_states(), strict=True):
         assert frequencies.dtype == np.float64
-        assert [scale, *frequencies[[0, 1, 2, 4, 8, 16, 24, 31]]] == pytest.approx(wanted, abs=6e-7)
-        assert frequencies.tolist() == pytest.approx(exact, rel=1e-12) and scale == pytest.approx(exact_scale, rel=1e-12)
+        assert frequencies.tolist() == pytest.approx(exact, rel=1e-12)
+        assert scale == pytest.approx(exact_scale, rel=1e-12)
+    assert [scale, frequencies[8], frequencies[31]] == pytest.approx([0.131778, 0.073630, 0.000225], abs=6e-7)
 
 
 def test_rotary_state_stays_when_the_window_does():
@@ -404,8 +365,9 @@ def test_rotary_state_stays_when_the_window_does():
 
 def small_record():
     """The record with rows short enough for tables on a CPU."""
-    stages = tuple(dataclasses.replace(stage, batch_tokens=128 * (i + 1)) for i, stage in enumerate(RECORD.schedule.stages))
-    return dataclasses.replace(RECORD, schedule=dataclasses.replace(RECORD.schedule, stages=stages),
+    schedule = RECORD.schedule
+    stages = tuple(dataclasses.replace(stage, batch_tokens=128 * i) for i, stage in enumerate(schedule.stages, 1))
+    return dataclasses.replace(RECORD, schedule=dataclasses.replace(schedule, stages=stages),
                                data=dataclasses.replace(RECORD.data, val_tokens=4096, val_batch_tokens=2048))
 
 
@@ -428,9 +390,11 @@ def test_views_of_the_stages():
 def test_view_tables_are_long_enough_and_rounded_last():
     """On the meta device for the size of the record; bf16 tables are the rounded fp32 ones."""
     for config in map(T.PRESETS.get, ("record", "cpu")):
-        longest = max(config.data.val_batch_tokens, *(T.make_plan(config, step).micro_batch_tokens for step in (0, 50, 100, 1000, 1490)))
+        longest = max(config.data.val_batch_tokens,
+                      *(T.make_plan(config, step).micro_batch_tokens for step in (0, 50, 100, 1000, 1490)))
         for view in T.attention_settings(config, torch.device("meta"), torch.bfloat16):
-            assert view.rotary.shape == (2 * longest, config.model.head_dim // 4, 2) and view.rotary.dtype == torch.bfloat16
+            assert view.rotary.shape == (2 * longest, config.model.head_dim // 4, 2)
+            assert view.rotary.dtype == torch.bfloat16
     exact, rounded = (T.attention_settings(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
     assert torch.equal(exact.rotary.bfloat16(), rounded.rotary)
 
@@ -447,9 +411,8 @@ SMOOTH = "adam", "replicated", (0.9, 0.99)
 TABLE = {
     "attn_bank": ("normuon", "sharded", None, 1, 1),
     "mlp_bank": ("normuon", "sharded", None, 1, 1),
-    "sa_lambdas": (*SMOOTH, 5, 0), "smear_lambda": (*SMOOTH, 5, 0), "backout_lambda": (*SMOOTH, 5, 0), "skip_lambda": (*SMOOTH, 5, 0),
-    "smear_gate": (*SMOOTH, 0.01, 0),
-    "skip_gate": (*SMOOTH, 0.05, 0),
+    "sa_lambdas": (*SMOOTH, 5, 0), "smear_lambda": (*SMOOTH, 5, 0), "backout_lambda": (*SMOOTH, 5, 0),
+    "skip_lambda": (*SMOOTH, 5, 0), "smear_gate": (*SMOOTH, 0.01, 0), "skip_gate": (*SMOOTH, 0.05, 0),
     "attn_gate_bank": (*SMOOTH, 1, 1),
     "ve_gate_bank": (*SMOOTH, 1, 1),
     "lm_head": ("adam", "sharded", (0.5, 0.95), 1, 150),
@@ -465,9 +428,12 @@ TABLE = {
 
 def test_parameter_table():
     table = T.param_table(RECORD.model)
-    assert {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in table} == TABLE and len(table) == len(TABLE)
+    assert {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in table} == TABLE
+    assert len(table) == len(TABLE)
     rates = {row.label: row.matrix_lr for row in table if row.matrix_lr}
     assert rates == {"attn_bank": (1, 1, 1, 1), "mlp_bank": (2, 4)}
+    assert RECORD.optim == T.Optim(adam_lr=0.008, adam_eps=1e-10, adam_wd=0.005, muon_lr=0.023, muon_beta2=0.95,
+                                   muon_wd=1.2)
 
 
 def test_orders():
@@ -475,51 +441,27 @@ def test_orders():
     config = T.PRESETS["cpu"]
     model = T.GPT(config.model, None, FP32, CPU)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, CPU), None)
-    assert optimizer.reduce_order == ["attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds", "embed"]
-    assert optimizer.work_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank", "mlp_bank"]
-
-
-def test_optimizer_defaults():
-    """And some products with those of the table."""
-    optim = RECORD.optim
-    assert (optim.adam_lr, optim.adam_eps, optim.adam_wd) == (0.008, 1e-10, 0.005)
-    assert (optim.muon_lr, optim.muon_beta2, optim.muon_wd) == (0.023, 0.95, 1.2)
-    rows = {row.label: row for row in T.param_table(RECORD.model)}
-    peaks = {"sa_lambdas": 0.04, "smear_gate": 8e-5, "skip_gate": 4e-4, "ve_gate_bank": 0.008, "bigram_embed": 0.6, "embed": 0.008}
-    assert {label: optim.adam_lr * rows[label].lr_mul for label in peaks} == pytest.approx(peaks)
-    assert [optim.muon_lr * factor for factor in rows["mlp_bank"].matrix_lr] == pytest.approx([0.046, 0.092])
+    assert optimizer.reduce_order == ["attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds",
+                                      "embed"]
+    assert optimizer.work_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank",
+                                    "mlp_bank"]
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
-INVENTORY = {
-    "attn_bank": ((10, 3072, 768), BF16),
-    "mlp_bank": ((12, 2, 3072, 768), BF16),
-    "attn_gate_bank": ((10, 6, 12), BF16),
-    "ve_gate_bank": ((5, 6, 12), BF16),
-    "smear_gate": ((1, 12), BF16),
-    "skip_gate": ((1, 12), BF16),
-    "value_embeds": ((251520, 768), BF16),
-    "lm_head": ((768, 50304), BF16),
-    "embed": ((50304, 768), BF16),
-    "bigram_embed": ((251520, 768), BF16),
-    "post_lambdas": ((11, 2, 2), FP32),
-    "x0_lambdas": ((11,), FP32),
-    "bigram_lambdas": ((11,), FP32),
-    "resid_lambdas": ((11, 2), FP32),
-    "sa_lambdas": ((11, 2), FP32),
-    "smear_lambda": ((1,), FP32), "backout_lambda": ((1,), FP32), "skip_lambda": ((1,), FP32),
-}
 
 
-def test_inventory_of_the_record():
+def test_parameters_of_the_record():
     """The reference counts 543 818 952 with 7 scalars of padding for 8 ranks."""
     model = T.GPT(RECORD.model, None, BF16, torch.device("meta"))
-    got = {label: (tuple(p.shape), p.dtype) for label, p in model.named_parameters()}
-    assert got == INVENTORY and set(got) == set(TABLE)
-    assert sum(p.numel() for p in model.parameters()) == 543_818_952 - 7
-    assert not list(model.buffers())
+    assert sum(p.numel() for p in model.parameters()) == 543_818_952 - 7 and not list(model.buffers())
+    shapes = {label: tuple(p.shape) for label, p in model.named_parameters()}
+    assert (shapes["attn_bank"], shapes["mlp_bank"]) == ((10, 3072, 768), (12, 2, 3072, 768))
+    assert shapes["lm_head"] == (768, 50304)
+    in_fp32 = {label for label, p in model.named_parameters() if p.dtype == FP32}
+    assert in_fp32 == {label for label in shapes if "lambda" in label}
+    assert all(p.dtype in (BF16, FP32) for p in model.parameters())
 
 
 def small_model(seed):
@@ -563,7 +505,8 @@ def normal(x, std):
 
 
 def test_random_weights(weights):
-    """Each matrix by itself, so that none is left out or repeated; the padding matrix of the MLP is drawn like the others."""
+    """Each matrix by itself, so that none is left out or repeated; the padding matrix of the MLP is drawn like the
+    others."""
     bound = 3**0.5 * 0.5 * 96**-0.5
     assert 3**0.5 * 0.5 * 768**-0.5 == pytest.approx(0.03125, rel=1e-15)
     matrices = [*weights["attn_bank"].view(40, 96, 96), *weights["mlp_bank"][:, 0]]
@@ -595,8 +538,9 @@ def test_padded_sizes():
 def test_no_folder_of_this_machine_is_published(tmp_path, monkeypatch):
     """Values and arguments that are paths; what is in the repository keeps its folders, all else stays as it is."""
     for text, wanted in {
-            "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane", "../../jane/x": "x",
-            "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt", "data/x/x_*.bin": "data/x/x_*.bin",
+            "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane",
+            "../../jane/x": "x", "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt",
+            "data/x/x_*.bin": "data/x/x_*.bin",
             "--sample_prompt=1/2": "--sample_prompt=1/2", "def ": "def ", "": "", "1.0,0.5": "1.0,0.5"}.items():
         assert T.published(text) == wanted
 
@@ -604,7 +548,8 @@ def test_no_folder_of_this_machine_is_published(tmp_path, monkeypatch):
 def test_sources_are_those_of_the_repository(tmp_path, monkeypatch):
     """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
     sources = T.loaded_sources()
-    assert next(iter(sources)) == "train_gpt.py" and {"data/loader.py", "triton_kernels.py", "tests/test_config.py"} <= sources.keys()
+    assert next(iter(sources)) == "train_gpt.py"
+    assert {"data/loader.py", "triton_kernels.py", "tests/test_config.py"} <= sources.keys()
     assert all((ROOT / name).read_text() == text for name, text in sources.items())
     monkeypatch.setattr("sys.prefix", str(ROOT / "tests"))
     assert not any(name.startswith("tests/") for name in T.loaded_sources())
@@ -619,7 +564,8 @@ class Screen(io.StringIO):
 
 
 def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch):
-    """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines as they are."""
+    """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines
+    as they are."""
     for screen in (Screen(), io.StringIO()):
         monkeypatch.setattr("sys.stdout", screen)
         log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), T.Runtime(0, 1, torch.device("cpu")))

@@ -1,5 +1,6 @@
-"""What can go wrong around a run: killed and hanging processes, a full disk, no home, addresses and ports. Each ends with one line,
-and no process is left."""
+"""What can go wrong around a run: killed and hanging processes, a full disk, no home, addresses and ports. Each ends
+with one line, and no process is left. Where torchrun or the interpreter takes part they are real; other runs are forks
+(forks.py)."""
 
 import os
 import re
@@ -13,31 +14,18 @@ from pathlib import Path
 import pytest
 
 import train_gpt as T
-import triton_kernels as kernels
-import data.checkpoint
 import data.files
-import data.knobs
-import data.loader
 import data.log
-from test_run import ENV, ROOT, VAL_BATCH, corpus, fails, finish, start  # noqa: F401 (two of them are fixtures)
+from forks import free_port, rank_variables
+from test_run import ENV, ROOT, VAL_BATCH, finish, ready, start, start_interpreter
+from test_run import corpus, fails  # noqa: F401 (fixtures)
 
 SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()}")'
 ENDLESS = "--scheduled_steps=9000"
-IMPATIENT = """init = T.dist.init_process_group
+TWO_RANKS = ["--standalone", "--nproc_per_node=2"]
+IMPATIENT = """
+init = T.dist.init_process_group
 T.dist.init_process_group = lambda *args, **options: init(*args, **options | {"timeout": T.timedelta(seconds=3)})"""
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def ready(process, *patterns, seen=""):
-    """What the process has written when all patterns were in it."""
-    while not all(re.search(pattern, seen, re.M) for pattern in patterns):
-        seen += (line := process.stdout.readline())
-        assert line, process.stderr.read()
-    return seen
 
 
 def pid(seen, rank):
@@ -55,38 +43,41 @@ def as_run_sh_shows(err):
     return subprocess.run(["awk", program], input=err, text=True, capture_output=True, check=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("victim, moment", [(0, "^step:3/"), (1, "^step:3/"), (1, "^rank 0")])
+@pytest.mark.parametrize("victim, moment", [(0, "^step:3/"), (1, "^rank 0")])
 def test_a_killed_process_ends_all(corpus, tmp_path, victim, moment):
-    process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID)
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS, hook=SAY_PID)
     seen = ready(process, "^rank 0.*\n", "^rank 1.*\n", moment)
     os.kill(pid(seen, victim), signal.SIGKILL)
     out, err, status = finish(process, 25, seen)
     assert status != 0 and out.count("pid ") == 2
-    # The other is ended by torchrun, in silence, unless its connection tells it before; then torchrun may take it for the cause.
+    # The other is ended by torchrun, in silence, unless its connection tells it before; then torchrun may take it for
+    # the cause.
     errors = re.findall("^error: .*$", err, re.M)
-    assert all(re.search("lost the connection|do not come together", line) for line in errors) and 'train_gpt.py", line' not in err, err
-    told = [line for line in as_run_sh_shows(err) if line.startswith("run.sh: ")]  # gloo may have something to say as well
-    assert told == [f"run.sh: process {victim} was ended by signal 9: by hand, or no memory left"] or told == [] and len(errors) == 1, err
+    assert all(re.search("lost the connection|do not come together", line) for line in errors), err
+    assert 'train_gpt.py", line' not in err, err
+    # gloo may have something to say as well
+    told = [line for line in as_run_sh_shows(err) if line.startswith("run.sh: ")]
+    wanted = [f"run.sh: process {victim} was ended by signal 9: by hand, or no memory left"]
+    assert told == wanted or told == [] and len(errors) == 1, err
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
-    port = free_port()
-    nodes = [start(corpus, f"--log_dir={tmp_path}", ENDLESS, hook=SAY_PID, node=[
-        "--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"]) for i in (0, 1)]
-    seen = [ready(nodes[0], "^rank 0.*\n", "^step:3/"), ready(nodes[1], "^rank 1.*\n")]
-    os.kill(pid(seen[victim], victim), signal.SIGKILL)
-    ended = [finish(node, 25, text) for node, text in zip(nodes, seen)]
-    assert all(status != 0 for _, _, status in ended)
+    """Without torchrun, which on another node knows nothing of it."""
+    nodes = [start(corpus, f"--log_dir={tmp_path}", ENDLESS, variables=[node]) for node in rank_variables(2, nodes=2)]
+    seen = ready(nodes[0], "^step:3/")
+    nodes[victim].kill()
+    ended = [finish(node, 25, text) for node, text in zip(nodes, (seen, ""))]
+    assert [status for _, _, status in ended] == ([-signal.SIGKILL, 1] if victim == 0 else [1, -signal.SIGKILL])
     one_line(ended[1 - victim][1], "lost the connection to another process")
-    err = ended[victim][1]
-    assert "error: " not in err and as_run_sh_shows(err)[0].startswith("run.sh: process 0 was ended by signal 9")
+    assert ended[victim][1] == ""
 
 
-@pytest.mark.parametrize("signum, line", [(signal.SIGTERM, "ended by signal 15, from outside"), (signal.SIGINT, "ended by signal 2: Ctrl-C")])
+@pytest.mark.parametrize("signum, line", [(signal.SIGTERM, "ended by signal 15, from outside"),
+                                          (signal.SIGINT, "ended by signal 2: Ctrl-C")])
 def test_a_signal_ends_two_processes_with_one_line(corpus, tmp_path, signum, line):
     """And the log has all that was done."""
-    process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2)
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS)
     seen = ready(process, "^step:2/.*\n")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signum)
@@ -96,12 +87,13 @@ def test_a_signal_ends_two_processes_with_one_line(corpus, tmp_path, signum, lin
     assert status != 0 and out.count("pid ") == 2 and set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
 
 
-@pytest.mark.parametrize("signum, line", [("Signals.SIGINT", "SIGINT: Ctrl-C"), ("Signals.SIGTERM", "SIGTERM, from outside"),
+@pytest.mark.parametrize("signum, line", [("Signals.SIGINT", "SIGINT: Ctrl-C"),
+                                          ("Signals.SIGTERM", "SIGTERM, from outside"),
                                           ("2", "2: Ctrl-C"), ("15", "15, from outside")])
 def test_a_signal_as_each_python_spells_it(signum, line):
     """3.10 by its name."""
-    err = f"W1121 20:00:00.1 9 torch/distributed/elastic/agent/server/api.py:7] Received {signum} death signal, shutting down workers\nTraceback\n"
-    assert as_run_sh_shows(err) == [f"run.sh: ended by signal {line}"]
+    err = f"W1121 20:00:00.1 9 torch/distributed/elastic/agent/server/api.py:7] Received {signum} death signal"
+    assert as_run_sh_shows(err + ", shutting down workers\nTraceback\n") == [f"run.sh: ended by signal {line}"]
 
 
 @pytest.mark.parametrize("file", [None, "error.json", "/no/such/folder/error.json"])
@@ -114,29 +106,27 @@ def test_without_a_folder_every_process_speaks(monkeypatch, file):
 
 @pytest.mark.parametrize("impatient", [False, True])
 def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatient):
-    """By SIGTERM at once, although the main thread waits in the collective; by the timeout in any case."""
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # without torchrun, as Slurm starts
-    command = [sys.executable, str(corpus.folder / "hooked.py"), SAY_PID + "\n" + IMPATIENT * impatient, *corpus.args, ENDLESS,
-               f"--log_dir={tmp_path}"]
-    one, other = (subprocess.Popen(command, env=ENV | address | {"RANK": rank}, text=True, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE) for rank in "01")
+    """By SIGTERM at once, although the main thread waits in the collective; by the timeout in any case. Without
+    torchrun, as Slurm starts processes."""
+    one, other = (start(corpus, ENDLESS, f"--log_dir={tmp_path}", hook=IMPATIENT * impatient, variables=[rank])
+                  for rank in rank_variables(2))
+    seen = ready(one, "^step:3/")
     try:
-        seen = ready(one, "^step:3/")
         other.send_signal(signal.SIGSTOP)
-        os.waitpid(other.pid, os.WUNTRACED)
         last, end = "", time.monotonic() + 10
-        while last != (last := next(Path(f"/proc/{one.pid}/stat").open()).split()[13]) and time.monotonic() < end:
+        while last != (last := Path(f"/proc/{one.pids[0]}/stat").read_text().split()[13]) and time.monotonic() < end:
             time.sleep(0.5)  # until it takes no more time: it waits
         if not impatient:
-            one.send_signal(signal.SIGTERM)
+            one.terminate()
         out, err, status = finish(one, 20, seen)
     finally:
         other.kill()
-        other.communicate()
+        finish(other)
     if impatient:
         one_line(err, "waited for it in vain")
     steps = set(re.findall("^step:.*$", out, re.M))
-    assert status == (1 if impatient else -signal.SIGTERM) and steps <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
+    assert status == (1 if impatient else -signal.SIGTERM)
+    assert steps <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
 
 
 ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -158,7 +148,7 @@ def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, given)
             raise socket.gaierror(-2, "Name or service not known")
         return resolve(name, port)
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    short = {"timeout": T.timedelta(seconds=3)}
+    short = {"timeout": T.timedelta(seconds=1)}
     monkeypatch.setattr(T.dist, "init_process_group", lambda *args, **options: init(*args, **options | short))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         key, _, value = given.partition("=")
@@ -190,31 +180,38 @@ def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch
     fails(args, "cannot write .*run_full.txt.*--log_dir .No space left")
 
 
+ROOM = """import resource
+header = T.write_header
+def limited(log, *args):
+    header(log, *args)
+    room = os.path.getsize(log.path) + 1200 if log.is_main else 1000
+    say(f"room {room}"), resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+T.write_header = limited"""
+
+
 def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
     """Here a limit on the size of files. It stops at once, and what fits is in the log."""
-    import resource
-    room = sum(os.path.getsize(module.__file__) for module in (T, data.checkpoint, data.files, data.knobs, data.loader, data.log, kernels)) + 8000
-    limit = f"\nimport resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, resource.RLIM_INFINITY))"
-    process = start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=SAY_PID + limit)
-    out, err, status = finish(process, 60)
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=ROOM), 60)
     one_line(err, f"cannot write {tmp_path}/run_.*make room, or choose another --log_dir .File too large")
     log, last = next(tmp_path.glob("*.txt")), int(re.findall(r"^step:(\d+)/", out, re.M)[-1])
-    assert status != 0 and out.count("pid ") == 2 and log.stat().st_size == room
-    assert re.search("^step:3/.* val_loss:", log.read_text(), re.M) and last < 1000, last
+    assert status == 1 and f"room {log.stat().st_size}\n" in out
+    assert re.search("^step:3/.* val_loss:", log.read_text(), re.M) and last < 100, last
 
 
 @full
 def test_a_console_that_cannot_be_written(corpus, tmp_path):
     with open("/dev/full", "w") as console:
-        result = subprocess.run([sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}"], env=ENV, text=True,
-                                stdout=console, stderr=subprocess.PIPE)
+        result = subprocess.run([sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}"], env=ENV,
+                                text=True, stdout=console, stderr=subprocess.PIPE)
     assert result.returncode == 1
-    assert re.fullmatch("error: cannot write .* the console; .* .No space left on device.\n", result.stderr), result.stderr
+    line = "error: cannot write .* the console; .* .No space left on device.\n"
+    assert re.fullmatch(line, result.stderr), result.stderr
 
 
 def test_no_home_and_no_name(corpus, tmp_path):
     """As in a container: nothing in the environment but a home that is no folder."""
     env = {"PATH": os.environ["PATH"], "HOME": "/dev/null", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}"]
+    command = [sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}", "--scheduled_steps=3",
+               "--val_every=9"]
     result = subprocess.run(command, env=env, text=True, capture_output=True)
     assert (result.returncode, result.stderr) == (0, "") and "\nfinal_val_loss: " in result.stdout

@@ -1,14 +1,15 @@
 """Guard of the learned function: a short run of the real trainer, whose losses are stored in guard.json.
 
-Twelve steps through all stages, the split and the extension, on text made here, with the sizes of GUARD and all else of a
-preset. One curve is stored for each preset ("as record74" where it learns the same), of the plain PyTorch path in fp32 on a CPU,
-and one of record74 with the FP8 head, which shifts losses by up to 2e-3. The CPU must come within rounding of them, a GPU with all
-its kernels within what bf16 does. New kernels and other borders between them leave the curve within its tolerance; a changed
-constant does not, and whoever means to change what is learned stores the curve again.
+Twelve steps through all stages, the split and the extension, on text made here, with the sizes of GUARD and all else of
+a preset. One curve is stored for each preset ("as record74" where it learns the same), of the plain PyTorch path in
+fp32 on a CPU, and one of record74 with the FP8 head, which shifts losses by up to 2e-3. The CPU must come within
+rounding of them, a GPU with all its kernels within what bf16 does. New kernels and other borders between them leave the
+curve within its tolerance; a changed constant does not, and whoever means to change what is learned stores the curve
+again.
 
-    python tests/test_guard.py                                              the curve beside the stored one, and their distance
-    python tests/test_guard.py --device=cuda --dtype=bfloat16 --fp8=true    likewise on a GPU; any --key=value of the trainer
-    python tests/test_guard.py --write                                      store all (on the CPU); tolerances stay as they are
+    python tests/test_guard.py                                            the curve beside the stored one
+    python tests/test_guard.py --device=cuda --dtype=bfloat16 --fp8=true  the same on a GPU; takes any --key=value
+    python tests/test_guard.py --write                                    store all (on the CPU), not the tolerances
 """
 
 import json
@@ -30,14 +31,15 @@ from oracles import write_shard
 
 STORED = Path(__file__).with_name("guard.json")
 STEPS, VOCABULARY, VAL_TOKENS = 12, 120, 2048  # 128 classes with padding
-# Columns: tokens, longest document, windows. Two micro-batches of 256 to 384 tokens; documents of 5 to 220, shorter and longer
-# than any window, some cut.
+# Columns: tokens, longest document, windows. Two micro-batches of 256 to 384 tokens; documents of 5 to 220, shorter and
+# longer than any window, some cut.
 STAGES = ((512, 96, 8, 32), (640, 144, 16, 96), (768, 192, 24, 144), (768, 192, 32, 160))
-GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", f"--vocab_size={VOCABULARY}", "--model_dim=128", "--num_heads=2", "--scheduled_steps=9",
+GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", f"--vocab_size={VOCABULARY}",
+         "--model_dim=128", "--num_heads=2", "--scheduled_steps=9",
          "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3", "--final_window=224", "--micro_batches=2",
          f"--val_tokens={VAL_TOKENS}", "--val_batch_tokens=1024",
-         # A quarter of the rates: rounding then grows 10 to 30 times less, the effect of a constant 2 to 4 times. Decays go with
-         # their square and would not show in so few steps.
+         # A quarter of the rates: rounding then grows 10 to 30 times less, the effect of a constant 2 to 4 times.
+         # Decays go with their square and would not show in so few steps.
          "--adam_lr=0.002", "--muon_lr=0.00575", "--adam_wd=0.5", "--muon_wd=120",
          *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1)
            for key, value in zip(("batch_tokens", "max_doc_len", "short_window", "long_window"), stage))]
@@ -48,7 +50,8 @@ POINTS = ["val before", *(f"step {step}" for step in range(STEPS)), "val after"]
 
 def text(count, seed):
     """`count` tokens of documents in which one token follows another with probability 0.8."""
-    follower = np.random.RandomState(0).permutation(VOCABULARY - 1)  # NumPy has frozen the numbers that RandomState gives
+    # NumPy has frozen the numbers that RandomState gives
+    follower = np.random.RandomState(0).permutation(VOCABULARY - 1)
     rng, tokens = np.random.RandomState(seed), []
     while len(tokens) < count:
         tokens += [VOCABULARY - 1, rng.randint(VOCABULARY - 1)]
@@ -71,11 +74,13 @@ def make_corpus(folder):
 
 
 def numbers_of_numpy():
-    """Within it torch draws from NumPy: devices, and versions of torch (2.11 and 2.13), make other numbers of the same seed."""
+    """Within it torch draws from NumPy: devices, and versions of torch (2.11 and 2.13), make other numbers of the same
+    seed."""
     rng = np.random.RandomState(3)
     return patch.multiple(
         torch.Tensor,
-        normal_=lambda x, mean=0.0, std=1.0, generator=None: x.copy_(torch.from_numpy(mean + std * rng.standard_normal(x.shape))),
+        normal_=lambda x, mean=0.0, std=1.0, generator=None: x.copy_(
+            torch.from_numpy(mean + std * rng.standard_normal(x.shape))),
         uniform_=lambda x, low, high, generator=None: x.copy_(torch.from_numpy(rng.uniform(low, high, x.shape))))
 
 
@@ -94,7 +99,8 @@ def curve(args):
 
     yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[0], rt)
     for plan in trainer.plans[:-1]:
-        yield trainer.step(trainer.loader, plan, trainer.micro_steps).item() * trainer.micro_steps / plan.micro_batch_tokens
+        loss = trainer.step(trainer.loader, plan, trainer.micro_steps).item()
+        yield loss * trainer.micro_steps / plan.micro_batch_tokens
     yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], rt)
 
 
@@ -114,9 +120,9 @@ def leaves(losses, name, tolerance):
 
 @pytest.mark.parametrize("preset", T.PRESETS)
 def test_cpu(corpus, preset):
-    """Rounding differs by library, instruction set and threads, and grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1, 1 and 2
-    threads, and random changes of what every norm sees by 2^-24, the largest distance seen was 3e-6 at step 1, 4e-5 up to step 4,
-    9e-5 from there."""
+    """Rounding differs by library, instruction set and threads, and grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1,
+    1 and 2 threads, and random changes of what every norm sees by 2^-24, the largest distance seen was 3e-6 at step 1,
+    4e-5 up to step 4, 9e-5 from there."""
     if stored(preset):
         assert leaves(curve([*corpus, *CURVES[preset]]), preset, "cpu_tolerance") is None
     else:  # without training: its settings are those of record74
@@ -127,8 +133,9 @@ def test_cpu(corpus, preset):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", [*T.PRESETS, "fp8"])
 def test_gpu(corpus, name):
-    """All kernels, bf16 activations. An H200 (torch 2.11, triton 3.6) came within 3.3e-4, with the FP8 head within 4.3e-4; up to step
-    1 within 2e-5 and 1.5e-4. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another rounding at random: 5e-4, 7e-4; 4e-5, 2e-4."""
+    """All kernels, bf16 activations. An H200 (torch 2.11, triton 3.6) came within 3.3e-4, with the FP8 head within
+    4.3e-4; up to step 1 within 2e-5 and 1.5e-4. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another
+    rounding at random: 5e-4, 7e-4; 4e-5, 2e-4."""
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     if not stored(name):
@@ -213,9 +220,12 @@ def test_it_bites_on_a_gpu(corpus, monkeypatch):
 # ---- Every knob that is learned moves the loss -----------------------------------------------------------------------
 
 # Four steps of one layer of each kind; Adam updates at steps 1 and 3.
-KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4"))), "--model_dim=32", "--num_heads=2", "--layers=6", "--layer0=paired value_embed", "--layer1=long",
-         "--layer2=attention=false skip_from=1", "--layer3=two_lanes value_embed", "--layer4=two_lanes paired", "--layer5=two_lanes long",
-         "--backout_layer=3", "--stages=2", "--scheduled_steps=2", "--extension_steps=2", "--split_stage=1", "--cooldown_frac=0.5",
+KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4"))), "--model_dim=32", "--num_heads=2",
+         "--layers=6", "--layer0=paired value_embed", "--layer1=long",
+         "--layer2=attention=false skip_from=1", "--layer3=two_lanes value_embed", "--layer4=two_lanes paired",
+         "--layer5=two_lanes long",
+         "--backout_layer=3", "--stages=2", "--scheduled_steps=2", "--extension_steps=2", "--split_stage=1",
+         "--cooldown_frac=0.5",
          "--muon_warmup=2", "--muon_cooldown=1", "--final_window=60", "--val_tokens=256", "--val_batch_tokens=128",
          "--stage1.batch_tokens=128", "--stage1.mtp_start=1,.5", "--stage1.mtp_end=1,0", "--stage1.max_doc_len=40",
          "--stage1.long_window=16", "--stage2.batch_tokens=192", "--stage2.max_doc_len=60", "--stage2.short_window=12",
@@ -224,7 +234,8 @@ SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1", "seed": "7",
     "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9", "adam_eps": "1e-3"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
-NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share"}  # the extension has the floor's rate; one share of one stage is all
+# the extension has the floor's rate; one share of one stage is all
+NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share"}
 
 
 def short_run(args):
@@ -249,7 +260,8 @@ def other_values(config):
                 if field not in ("attention", "skip_from"):
                     yield f"{key}.{field}", T.render(not old)
         elif key not in free and key != "vocab_size":  # that of the data
-            yield key, SIZES.get(key) or (T.render(tuple(2 * x or 0.5 for x in value)) if isinstance(value, tuple) else T.render(2 * value))
+            other = tuple(2 * x or 0.5 for x in value) if isinstance(value, tuple) else 2 * value
+            yield key, SIZES.get(key) or T.render(other)
 
 
 def test_every_learned_knob_moves_the_loss(corpus):
@@ -274,7 +286,8 @@ def main(argv):
         for name in names:
             print(name)
             losses = []
-            for point, loss, wanted in zip(POINTS, curve([*corpus, *CURVES[name], *argv * (not write)]), curves[name]["losses"], strict=True):
+            for point, loss, wanted in zip(POINTS, curve([*corpus, *CURVES[name], *argv * (not write)]),
+                                           curves[name]["losses"], strict=True):
                 print(f"{point:<10}  {loss:.7f}  stored {wanted:.7f}  difference {loss - wanted:+.1e}", flush=True)
                 losses.append(round(loss, 7))
             if write:

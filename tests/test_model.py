@@ -1,5 +1,7 @@
 """The model against the plain, unbanked implementation in oracles.py: loss and every gradient."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -18,11 +20,15 @@ WEIGHTS = (1.0, 0.5, 0.25)
 
 @pytest.fixture(scope="module")
 def setting():
-    """Model in fp64 with every parameter random, and one batch."""
+    return make_setting(CONFIG)
+
+
+def make_setting(config):
+    """Model in fp64 with every parameter random, one batch, its view, and what the oracle has to know."""
     torch.manual_seed(1)
     cpu = torch.device("cpu")
     ops, _ = kernels.choose_ops(cpu, "torch")
-    model = T.GPT(CONFIG, ops, torch.float64, cpu)
+    model = T.GPT(config, ops, torch.float64, cpu)
     model.init_weights(0)
     model.double()
     with torch.no_grad():
@@ -32,12 +38,12 @@ def setting():
     tokens = torch.randint(0, 120, (n + 1,))
     cu = torch.full((128,), n, dtype=torch.int32)
     cu[:len(LENGTHS) + 1] = torch.tensor([0, *np.cumsum(LENGTHS)])
-    rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
-    frequencies, _ = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-    view = T.AttentionSettings(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT), torch.tensor(LONG),
-                  torch.tensor(SCALE, dtype=torch.float64), max(LENGTHS))
-    settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(CONFIG.head_dim // 4), attn_scale=SCALE, H=6,
-                    lambda_dtype=torch.bfloat16)
+    rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), config.bigram_rows))
+    frequencies, _ = T.rotary_states(config.head_dim, [LONG])[0]
+    view = T.AttentionSettings(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT),
+                               torch.tensor(LONG), torch.tensor(SCALE, dtype=torch.float64), max(LENGTHS))
+    settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(config.head_dim // 4), attn_scale=SCALE,
+                    H=config.num_heads, lambda_dtype=torch.bfloat16)
     return model, tokens, cu, rows, view, settings
 
 
@@ -46,7 +52,8 @@ def params_of(model):
 
 
 def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda_bound):
-    """Loss and the gradient of every parameter, relative to its largest entry, for the data and the weights of `setting`."""
+    """Loss and the gradient of every parameter, relative to its largest entry, for the data and the weights of
+    `setting`."""
     exact, tokens, cu, rows, view, settings = setting
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
@@ -57,7 +64,8 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
 
     params = params_of(exact)
     borders = [0, *np.cumsum(LENGTHS)]
-    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows, mtp_weights=WEIGHTS, loss_scale=KAPPA, **settings)
+    expected, _ = oracles.model_loss(params, tokens[:-1], tokens[1:], borders, rows, mtp_weights=WEIGHTS,
+                                     loss_scale=KAPPA, **settings)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=loss_bound)
     for name, param in model.named_parameters():
@@ -71,18 +79,21 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
 
 def test_loss_and_all_gradients(setting):
     """The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 2.2e-7, 3.2e-6
-    of a single number. The gradients of lambdas are rounded to bf16 with the lambdas themselves (K6); largest seen: 4.2e-4."""
+    of a single number. The gradients of lambdas are rounded to bf16 with the lambdas themselves (K6); largest seen:
+    4.2e-4."""
     model = setting[0]
     head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     compare_with_oracle(model, head, setting, loss_bound=1e-6, gradient_bound=1e-6, lambda_bound=2**-8)
 
 
-def test_loss_and_all_gradients_through_the_kernels(setting, device):
-    """Every kernel of a micro-step in its place, in fp32: interpreted without a GPU, where the largest error of a gradient
-    was 8e-7, of a lambda's 4e-4."""
+def test_loss_and_all_gradients_through_the_kernels(device):
+    """Every kernel of a micro-step in its place, in fp32. Without a GPU, where Triton's interpreter takes three times
+    as long for six heads, the largest error of a gradient was 4e-6, of a single number 6e-5, of a lambda 3.8e-3."""
+    config = CONFIG if device.type == "cuda" else dataclasses.replace(CONFIG, model_dim=32, num_heads=2)
+    setting = make_setting(config)
     ops, names = kernels.choose_ops(device, "attention:triton,mlp:triton,cross_entropy:triton,embedding_grad:triton")
     assert names["attention"] == names["mlp"] == "triton"
-    model = T.GPT(CONFIG, ops, torch.float32, device).float()
+    model = T.GPT(config, ops, torch.float32, device).float()
     model.load_state_dict(setting[0].state_dict())
     head = kernels.HeadLoss(model.lm_head, torch.float32, False, ops.cross_entropy)
     compare_with_oracle(model, head, setting, loss_bound=1e-5, gradient_bound=1e-4, lambda_bound=2**-7)
@@ -94,12 +105,14 @@ def test_validation_loss(setting):
     with torch.no_grad():
         h = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
         loss = head(h, tokens[1:], torch.ones(1), 1.0, exact=True) / len(h)
-    expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows, **settings)
+    expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows,
+                                       **settings)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_every_technique_matters(setting):
-    """Each parameter, the document borders, the windows, the scale and the hash reach the output: none is silently unused."""
+    """Each parameter, the document borders, the windows, the scale and the hash reach the output: none is silently
+    unused."""
     model, tokens, cu, rows, view, _ = setting
 
     def output(**changes):
@@ -111,26 +124,15 @@ def test_every_technique_matters(setting):
     assert torch.equal(base, output())
     one_document = torch.full_like(cu, len(tokens) - 1)
     one_document[0] = 0
-    for changes in (dict(cu=one_document), dict(rows=rows.flip(0)), *(dict(view=view._replace(**{field: getattr(view, field) * 2}))
+    for changes in (dict(cu=one_document), dict(rows=rows.flip(0)),
+                    *(dict(view=view._replace(**{field: getattr(view, field) * 2}))
                     for field in ("short_window", "long_window", "scale"))):
         assert not torch.allclose(base, output(**changes), rtol=1e-6), changes
 
 
-def test_initial_identities():
-    """At step 0 MLPs and bigram rows are silent, attention gates 1/2, value gates 1, skip gate 0.18243."""
-    cpu = torch.device("cpu")
-    ops, _ = kernels.choose_ops(cpu, "torch")
-    model = T.GPT(CONFIG, ops, torch.float32, cpu)
-    model.init_weights(0)
-    assert torch.count_nonzero(model.mlp_bank[:, 1]) == torch.count_nonzero(model.bigram_embed) == 0
-    assert torch.count_nonzero(model.attn_gate_bank) == torch.count_nonzero(model.ve_gate_bank) == 0
-    assert [p.item() for p in (model.smear_lambda, model.backout_lambda, model.skip_lambda)] == [0.0, 0.5, -1.5]
-    assert (torch.sigmoid(model.skip_lambda) * 2 * 0.5).item() == pytest.approx(0.18243, abs=1e-5)
-    assert torch.equal(model.embed, model.lm_head.t())
-
-
 def test_bf16_is_near_fp32():
-    """The production dtype of activations: the loss of a fresh model moves by bf16 rounding only (seen: 7e-5 relative)."""
+    """The production dtype of activations: the loss of a fresh model moves by bf16 rounding only (seen: 7e-5
+    relative)."""
     cpu = torch.device("cpu")
     ops, _ = kernels.choose_ops(cpu, "torch")
     losses = []
@@ -141,15 +143,18 @@ def test_bf16_is_near_fp32():
         cu = torch.full((128,), 128, dtype=torch.int32)
         cu[:2] = torch.tensor([0, 50])
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-        view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT), torch.tensor(LONG), torch.tensor(scale), 128)
+        view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT),
+                                   torch.tensor(LONG), torch.tensor(scale), 128)
         rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
         h = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
-        losses.append(kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
+        head = kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)
+        losses.append(head(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
 def test_mixing_factors_scalar_per_token_or_absent(setting, monkeypatch):
-    """A factor per token with equal entries is the scalar; a missing injection is a factor of zero; other factors matter."""
+    """A factor per token with equal entries is the scalar; a missing injection is a factor of zero; other factors
+    matter."""
     model, tokens, cu, rows, view, _ = setting
     n, static = len(tokens) - 1, model.mixes()
 
@@ -161,7 +166,8 @@ def test_mixing_factors_scalar_per_token_or_absent(setting, monkeypatch):
     base = output(lambda i, mix: mix)
     per_token = output(lambda i, mix: T.Mix(*(None if factor is None else factor.expand(n, 1) for factor in mix)))
     torch.testing.assert_close(per_token, base, rtol=1e-9, atol=1e-9)
-    zero, none = (output(lambda i, mix: mix._replace(x0=factor, bigram=mix.bigram if i == 0 else factor)) for factor in (0 * static[0].x0, None))
+    zero, none = (output(lambda i, mix: mix._replace(x0=factor, bigram=mix.bigram if i == 0 else factor))
+                  for factor in (0 * static[0].x0, None))
     torch.testing.assert_close(none, zero, rtol=1e-9, atol=1e-9)
     assert not torch.allclose(none, base, rtol=1e-3)
     for field in T.Mix._fields:  # in the last layer, which has them all

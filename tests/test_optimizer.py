@@ -18,18 +18,6 @@ ONE_RANK = T.Runtime(0, 1, CPU)
 OPS, _ = kernels.choose_ops(CPU, "torch")
 
 
-def bits(*hexes):
-    return torch.from_numpy(np.array(hexes, np.uint16).view(np.int16))
-
-
-def test_master_split_vector_of_the_spec():
-    """p = 1.0, mantissa 0, y = 1, rate 2^-10, no decay: w = 0x3F7FC000, p is truncated to 0x3F7F and not rounded."""
-    p, mantissa = bits(0x3F80).view(1, 1, 1), bits(0).view(1, 1, 1)
-    v, y = torch.ones(1, 1, 1), torch.ones(1, 1, 1)
-    kernels.normuon_tail_ref(p, mantissa, v, y, 2.0**-10, torch.ones(1, 1, 1), 0.0, 0.95)
-    assert p.item() == 0x3F7F and mantissa.item() == 0xC000 - 0x10000
-
-
 def test_master_split_is_bit_exact():
     """Joining and splitting any fp32 number is the identity, with and without the sign bit in the lower half."""
     w = np.random.default_rng(0).integers(0, 2**32, 10000, dtype=np.uint32).view(np.float32)
@@ -38,8 +26,11 @@ def test_master_split_is_bit_exact():
     joined = kernels.join_master(torch.from_numpy(upper.view(np.int16)), torch.from_numpy(lower.view(np.int16)))
     assert np.array_equal(joined.numpy().view(np.uint32), w.view(np.uint32))
     p, mantissa = (torch.from_numpy(half.view(np.int16).copy())[:, None, None] for half in (upper, lower))
-    kernels.normuon_tail_ref(p, mantissa, torch.ones(len(w), 1, 1), torch.zeros(len(w), 1, 1), 0.1, torch.ones(len(w), 1, 1), 0.0, 0.95)  # a zero update without decay
-    assert np.array_equal(p.numpy().view(np.uint16).ravel(), upper) and np.array_equal(mantissa.numpy().view(np.uint16).ravel(), lower)
+    # a zero update without decay
+    kernels.normuon_tail_ref(p, mantissa, torch.ones(len(w), 1, 1), torch.zeros(len(w), 1, 1), 0.1,
+                             torch.ones(len(w), 1, 1), 0.0, 0.95)
+    assert np.array_equal(p.numpy().view(np.uint16).ravel(), upper)
+    assert np.array_equal(mantissa.numpy().view(np.uint16).ravel(), lower)
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 24), (2, 24, 60), (2, 60, 24)], ids=["square", "wide", "tall"])
@@ -62,7 +53,8 @@ def test_polar_express_scalar_map_vector():
     sigma = torch.linspace(1e-3, 1 / 1.02, 20000, dtype=torch.float64)
     X = torch.cat((sigma, torch.tensor([1e-4]))).view(-1, 1, 1).double()
     y = kernels.polar_express(X, None, OPS).flatten()
-    assert y[:-1].min().item() == pytest.approx(0.8589, abs=1e-4) and y[:-1].max().item() == pytest.approx(1.1411, abs=1e-4)
+    assert y[:-1].min().item() == pytest.approx(0.8589, abs=1e-4)
+    assert y[:-1].max().item() == pytest.approx(1.1411, abs=1e-4)
     assert y[-1].item() >= 0.0988
 
 
@@ -70,7 +62,8 @@ def test_zero_matrix_only_decays():
     """The padding matrices of the MLP bank: no NaN, and cautious decay applies to a zero update."""
     w = torch.full((1, 8, 4), 0.5, dtype=torch.bfloat16)
     p, mantissa = w.view(torch.int16).clone(), torch.zeros(1, 8, 4, dtype=torch.int16)
-    X, scale = OPS.fused_momentum(torch.zeros(1, 8, 4, dtype=torch.bfloat16), torch.zeros(1, 8, 4), 0.95, kernels.POLAR_SAFETY)
+    X, scale = OPS.fused_momentum(torch.zeros(1, 8, 4, dtype=torch.bfloat16), torch.zeros(1, 8, 4), 0.95,
+                                  kernels.POLAR_SAFETY)
     y = kernels.polar_express(X, scale, OPS)
     kernels.normuon_tail_ref(p, mantissa, torch.zeros(1, 8, 1), y, 0.5, torch.ones(1, 1, 1), 0.25, 0.95)
     assert torch.equal(kernels.join_master(p, mantissa), torch.full((1, 8, 4), 0.5 - 0.5 * 0.25 * 0.5))
@@ -87,7 +80,8 @@ def test_adam_matches_torch_without_decay_and_first_step_is_lr():
         theirs.grad = grad.clone()
         reference.step()
         before = p.clone()
-        T.adam_update(p, m, v, grad, torch.tensor(0.01 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t)), torch.tensor(0.0), 0.9, 0.99, 0.0)
+        T.adam_update(p, m, v, grad, torch.tensor(0.01 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t)), torch.tensor(0.0), 0.9,
+                      0.99, 0.0)
         if t == 1:
             torch.testing.assert_close((p - before).abs(), torch.full((50,), 0.01), rtol=1e-4, atol=0)
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -106,7 +100,8 @@ def make_model(config, seed=0):
 
 
 def test_ten_steps_across_the_split_against_the_oracle():
-    """All 18 parameters, even and odd steps, tied, the split with its state transfer, untied; fp64 oracle without bf16 rounding."""
+    """All 18 parameters, even and odd steps, tied, the split with its state transfer, untied; fp64 oracle without bf16
+    rounding."""
     config = small_config()
     plans = [T.make_plan(config, step) for step in range(10)]
     assert [p.step for p in plans if p.split] == [5]
@@ -126,59 +121,11 @@ def test_ten_steps_across_the_split_against_the_oracle():
     for label, param in model.named_parameters():
         got, want = param.detach().double() - start[label], oracle.params[label].double() - start[label]
         error = torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want)
-        # bf16 parameters: rounding of sums of gradients, of X, P, Q and of the stored weight; fp32 ones: rounding of fp32 only.
-        # Largest seen: 0.014 and 3e-6.
+        # bf16 parameters: rounding of sums of gradients, of X, P, Q and of the stored weight; fp32 ones: rounding of
+        # fp32 only. Largest seen: 0.014 and 3e-6.
         bound = 0.03 if param.dtype == torch.bfloat16 else 1e-5
         print(label, error.item())
         assert error < bound, f"{label}: relative error {error:.1e}"
-
-
-def test_adam_parameters_move_only_on_odd_steps_and_use_the_sum():
-    config = small_config()
-    model, twin = make_model(config), make_model(config)
-    first = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-    second = T.NorMuonAndAdam(twin.named_parameters(), config, ONE_RANK, OPS)
-    for param, other in zip(model.parameters(), twin.parameters()):
-        param.grad.fill_(1)
-        other.grad.zero_()
-    before = {k: p.detach().clone() for k, p in model.named_parameters()}
-    for optimizer in (first, second):
-        optimizer.step(T.make_plan(config, 0))
-    for label, param in model.named_parameters():
-        moved = not torch.equal(param, before[label])
-        assert moved == (label in ("attn_bank", "mlp_bank")), label
-        assert (not param.grad.any()) == moved, label
-    for param, other in zip(model.parameters(), twin.parameters()):
-        param.grad += 1
-        other.grad.fill_(2)  # the sum at once
-    for optimizer in (first, second):
-        optimizer.step(T.make_plan(config, 1))
-    for label, param in model.named_parameters():
-        if label not in ("attn_bank", "mlp_bank"):
-            assert torch.equal(param, dict(twin.named_parameters())[label]), label
-            assert not param.grad.any()
-
-
-def test_state_dict_round_trip_continues_bitwise():
-    config = small_config()
-    results = []
-    for reload in (False, True):
-        torch.manual_seed(3)
-        model = make_model(config)
-        optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-        for step in range(2, 8):
-            for param in model.parameters():
-                grad = torch.randn_like(param)
-                param.grad += grad
-            optimizer.step(T.make_plan(config, step))
-            if reload and step == 5:
-                saved = optimizer.state_dict()
-                assert set(saved) == set(dict(model.named_parameters()))
-                assert not any("grad" in tensors for tensors in saved.values())  # all were used
-                optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-                optimizer.load_state_dict(saved)
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_table_must_cover_the_parameters():
@@ -189,21 +136,15 @@ def test_table_must_cover_the_parameters():
         T.NorMuonAndAdam(params, config, ONE_RANK, OPS)
 
 
-def test_rates_of_the_banks():
-    """Attention 1, W1 2, W2 4, for every matrix of the bank."""
-    config = small_config()
-    optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS)
-    assert optimizer.matrix_lr["attn_bank"].flatten().tolist() == [1.0] * 40
-    assert optimizer.matrix_lr["mlp_bank"].flatten().tolist() == [2.0, 4.0] * 12
-
-
 def train(rt, steps, saved=None):
     """{"model", "optimizer"}: both states after these steps on the ranks of `rt`, begun with `saved` if given.
 
-    Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for every G.
+    Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for
+    every G.
     """
     config = small_config()
-    config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))  # sparse exchange
+    # sparse exchange
+    config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, rt, OPS)
     if saved is not None:
@@ -237,18 +178,19 @@ def train_as_rank(rank, world, folder, steps):
 
 
 def assert_same(state, other):
-    named = [{f"{key} {label}": tensor for label, p in s["model"].items() for key, tensor in {"p": p, **s["optimizer"][label]}.items()}
+    named = [{f"{key} {label}": tensor for label, p in s["model"].items()
+              for key, tensor in {"p": p, **s["optimizer"][label]}.items()}
              for s in (state, other)]
     assert named[0].keys() == named[1].keys()
     assert [name for name, tensor in named[0].items() if not torch.equal(tensor, named[1][name])] == []
 
 
-@pytest.mark.parametrize("world", [7, 16])
+@pytest.mark.parametrize("world", [7, 11])
 def test_any_number_of_ranks_equals_one_bit_for_bit(tmp_path, world):
     """From a state of one rank, across the split with its state transfer (step 5), and back to one rank.
 
-    7 ranks divide no sharded parameter. Of the banks' 40 and 24 matrices they own 6 and 4 each, the last one 4 and none: its
-    rest is padding. 16 ranks own 3 and 2; three or four of them padding only.
+    7 ranks divide no sharded parameter. Of the banks' 40 and 24 matrices they own 6 and 4 each, the last one 4 and
+    none: its rest is padding. 11 ranks own 4 and 3; one or three of them padding only.
     """
     states = [train(ONE_RANK, range(3))]
     assert "grad" in states[0]["optimizer"]["bigram_embed"]  # waits for the next step

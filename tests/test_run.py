@@ -1,14 +1,15 @@
-"""The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks and on two "nodes", through all four stages, the
-split and the extension; their logs and checkpoints; and the errors that a user can meet. The corpus is made here."""
+"""The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks and on two nodes, through all four
+stages, the split and the extension; their logs and checkpoints; and how a run ends that fails. The corpus is made here.
+
+Most processes are forks (forks.py). Interpreters of their own, which test_faults.py starts too: the two nodes, Ctrl-C,
+the import."""
 
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -20,18 +21,23 @@ import torch
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
+from forks import Forks, free_port, rank_variables
 from oracles import write_shard
 from records import compare
 
 ROOT, CPU = Path(T.__file__).parent, torch.device("cpu")
-ENV = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENV = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+ENV |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 RULE = "=" * 100 + "\n"
 STAGE_KEYS = "batch_tokens", "max_doc_len", "short_window", "long_window"
 STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32, 64))
 STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
-VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 4608, 1536, 96  # three pieces: two ranks share them unevenly, the last of four has none
-TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2", f"--final_window={FINAL_WINDOW}",
+# three pieces: two ranks share them unevenly, the last of four has none
+VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 2304, 768, 96
+TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2",
+        f"--final_window={FINAL_WINDOW}",
         f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}", "--val_every=3", "--sample_tokens=0",
+        "--micro_batches=2",
         "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1) for key, value in zip(STAGE_KEYS, stage))]
 
@@ -40,20 +46,20 @@ HOOKED = """
 import os, sys, time, train_gpt as T
 say = lambda text: os.write(1, f"{text}\\n".encode()) and None  # one write: ranks share the pipe
 exec(sys.argv.pop(1))
-os._exit(T.main(sys.argv[1:]))
+sys.exit(T.main(sys.argv[1:]))
 """
-SAY_PID = 'say(f"pid {os.getpid()}")'
 SAY_EXCHANGES = """receive = T.SparseRows.receive
 T.SparseRows.receive = lambda self, grad: say(f"exchange of rank {self.rt.rank}") or receive(self, grad)"""
 WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: self.warm_up() or run(self)"
 SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduce, {"op": T.dist.ReduceOp.SUM}
-T.reduce_scatter, T.dist.all_reduce = lambda *a, **kw: scatter(*a, **kw | wrong), lambda *a, **kw: reduce(*a, **kw | wrong)"""
-PAIR = ["--micro_batches=2", "--adam_lr=0", "--muon_lr=0.023"]
+T.reduce_scatter = lambda *args, **options: scatter(*args, **options | wrong)
+T.dist.all_reduce = lambda *args, **options: reduce(*args, **options | wrong)"""
+FOUR, PAIR = ["--micro_batches=4"], ["--adam_lr=0", "--muon_lr=0.023"]
 RUNS = {  # name -> ranks, arguments, hook
-    "four": (4, [], WARM_UP), "two": (2, [], None), "sum": (2, [], SUM_FOR_AVERAGE),
-    "one": (1, [], None), "again": (1, [], WARM_UP), "seed": (1, ["--seed=7", "--scheduled_steps=3"], None),
-    "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], None), "pair2": (2, PAIR, SAY_EXCHANGES),
-    "nodes": (1, [*PAIR, "--micro_batches=1"], SAY_EXCHANGES)}  # one rank on each of two "nodes"; two ranks take two micro-batches
+    "one": (1, FOUR, ""), "again": (1, FOUR, WARM_UP), "two": (2, FOUR, WARM_UP), "four": (4, FOUR, ""),
+    "sum": (2, FOUR, SUM_FOR_AVERAGE),
+    "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], ""), "pair2": (2, PAIR, SAY_EXCHANGES),
+    "nodes": (2, [*PAIR, "--micro_batches=1"], "")}  # one rank on each of two nodes; two ranks take two micro-batches
 
 
 def text(count, seed):
@@ -67,30 +73,42 @@ def text(count, seed):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A folder with good and bad data, the arguments that select the good, and the validation tokens."""
-    folder, val, words = tmp_path_factory.mktemp("corpus"), text(VAL_TOKENS + 1, 3), text(2300, 5)
-    for name, tokens in {"train_1": text(2300, 1), "train_2": text(2300, 2), "val_1": val[:3000], "val_2": val[3000:] + [256] * 9,
-                         "no_separator": [t for t in words if t != 256], "foreign": [*words, 257], "short": words[:50],
-                         "separators": [256] * 3000}.items():
+    """A folder with data, the arguments that select the data, and the validation tokens."""
+    folder, val = tmp_path_factory.mktemp("corpus"), text(VAL_TOKENS + 1, 3)
+    for name, tokens in {"train_1": text(2300, 1), "train_2": text(2300, 2), "val_1": val[:1600],
+                         "val_2": val[1600:] + [256] * 9, "foreign": [*text(2300, 5), 257]}.items():
         write_shard(folder / f"{name}.bin", tokens)
-    for name, header in {"magic": dict(magic=20240521), "version": dict(version=2), "truncated": dict(count=2301)}.items():
-        write_shard(folder / f"{name}.bin", words, **header)
-    (folder / "stub.bin").write_bytes(b"\0" * 100)
-    (folder / "hooked.py").write_text(HOOKED)
     return SimpleNamespace(folder=folder, val=np.array(val),
                            args=[*TINY, f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin"])
 
 
-def start(corpus, *args, ranks=1, hook=None, node=None):
-    """A trainer process (under torchrun for several ranks or a node); hook: code to run in it first; node: options of torchrun."""
-    script = [str(ROOT / "train_gpt.py")] if hook is None else [str(corpus.folder / "hooked.py"), hook]
-    launcher = ["-m", "torch.distributed.run", *(node or ["--standalone"]), f"--nproc_per_node={ranks}"] if ranks > 1 or node else []
+def start(corpus, *args, ranks=1, hook="", variables=None):
+    """Forks that train, one for each rank. hook: code that runs in each first; variables: the environments of the
+    ranks, if not those that torchrun would give to `ranks` processes on one node."""
+    return Forks(HOOKED, [hook, *corpus.args, *args], variables or (rank_variables(ranks) if ranks > 1 else [{}]))
+
+
+def start_interpreter(corpus, *args, torchrun=(), hook=None):
+    """The command of a user, under torchrun if it has options. hook: code that runs first, in each rank."""
+    script = [ROOT / "train_gpt.py"] if hook is None else [corpus.folder / "hooked.py", hook]
+    if hook is not None:
+        script[0].write_text(HOOKED)
+    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
     return subprocess.Popen([sys.executable, *launcher, *script, *corpus.args, *args], env=ENV, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+def ready(process, *patterns, seen=""):
+    """What the process has written when all patterns were in it."""
+    while not all(re.search(pattern, seen, re.M) for pattern in patterns):
+        seen += (line := process.stdout.readline())
+        assert line, process.communicate()
+    return seen
+
+
 def finish(process, seconds=100, seen=""):
-    """(stdout, stderr, status) when it has ended, and with it every process that gave its id; seen: stdout read before."""
+    """(stdout, stderr, status) when it has ended, and with it every process that gave its id; seen: stdout read
+    before."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
@@ -117,19 +135,20 @@ def oracle_loss(model, val):
 
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
-    """name -> finished run; val: logged losses, loss: the final one, tensors: "p label", "m label" ... of the checkpoint."""
-    names = "train_gpt.py", *(f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log")), "triton_kernels.py"
+    """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
+    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log"))
+    names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
     def run(name):
         (ranks, args, hook), logs = RUNS[name], tmp_path_factory.mktemp(name)
         args = ["--save=true", f"--run_label={name}", f"--log_dir={logs}", *args]
-        nodes = [None]
         if name == "nodes":
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            nodes = [["--nnodes=2", f"--node_rank={i}", "--master_addr=127.0.0.1", f"--master_port={port}"] for i in (0, 1)]
-        parts = [finish(process) for process in [start(corpus, *args, ranks=ranks, hook=hook, node=node) for node in nodes]]
+            address = "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"
+            processes = [start_interpreter(corpus, *args, torchrun=[*address, f"--node_rank={i}"]) for i in (0, 1)]
+        else:
+            processes = [start(corpus, *args, ranks=ranks, hook=hook)]
+        parts = list(map(finish, processes))
         assert all(status == 0 for _, _, status in parts), f"run {name}: {parts}"
         out = "".join(out for out, _, _ in parts)
         (path,), (saved,) = logs.glob("*.txt"), logs.glob("*/*.pt")
@@ -137,78 +156,89 @@ def runs(corpus, tmp_path_factory):
         parts = [(label, {"p": p, **state["optimizer"][label]}) for label, p in state["model"].items()]
         tensors = {f"{key} {label}": tensor for label, part in parts for key, tensor in part.items()}
         count = sum(not key.startswith("grad ") for key in tensors)
-        assert count == 3 * len(T.param_table(T.Model())) + 2 and "grad embed" in tensors  # p, m, v, two mantissas; the last step is an even one
+        # p, m, v, two mantissas; the last step is an even one
+        assert count == 3 * len(T.param_table(T.Model())) + 2 and "grad embed" in tensors
         val = {int(step): float(loss) for step, loss in re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", log, re.M)}
-        return SimpleNamespace(out=out, path=path, log=log, body=log.split(RULE)[-1], state=state, tensors=tensors, val=val,
-                               loss=oracle_loss(state["model"], corpus.val), sources=sources, args=[*corpus.args, *args])
-    return dict(zip(RUNS, ThreadPoolExecutor(2).map(run, RUNS)))
+        return SimpleNamespace(out=out, path=path, log=log, body=log.split(RULE)[-1], state=state, tensors=tensors,
+                               val=val, sources=sources, args=[*corpus.args, *args])
+    return {name: run(name) for name in RUNS}
 
 
 def differences(run, other, kinds):
     """name -> relative Euclidean distance of the tensors of these kinds."""
-    pairs = {name: (x.double(), other.tensors[name].double()) for name, x in run.tensors.items() if name.split()[0] in kinds}
+    pairs = {name: (x.double(), other.tensors[name].double()) for name, x in run.tensors.items()
+             if name.split()[0] in kinds}
     return {name: ((x - y).norm() / max(x.norm(), 1e-30)).item() for name, (x, y) in pairs.items()}
 
 
 def test_one_seed_gives_one_result_bit_for_bit(runs):
     """Also when a warm-up, which visits every stage, comes first: it leaves no trace."""
-    one, again, seed = runs["one"], runs["again"], runs["seed"]
+    one, again = runs["one"], runs["again"]
     assert "Resetting Model" in again.body
     assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, again.tensors[name])] == []
-    assert one.state["loader"] == again.state["loader"] and one.val == again.val and one.val[0] != seed.val[0]
+    assert one.state["loader"] == again.state["loader"] and one.val == again.val
     assert one.val[STEPS] < one.val[0] - 0.6  # it learns; seen: 5.94 -> 5.10
 
 
-def test_logged_loss_is_that_of_the_oracle(runs):
-    """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded: 4.8e-5."""
-    for name in ("one", "two", "four", "pair2", "nodes"):
-        assert abs(runs[name].val[STEPS] - runs[name].loss) < 0.5e-4 + 1e-5, name
+def test_logged_loss_is_that_of_the_oracle(corpus, runs):
+    """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded:
+    4.8e-5."""
+    for name in ("one", "four", "pair2"):
+        assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
 
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_ranks_agree(runs, name):
-    """bf16 gradients are added in another order when the ranks change (8 micro-steps of one rank; 4 + 4 and their average; ...),
-    and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the rates."""
-    loss_tolerance, state_tolerance = 5e-3, 0.5  # largest seen: 1.1e-3; relative 0.20 (attn_gate_bank), another seed gives 1
+    """bf16 gradients are added in another order when the ranks change (4 micro-steps of one rank; 2 + 2 and their
+    average; ...), and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the
+    rates."""
+    loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 1.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
     found = differences(one, other, "pmv")
-    print(f"{name}: loss {other.loss - one.loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
-    assert max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS) < loss_tolerance
-    assert abs(one.loss - other.loss) < loss_tolerance and max(found.values()) < state_tolerance, found
-    # Muon and Adam do not feel the scale of a gradient: with a sum in place of the average the loss looks fine, momenta do not.
-    assert abs(one.loss - wrong.loss) < loss_tolerance and min(differences(one, wrong, "m").values()) > state_tolerance
+    loss = max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS)
+    print(f"{name}: loss {loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
+    assert loss < loss_tolerance and max(found.values()) < state_tolerance, found
+    # Muon and Adam do not feel the scale of a gradient: with a sum in place of the average the loss looks fine, momenta
+    # do not.
+    assert abs(one.val[STEPS] - wrong.val[STEPS]) < loss_tolerance
+    assert min(differences(one, wrong, "m").values()) > state_tolerance
 
 
 def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
-    """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for bit."""
+    """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for
+    bit."""
     one, two = runs["pair1"], runs["pair2"]
-    assert one.val == two.val and one.loss == two.loss and one.val[STEPS] < one.val[0] - 0.02
+    assert one.val == two.val and one.val[STEPS] < one.val[0] - 0.02
     exact = [name for name in one.tensors if name[0] == "p" or name.split()[1] in ("attn_bank", "mlp_bank")]
     assert [name for name in exact if not torch.equal(one.tensors[name], two.tensors[name])] == []
     found = differences(one, two, "mv")
-    # Adam sums two steps: one rank ((a0+a1)+b0)+b1, two ranks (a0+b0)+(a1+b1), rounded to bf16 (2^-9) after each. Its moments,
-    # that of bigram_embed from the sparse exchange, may differ by a few roundings: seen 8.5e-3.
-    assert max(found.values()) < 8 * 2**-9 and one.tensors["m embed"].any() and one.tensors["m bigram_embed"].any(), found
+    # Adam sums two steps: one rank ((a0+a1)+b0)+b1, two ranks (a0+b0)+(a1+b1), rounded to bf16 (2^-9) after each. Its
+    # moments, that of bigram_embed from the sparse exchange, may differ by a few roundings: seen 8.5e-3.
+    assert max(found.values()) < 8 * 2**-9 and one.tensors["m embed"].any(), found
+    assert one.tensors["m bigram_embed"].any(), found
     assert [two.out.count(f"exchange of rank {rank}\n") for rank in (0, 1)] == [len(ADAM_STEPS)] * 2
 
 
 def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
     """Bit for bit, and two ranks take two micro-batches by themselves: they were told one."""
     one, two = runs["pair2"], runs["nodes"]
-    assert one.val == two.val and one.loss == two.loss and one.state["loader"] == two.state["loader"]
+    assert one.val == two.val and one.state["loader"] == two.state["loader"]
     assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, two.tensors[name])] == []
-    assert [two.out.count(f"exchange of rank {rank}\n") for rank in (0, 1)] == [len(ADAM_STEPS)] * 2
-    assert "\nmicro_batches: 2\n" in two.log and "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
+    assert "\nmicro_batches: 2\n" in two.log
+    assert "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
 
 
 def test_logs_are_read_by_compare(runs):
     """Every line of them: the formats have one writer and one reader."""
     for name, run in runs.items():
         log = compare.read_run(run.path)
-        assert log.finished and log.notes == [] and log.losses == run.val and sorted(log.ms) == list(range(log.total + 1)), name
+        assert log.finished and log.notes == [] and log.losses == run.val, name
+        assert sorted(log.ms) == list(range(log.total + 1)), name
+        if name != "pair1":  # a sample comes from records/evaluate.py
+            assert run.state["sources"] == run.sources, name
         assert log.source.startswith(run.sources["train_gpt.py"]) and run.sources["data/loader.py"] in log.source
-        ranks = RUNS[name][0] * (2 if name == "nodes" else 1)
+        ranks = RUNS[name][0]
         config = T.flatten(T.parse_config(run.args, ranks))
         assert log.facts.items() >= {key: T.published(T.render(value)) for key, value in config.items()}.items()
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(ranks)
@@ -220,8 +250,8 @@ import numpy as np, torch
 rt = T.init_runtime(T.parse_config(sys.argv[1:]))
 rng, sparse = np.random.default_rng(rt.rank), T.SparseRows("table", 40, rt)
 def agrees(marked_steps=(0, 1)):
-    # Integers: every sum is exact, in any order. Rank 3 touches nothing; the others row 0 in step 0 only, row 33 in step 1 only,
-    # and both times rows of their own and of others, some more than once.
+    # Integers: every sum is exact, in any order. Rank 3 touches nothing; the others row 0 in step 0 only, row 33 in
+    # step 1 only, and both times rows of their own and of others, some more than once.
     grad = torch.zeros(40, 8, dtype=torch.bfloat16)
     for step in (0, 1):
         rows = np.array([*rng.integers(1, 33, 12), 10 * rt.rank + 5, 33 * step] if rt.rank < 3 else [], np.int64)
@@ -252,22 +282,27 @@ def test_log_opens_with_sources_versions_and_config(runs):
     assert re.fullmatch(r"one_[0-9a-f]{8}-[0-9a-f-]{27}\.txt", run.path.name) and run.log[:len(opening)] == opening
     header = run.log[len(opening):-len(run.body)]
     assert header.lstrip("\n").startswith(RULE) and "attention:torch" in run.body.splitlines()[0]
-    assert (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}\n"
-            f"Running Triton version {kernels.triton.__version__}\n") in header
+    versions = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA"
+                f" {torch.version.cuda}\nRunning Triton version {kernels.triton.__version__}\n")
+    assert versions in header
     config = {(key, T.published(T.render(value))) for key, value in T.flatten(T.parse_config(run.args)).items()}
     found = dict(re.findall(r"^([\w.]+): (.*)$", header, re.M))
     assert config - found.items() == set()
-    assert found["command"].startswith("train_gpt.py --preset=cpu --model_dim=48 ") and "--run_label=one" in found["command"]
-    assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"]) and found["env.OMP_NUM_THREADS"] == "1"
-    assert found["sources"].split() == [*run.sources] and found["val_shards"] == "val_1.bin:7024 val_2.bin:4260"
-    assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624" and "/tmp" not in header and str(ROOT) not in header
-    assert run.state["sources"] == run.sources and run.state["step"] == STEPS
+    assert found["command"].startswith("train_gpt.py --preset=cpu --model_dim=48 ")
+    assert "--run_label=one" in found["command"]
+    assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"])
+    assert found["env.OMP_NUM_THREADS"] == "1"
+    assert found["sources"].split() == [*run.sources] and found["val_shards"] == "val_1.bin:4224 val_2.bin:2452"
+    assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624" and "/tmp" not in header
+    assert str(ROOT) not in header
+    assert run.state["step"] == STEPS
 
 
 def test_log_lines_and_results(runs):
     """Every step line has one of the two formats, in the order of the run; results agree with them."""
     run, lines, last = runs["one"], re.findall(r"^step:.*$", runs["one"].body, re.M), 0
-    order = sorted([(step, "") for step in range(1, STEPS + 1)] + [(step, r"val_loss:\d+\.\d{4} ") for step in VAL_STEPS])
+    validations = [(step, r"val_loss:\d+\.\d{4} ") for step in VAL_STEPS]
+    order = sorted([*((step, "") for step in range(1, STEPS + 1)), *validations])
     for line, (step, loss) in zip(lines, order, strict=True):
         match = re.fullmatch(rf"step:{step}/{STEPS} {loss}train_time:(\d+)ms step_avg:(\d+\.\d\d)ms", line)
         assert match and (line in run.out.splitlines() or not loss), line
@@ -279,7 +314,8 @@ def test_log_lines_and_results(runs):
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
                            "total_seconds", "gpu_seconds", "steps", "tokens", "peak_memory_mib", "checkpoint"]
     assert re.match(rf"peak memory allocated: {found['peak_memory_mib']} MiB reserved: \d+ MiB\n", results)
-    assert (found["final_val_loss"], found["steps"], found["tokens"]) == (f"{run.val[STEPS]:.4f}", str(STEPS), str(TRAIN_TOKENS))
+    assert found["final_val_loss"] == f"{run.val[STEPS]:.4f}"
+    assert (found["steps"], found["tokens"]) == (str(STEPS), str(TRAIN_TOKENS))
     train, *others, total, gpu = (float(value) for key, value in found.items() if key.endswith("_seconds"))
     assert gpu == 0  # no GPU was held
     assert abs(1000 * train - last) <= 1.001 and min(others) >= 0 and train + sum(others) <= total + 0.01
@@ -289,7 +325,8 @@ def test_log_lines_and_results(runs):
 
 @pytest.fixture
 def fails(capsys):
-    """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is removed."""
+    """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is
+    removed."""
     def check(argv, pattern):
         assert T.main(argv) == 1
         assert re.fullmatch(rf"error: .*{pattern}.*\n", err := capsys.readouterr().err), err
@@ -299,28 +336,14 @@ def fails(capsys):
         T.dist.destroy_process_group()
 
 
-ERRORS = {  # arguments, {d} for the folder of the data -> what the message says
-    "--adam_lrr=1": "--adam_lrr.*--adam_lr ", "--val_every=ten": "--val_every=ten.*int", "--compile=maybe": "maybe.*bool",
-    "--stage2.mtp_start=1,x": "--stage2.mtp_start=1,x.*numbers", "verbose": "verbose.*--key=value",
-    "--preset=gpu": "--preset=gpu.*record74, record, single, cpu", "--stage3.batch_tokens=1000": "--stage3.batch_tokens=1000.*multiple",
-    "--kernels=attention:none": "attention:none", "--log_dir={d}/val_1.bin": "val_1.bin.*--log_dir",
-    "--train_files={d}/none_*.bin": "none_.*prepare.py", "--val_files={d}/none_*.bin": "none_",
-    "--train_files={d}/magic.bin": "magic.bin.*20240521", "--val_files={d}/magic.bin": "magic.bin.*20240521",
-    "--train_files={d}/version.bin": "version.bin.*version 2", "--train_files={d}/truncated.bin": "truncated.bin.*2301.*2300",
-    "--train_files={d}/stub.bin": "stub.bin.*magic number 0", "--train_files={d}/no_separator.bin": "no_separator.bin.*256",
-    "--train_files={d}/foreign.bin": "foreign.bin.*257", "--train_files={d}/short.bin": "short.bin.* 50 tokens.* 129:",
-    "--stage1.max_doc_len=1": "no training shard.* 64 ",
-    "--train_files={d}/separators.bin --stage1.batch_tokens=2048": "257 documents in 256 .*127.*--tokens_per_doc",
-    "--val_files={d}/separators.bin": "documents in 1536 .*127.*--tokens_per_doc", "--val_tokens=9216": "4618.*9217.*--val_tokens",
-    "--data_end=stop": "training data.*2 files, 4,600 tokens.*--data_end=wrap",
-    "--muon_lr=1e38": "training loss of step 1 is nan.*--muon_lr",
-    **dict.fromkeys(() if torch.cuda.is_available() else ("--device=cuda --kernels=torch", "--preset=record --kernels=torch"), "no usable GPU.*cpu")}
-
-
-@pytest.mark.parametrize("args", ERRORS)
-def test_mistakes_are_reported_in_one_line(corpus, tmp_path, fails, args):
-    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", *args.format(d=corpus.folder).split()], ERRORS[args])
-    if "muon_lr" in args:  # the log was closed: all that was known is in it
+@pytest.mark.parametrize("arg, message", [
+    ("--adam_lrr=1", "--adam_lrr.*--adam_lr "), ("--train_files=/none_*.bin", "none_.*prepare.py"),
+    ("--muon_lr=1e38", "training loss of step 1 is nan.*--muon_lr")])
+def test_mistakes_are_reported_in_one_line(corpus, tmp_path, arg, message):
+    """Of the command line, of the data, of the training; test_config.py and test_check.py have all the others."""
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", arg))
+    assert status == 1 and re.fullmatch(f"error: .*{message}.*\n", err), err
+    if "muon_lr" in arg:  # all that was known is in the log
         assert f"\nstep:1/{STEPS} train_time:" in next(tmp_path.glob("*.txt")).read_text()
 
 
@@ -331,17 +354,14 @@ def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
 
 def test_three_processes_are_refused_once(corpus, tmp_path):
     """All ranks arrive together, and each could say the same."""
-    arrive = f"\nos.chdir({str(tmp_path)!r}); os.mkdir(os.environ['RANK'])\nwhile len(os.listdir()) < 3: time.sleep(0.01)"
-    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=3, hook=SAY_PID + arrive))
-    assert status != 0 and out.count("pid ") == 3 and 'train_gpt.py", line' not in err
-    assert err.count("error: ") == 1 and re.search(r"^error: 3 processes.*--micro_batches=8.*$", err, re.M), err
+    arrive = f"os.chdir({str(tmp_path)!r}); os.mkdir(os.environ['RANK'])\nwhile len(os.listdir()) < 3: time.sleep(0.01)"
+    out, err, status = finish(start(corpus, *FOUR, f"--log_dir={tmp_path}", ranks=3, hook=arrive))
+    assert status == 1 and re.fullmatch("error: 3 processes.*--micro_batches=4.*\n", err), err
 
 
 def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
-    process, seen = start(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000"), ""
-    while not re.search("^step:2/.*\n", seen, re.M):
-        seen += (line := process.stdout.readline())
-        assert line, process.stderr.read()
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000")
+    seen = ready(process, "^step:2/.*\n")
     process.send_signal(signal.SIGINT)
     out, err, status = finish(process, 30, seen)
     assert status == -signal.SIGINT and err == ""
@@ -349,7 +369,7 @@ def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
 
 
 def test_error_of_one_rank_is_the_only_one_told(corpus, tmp_path):
-    """Rank 1 stops alone; rank 0, left in a collective, gives no traceback."""
+    """Rank 1 stops alone; rank 0, left in a collective, says nothing."""
     hook = """step = T.train_step
 def stop(*args):
     if os.environ["RANK"] == "1":
@@ -357,7 +377,7 @@ def stop(*args):
     return step(*args)
 T.train_step = stop"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook))
-    assert status != 0 and 'train_gpt.py", line' not in err and "error: rank 1: rank 1 had enough" in err, err
+    assert status != 0 and err == "error: rank 1: rank 1 had enough\n"
 
 
 def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path):
@@ -365,10 +385,9 @@ def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path):
     for i, source in enumerate(("train_1", "train_2", "foreign")):
         (tmp_path / f"shard_{i}.bin").write_bytes((corpus.folder / f"{source}.bin").read_bytes())
     args = [f"--train_files={tmp_path}/shard_*.bin", f"--log_dir={tmp_path}"]
-    out, err, status = finish(start(corpus, *args, ranks=2, hook=SAY_PID))
-    assert status != 0 and out.count("pid ") == 2 and 'train_gpt.py", line' not in err, err
-    assert re.findall("^error: .*$", err, re.M) == [line for line in err.splitlines() if "token 257" in line] != [], err
-    assert err.count("token 257") == 1 and f"{tmp_path}/shard_2.bin: token 257 but a vocabulary of 257" in err
+    out, err, status = finish(start(corpus, *args, ranks=2))
+    assert status == 1, err
+    assert re.fullmatch(rf"error: .*{tmp_path}/shard_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
     assert "\nstep:2/11 train_time:" in next(tmp_path.glob("*.txt")).read_text()
 
 
@@ -377,7 +396,8 @@ def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monke
         file.write(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save=true"], "cannot write .*No space left.*another folder")
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save=true"],
+          "cannot write .*No space left.*another folder")
     assert "\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text() and not list(tmp_path.glob("*/*"))
 
 

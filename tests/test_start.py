@@ -11,15 +11,17 @@ import oracles
 import train_gpt as T
 import triton_kernels as tk
 
-# The model for training, the model for evaluation, and Adam for each table that it updates: the replicated ones together,
-# head, bigrams, values, embedding.
+# The model for training, the model for evaluation, and Adam for each table that it updates: the replicated ones
+# together, head, bigrams, values, embedding.
 GRAPHS = 2 + 5
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
+@pytest.mark.skipif(torch.cuda.is_available(),
+                    reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_graphs(tmp_path, monkeypatch):
-    """One graph serves all stages and lengths. A change that adds one costs every user half a minute of every cold start."""
+    """One graph serves all stages and lengths. A change that adds one costs every user half a minute of every cold
+    start."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, 4000)
     tokens[::40] = 256
@@ -28,14 +30,15 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     stages = ((64, 24, 8, 16), (96, 48, 16, 32), (128, 48, 24, 40), (128, 64, 32, 48))
     keys = "batch_tokens", "max_doc_len", "short_window", "long_window"
     config = T.parse_config([
-        "--preset=cpu", "--compile=true", "--kernels=attention:triton,mlp:triton", "--model_dim=32", "--num_heads=2", "--micro_batches=1",
+        "--preset=cpu", "--compile=true", "--kernels=attention:triton,mlp:triton", "--model_dim=32", "--num_heads=2",
+        "--micro_batches=1",
         "--bigram_tables=1", "--scheduled_steps=9", "--extension_steps=2", "--val_tokens=160", "--val_batch_tokens=160",
         f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(stages, 1) for key, value in zip(keys, stage))])
     # In place of the opaque operators, which take minutes in the interpreter: all around them is traced as it is.
     monkeypatch.setattr(tk, "_mlp", lambda x, W1, W2: (tk.mlp_ref(x, W1, W2),))
-    monkeypatch.setattr(tk, "_attention_block", lambda x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, *flags: (
-        (x @ weight[:x.size(1)]).view(x.size(0), w_out.size(0), -1) * scale,))
+    monkeypatch.setattr(tk, "_attention_block", lambda x, weight, *args: (
+        (x @ weight[:x.size(1)]).view(x.size(0), args[3].size(0), -1) * args[7],))
     counter, compile = CompileCounterWithBackend("eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=counter, **options))
     torch._dynamo.reset()
@@ -45,7 +48,8 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     trainer = T.Trainer(config, T.Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
     trainer.warm_up()
     assert counter.frame_count == GRAPHS
-    assert list(watch) == ["imports", "data", "model", "evaluation", *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1]))]
+    assert list(watch) == ["imports", "data", "model", "evaluation",
+                           *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1]))]
     for step in range(trainer.total):  # the run itself meets nothing new
         trainer.step(trainer.loader, trainer.plans[step], 1)
     for view in trainer.attn:
