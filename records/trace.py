@@ -417,9 +417,9 @@ class Profiler:
     def cost(self) -> str:
         """One line about the time that the profiler took; call it at the end of the run."""
         trainer, profiled = self.trainer, self.trainer.config.system.profiled
-        kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first:]]
+        kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first_step:]]
         times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
-        steps = range(profiled.start - trainer.first, profiled.stop - trainer.first)
+        steps = range(profiled.start - trainer.first_step, profiled.stop - trainer.first)
         return cost(self.seconds, times, kinds, steps)
 
 

@@ -206,7 +206,7 @@ def test_compilers_without_a_folder(check, folder, monkeypatch):
     assert check("--compile=true")[1]["caches"] == (f"{folder}/new/caches", "yes")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/val_1.bin/caches")
     assert check.start()[1] == "error: all checks passed\n"
-    line = f"{folder}/val_1.bin/caches cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder for what is compiled"
+    line = f"{folder}/val_1.bin/caches cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder for compiled code"
     assert check.start("--compile=true") == (1, f"error: {line}\n")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError("getpwuid(): uid not found")))

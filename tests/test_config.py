@@ -147,14 +147,14 @@ def test_what_it_does_not_understand(arg, message):
     ("--scheduled_steps=2", "--scheduled_steps=2"),
     ("--extension_steps=-1", "schedule|extension_steps"),
     ("--scheduled_steps=1000000", "--scheduled_steps=1000000: a run has at most 1000000 steps"),
-    ("--stage2.share=0", "shares of the stages: 1.0, 0.0, 1.0, 0.0; all must be above 0"),
+    ("--stage2.share=0", "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0"),
     ("--stage4.share=1", "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last"),
-    ("--scheduled_steps=30 --stage2.share=0.001", "--scheduled_steps=30: one per stage"),
-    ("--backout_layer=11", "--backout_layer=11: the layers are 0 to 10; or none"),
-    ("--layer6.paired=true", "--layer6='attention=False paired skip_from=3': .* about attention"),
-    ("--layer1.attention=false", "--layer1='attention=False value_embed': .* about attention"),
+    ("--scheduled_steps=30 --stage2.share=0.001", "--scheduled_steps=30: each stage needs at least one step"),
+    ("--backout_layer=11", "--backout_layer=11: must be 0 to 10, or none"),
+    ("--layer6.paired=true", "--layer6='attention=False paired skip_from=3': .* need attention"),
+    ("--layer1.attention=false", "--layer1='attention=False value_embed': .* need attention"),
     ("--layer6.skip_from=6", "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none"),
-    ("--layer8.two_lanes=false", "--layer8.two_lanes=False: after layer 7, which has two lanes"),
+    ("--layer8.two_lanes=false", "--layer8.two_lanes=False: layer 7 has two lanes"),
     ("--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none",
      "all layers are without attention"),
     ("--cooldown_frac=1.5", "cooldown_frac"),
@@ -187,7 +187,7 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
 
 @pytest.mark.parametrize("args, world, message", [
     ("", 3, "^3 processes do not divide --micro_batches=8: .*$"),
-    ("--preset=single", 2, "^--micro_batches=0 .* is for one process, give 2 of them a number$"),
+    ("--preset=single", 2, "^--micro_batches=0 .* is for one process; 2 of them need a number$"),
     ("--micro_batches=32", 24, "^24 processes do not divide --micro_batches=32: .*$"),
     ("", 12, "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"),
     ("--stage2.batch_tokens=384", 32, "^--stage2.batch_tokens=384 .*_batches=32, one for each of 32 processes$")])
@@ -255,9 +255,9 @@ def test_help_lists_every_knob(capsys):
             (line,) = [line for line in lines if line.startswith(f"  --{key}=")]
             assert line.startswith(f"  --{key}={T.render(value)}".rstrip())
     words = [line.split() for line in lines]
-    assert ["--val_every=250", "steps"] in words  # the comment beside the field
-    assert any(line[:4] == ["--stage<n>.max_doc_len=896", "2048", "2048", "2048"] and "cut" in line for line in words)
-    assert any(line[:1] == ["--layer<n>.long="] and "window," in line for line in words)
+    assert ["--val_every=250", "steps", "between", "validations"] in words  # the comment beside the field
+    assert any(line[:4] == ["--stage<n>.max_doc_len=896", "2048", "2048", "2048"] and "tail" in line for line in words)
+    assert any(line[:1] == ["--layer<n>.long="] and "window;" in line for line in words)
 
 
 # ---- Schedules -------------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_orders():
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, CPU), None)
     assert optimizer.reduce_order == ["attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds",
                                       "embed"]
-    assert optimizer.work_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank",
+    assert optimizer.update_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank",
                                     "mlp_bank"]
 
 
