@@ -934,8 +934,8 @@ class NorMuonAndAdam:
             if row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
-                v = torch.zeros_like(m[:, :, :1] if shard.size(1) >= shard.size(2) else m[:, :1])
-                self.state[label] = {"m": m, "v": v, "mantissa": torch.zeros_like(shard, dtype=torch.int16)}
+                mantissa = torch.zeros_like(shard, dtype=torch.int16)
+                self.state[label] = {"m": m, "v": torch.zeros_like(m[:, :, :1]), "mantissa": mantissa}
                 rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
                 self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
 
@@ -1032,18 +1032,22 @@ class NorMuonAndAdam:
 
     def _start_reduction(self, name):
         """Start averaging a gradient over the ranks. Returns a function that waits and gives this rank's part."""
-        grad = self.replicated.pack_grads() if name == "replicated" else self.buffers[name][1]
+        part = grad = self.replicated.pack_grads() if name == "replicated" else self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
-        if name == "replicated":
-            part, work = grad, dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)
-        elif name in self.sparse:
+        if name in self.sparse:
             self.sparse[name].send_values(grad)
             return lambda: self.sparse[name].receive(grad)
+        if name == "replicated":
+            work = dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)
         else:
             part = torch.empty_like(self.shards[name])
             work = reduce_scatter(part, grad, op=dist.ReduceOp.AVG, async_op=True)
-        return lambda: (work.wait(), part)[1]
+
+        def wait():
+            work.wait()
+            return part
+        return wait
 
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]

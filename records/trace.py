@@ -418,7 +418,7 @@ class Profiler:
         """One line about the time that the profiler took; call it at the end of the run."""
         trainer, profiled = self.trainer, self.trainer.config.system.profiled
         kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first_step:]]
-        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.before)
+        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.seconds_before)
         steps = range(profiled.start - trainer.first_step, profiled.stop - trainer.first)
         return cost(self.seconds, times, kinds, steps)
 
