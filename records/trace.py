@@ -419,7 +419,7 @@ class Profiler:
         trainer, profiled = self.trainer, self.trainer.config.system.profiled
         kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first_step:]]
         times = np.diff(trainer.clock_ms, prepend=1000 * trainer.seconds_before)
-        steps = range(profiled.start - trainer.first_step, profiled.stop - trainer.first)
+        steps = range(profiled.start - trainer.first_step, profiled.stop - trainer.first_step)
         return cost(self.seconds, times, kinds, steps)
 
 
