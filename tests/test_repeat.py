@@ -221,7 +221,7 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(place):
     for call in place.told("run"):
         gpu = call["CUDA_VISIBLE_DEVICES"]
         queues.setdefault(gpu, []).append(call["run"])
-        folder = {"5": "", "3": "/gpu3", "GPU-x": "/gpuGPU-x"}[gpu]
+        folder = {"5": "", "3": "/gpu1", "GPU-x": "/gpu2"}[gpu]
         assert [call[name] for name in NAMES[1:]] == ["1", f"/my/a{folder}", f"/my/b{folder}"]
     assert queues == {"5": ["a.1", "b.2"], "3": ["b.1", "a.3", "a.4"], "GPU-x": ["a.2", "b.3", "b.4"]}
     ends = {call["end"]: call["time"] for call in place.told("end")}
@@ -230,7 +230,9 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(place):
     title = "run.sh: b, run 3 of 4, seed 3, GPU GPU-x"
     told = [line for line in place.err.splitlines() if line.startswith(title)]
     assert told == [title, title + ": final_val_loss: 3.2, train_seconds: 7.5"] and place.err.count("\n") == 16
-    assert place.run(*argv, status=7, DATA_STATUS="7", CUDA_VISIBLE_DEVICES="1,2") == ([], "")
+    # nvidia-smi lists the GPUs. No run starts without data.
+    place.executable(place.folder.parent / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
+    assert place.run(*argv, status=7, DATA_STATUS="7") == ([], "") and place.told()[0]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_failure_lets_the_others_finish(place):
