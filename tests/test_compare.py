@@ -12,7 +12,6 @@ import pytest
 
 from records import compare
 
-ROOT = Path(__file__).parent.parent
 PUBLIC = Path(__file__).parent / "fixtures/speedrun_log.txt"
 RULE = "=" * 100 + "\n"
 # The losses and seconds of PR 233's logs. Its table says p = 0.0601 and 0.0097.
@@ -151,16 +150,15 @@ def test_stray_and_broken_lines(read):
 
 @pytest.mark.parametrize("args, message", [
     ("none.txt", "'none.txt': no such file, no folder with *.txt or *.log, no pattern that matches"),
-    ("base=", "'': no such file"), ("empty", "'empty': no such file"), ("em*", "cannot read empty: Is a directo"),
+    ("base=", "'': no such file"), ("empty", "'empty': no such file"),
     ("a.bin", "a.bin: not a log but binary data"), ("README.md", "README.md: not the log of a run (few or no lines"),
     ("", "the following arguments are required: [label=]log (see --help)"),
-    ("a.txt --mark", "unrecognized arguments: --mark"), ("a.txt --target=x", "--target: invalid float value: 'x'"),
+    ("a.txt --target=x", "--target: invalid float value: 'x'"),
     ("a.txt x=empty/../a*.txt", "named twice, but a run counts once"),
     ("a.txt --diff", "--diff takes two logs, or two groups"), ("a.txt --plot=a.pdf", "a.pdf: draws .svg or .png"),
     ("a.txt --plot=empty/no/a.svg", "cannot write empty/no/a.svg: No such file"),
     ("x.txt --plot=a.svg", "--plot=a.svg: there are no losses to draw"),
     ("a=short_* --exchange=a,b", "--exchange: 'b' is not one of the groups, a"),
-    ("a=short_* --exchange=a", "--exchange=a: takes two labels, --exchange=SHORT,LONG"),
     ("a=short_* b=same_* --exchange=a,b", "--exchange: a and b are of one length, 1000 tokens: it takes two"),
     ("a=short_* x=x.txt --exchange=a,x", "--exchange: 'x' has no finished run"),
     ("a=short_* b=same_* long_0.txt --exchange=a,b", "the runs of b differ in tokens (1000, 2000)"),
