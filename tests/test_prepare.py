@@ -114,12 +114,13 @@ def test_fineweb_continues_where_it_stopped(data, hub, capsys):
         path.write_bytes(hub.content(path.name)[:1000])
         raise KeyboardInterrupt
 
-    hub.act[fineweb_names(2)[1]] = interrupted
+    names = fineweb_names(2)
+    hub.act[names[1]] = interrupted
     assert prepare.main(["fineweb", "--shards", "2"]) == 130 and "run the same command again" in capsys.readouterr().err
-    assert [path.name for path in (data / "fineweb10B").glob("*.bin")] == fineweb_names(0)
+    assert [path.name for path in (data / "fineweb10B").glob("*.bin")] == names[:1]
     hub.act.clear(), hub.asked.clear()
-    assert prepare.main(["fineweb", "--shards", "2"]) == 0 and hub.asked == fineweb_names(2)[1:]
-    assert contents(data / "fineweb10B") == {name: hub.content(name) for name in fineweb_names(2)}
+    assert prepare.main(["fineweb", "--shards", "2"]) == 0 and hub.asked == names[1:]
+    assert contents(data / "fineweb10B") == {name: hub.content(name) for name in names}
     assert "6 documents, 10 training and 5 validation tokens in 2 + 1 shards" in capsys.readouterr().out
 
 
@@ -395,8 +396,6 @@ def test_stdlib_is_complete_deterministic_and_not_built_twice(data, monkeypatch,
         part = next(part for part in ("val", "train") if rest[part].startswith(path.read_bytes()))
         rest[part] = rest[part][path.stat().st_size:]
     assert rest == {"train": b"", "val": b""} and len({key.split("/")[0] for key in files}) > 100
-    lengths = np.diff(np.append(np.flatnonzero(train == 256), len(train)))
-    assert np.minimum(lengths, 1024).sum() > 0.98 * len(train)  # the part that the loader sees
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "build", None)

@@ -190,20 +190,17 @@ def test_errors_are_one_line_before_anything_is_done(place, argv, error):
     assert place.told() == [] and place.err.startswith("error: " + error) and place.err.count("\n") == 1
 
 
-def test_signed_labels_and_the_real_comparison(place):
-    """The labels begin with -, so do the names of their logs, and so do arguments of compare.py."""
-    shutil.copy(ROOT / "records/compare.py", place.folder / "records")
-    place.run("2", "--log_dir=.", "--label", "-a", "--label=+a", "--x=1")
-    assert place.runs()[1] == ("+a", "1", "--log_dir=.", "--x=1")
-    assert re.findall(r"^(\S+) +2  ", place.out, re.M)[:2] == ["-a", "+a"]
-
-
-def test_exchange_is_for_the_comparison(place):
-    """Where both its labels have finished runs, because compare.py refuses labels without runs."""
+def test_signed_labels_and_exchange_reach_the_comparison(place):
+    """Signed labels and file names look like options of compare.py. --exchange is left out where one of its labels has
+    no finished run, because compare.py refuses such labels."""
     argv = "1 --label long --exchange=short,long --label short --label x".split()
     for bad, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
         place.run(*argv, status=3, TRAIN=FAIL, BAD=bad)
         assert place.options == options
+    shutil.copy(ROOT / "records/compare.py", place.folder / "records")
+    place.run("2", "--log_dir=.", "--label", "-a", "--label=+a", "--x=1")
+    assert place.runs()[1] == ("+a", "1", "--log_dir=.", "--x=1")
+    assert re.findall(r"^(\S+) +2  ", place.out, re.M)[:2] == ["-a", "+a"]
 
 
 # ---- Side by side ----------------------------------------------------------------------------------------------------

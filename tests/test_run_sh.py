@@ -291,13 +291,12 @@ def test_rerun_and_help(machine):
 
 def test_it_works_from_any_folder(machine, tmp_path):
     """And finds a Python of either name: here python3 has no torch, and python has."""
-    (tmp_path / "other").mkdir()
     machine.site("active", None)
-    machine.executable(machine.folder / "active" / "bin" / "python3", PYTHON)
-    (machine.folder / "system" / "bin" / "python3").unlink()
-    env = {"PATH": f"{machine.folder}/active/bin:{machine.env['PATH']}", "CDPATH": str(machine.folder)}
-    assert machine.run(cwd=tmp_path / "other", **env)[-1] == train(1, "--preset=cpu", python="system/python")
-    assert (machine.repo / "data" / "stdlib").is_dir() and not (tmp_path / "other" / "data").exists()
+    machine.executable(tmp_path / "active/bin/python3", PYTHON)
+    (tmp_path / "system/bin/python3").unlink()
+    env = {"PATH": f"{tmp_path}/active/bin:{machine.env['PATH']}", "CDPATH": str(tmp_path)}
+    assert machine.run(cwd=tmp_path / "active", **env)[-1] == train(1, "--preset=cpu", python="system/python")
+    assert (machine.repo / "data" / "stdlib").is_dir() and not (tmp_path / "active" / "data").exists()
 
 
 @pytest.mark.parametrize("line, status, good", [
