@@ -1,17 +1,13 @@
-"""Text, validation loss and bits per byte, HellaSwag and export of a checkpoint, and the commands of the README.
-
-The model of oracles.py judges the numbers."""
+"""Text, validation loss and bits per byte, HellaSwag and export of a checkpoint. The model of oracles.py judges the
+numbers."""
 
 import dataclasses
 import hashlib
-import importlib.util
 import io
 import json
 import math
 import re
-import shlex
 import struct
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -26,7 +22,7 @@ import train_gpt as T
 from data.files import UserError
 from records import evaluate as E
 from test_checkpoint import train
-from test_run import FINAL_WINDOW, ROOT, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
+from test_run import FINAL_WINDOW, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
 
 RECENT = STAGES[-1][1] - 1  # tokens that a continuation sees, beside the separator
 FEW = "--scheduled_steps=3", "--extension_steps=1", "--micro_batches=1", "--val_every=99"  # one step in each stage
@@ -108,33 +104,26 @@ def test_the_run_and_its_checkpoint_say_the_same(trained, capfd):
     assert said.startswith("the ") and len(said) > len("the \n") and f"\nsample:\n{said}" in trained.text
 
 
-def test_characters_are_whole(trained, monkeypatch):
-    """The bytes of a character come one at a time. A replacement character stands for broken and half characters."""
-    data = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
-    for prompt in "é", "", "\udcff":
-        config = dataclasses.replace(trained.config, system=T.System(sample_prompt=prompt, sample_tokens=1))
-        assert "".join(E.sample(trained.model, config)).startswith(prompt)
-        with monkeypatch.context() as patch:
-            patch.setattr(E, "generate", lambda model, config, ids, *rest: iter(data))
-            pieces = [piece for piece in E.sample(trained.model, config) if piece]
-        assert pieces == [*([prompt] if prompt else []), "a", "¿", "€", "😀", "b", "\ufffd", "ü", "\ufffd"]
-
-
 BPE = SimpleNamespace(encode_ordinary=lambda text: [len(word) for word in text.split()],
                       decode_single_token_bytes=lambda id: b"x" * (1 + id % 3))
 
 
-def test_tokenizers(monkeypatch):
-    """Bytes; GPT-2's tokenizer where it can be had; no others."""
-    encode, data = E.text_codec(257)
-    assert encode("aü") == [97, 195, 188] and data(195) == b"\xc3"
+def test_characters_and_tokenizers(trained, monkeypatch):
+    """The bytes of a character come one at a time. A replacement character stands for broken and half characters."""
+    data = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
+    monkeypatch.setattr(E, "generate", lambda *_: iter(data))
+    for prompt in "é", "", "\udcff":
+        config = dataclasses.replace(trained.config, system=T.System(sample_prompt=prompt))
+        assert "".join(E.sample(trained.model, config)) == prompt + "a¿€😀b\ufffdü\ufffd"
+    encode, decode = E.text_codec(257)
+    assert encode("aü") == [97, 195, 188] and decode(195) == b"\xc3"
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))
     assert E.text_codec(50257) == (BPE.encode_ordinary, BPE.decode_single_token_bytes)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(UserError, match=r"^no GPT-2 tokenizer \(\w+\): tiktoken fetches it once, online$"):
-        E.text_codec(50257)
-    with pytest.raises(UserError, match="no tokenizer is known for a vocabulary of 50258"):
-        E.text_codec(50258)
+    for size, message in (50257, r"^no GPT-2 tokenizer \(\w+\): tiktoken fetches it once, online$"), (
+            50258, "no tokenizer is known for a vocabulary of 50258"):
+        with pytest.raises(UserError, match=message):
+            E.text_codec(size)
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
@@ -153,10 +142,8 @@ def test_validation_is_that_of_the_run(trained, corpus, capsys, monkeypatch):
     bits = float(found["val_loss"]) * VAL_TOKENS / math.log(2) / letters
     assert letters < VAL_TOKENS and abs(float(found["val_bits_per_byte"]) - bits) < 3e-4
     monkeypatch.setattr(E, "text_codec", lambda size: (_ for _ in ()).throw(UserError("reason")))
-    less = ["--val_tokens=1536", f"--val_files={corpus.folder}/val_1.bin"]
-    assert E.main([str(trained.path), "--device=cpu", *less]) == 0
-    out = capsys.readouterr().out
-    assert out.endswith("\nno bits per byte: reason\n") and found["val_loss"] not in out
+    less = evaluate(trained, capsys, "--val_tokens=1536", f"--val_files={corpus.folder}/val_1.bin")
+    assert less.keys() == {"val_loss"} and less["val_loss"] != found["val_loss"]
 
 
 def test_bits_per_byte_of_longer_tokens(monkeypatch):
@@ -190,15 +177,10 @@ def test_losses_of_endings_are_those_of_one_at_a_time(eloquent):
     assert not torch.allclose(oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0]), expected, atol=1e-3)
 
 
-def made(tmp_path, lines):
-    path = tmp_path / "made.jsonl"
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
 def test_accuracy(trained, tmp_path, capsys, monkeypatch):
     """The least sum and the least mean choose different endings."""
-    path = made(tmp_path, map(json.dumps, EXAMPLES))
+    path = tmp_path / "made.jsonl"
+    path.write_text("\n".join(map(json.dumps, EXAMPLES)))
     lengths = [[len(" " + ending) for ending in example["endings"]] for example in EXAMPLES]
     means = [[3, 1, 5, 9], [1, 9, 9, .9], [1, 9, .9, 9]]
     monkeypatch.setattr(E, "ending_losses", lambda *_: (
@@ -228,10 +210,12 @@ NO_EXAMPLE = "line 2: not an example with ctx, four endings and label"
     ("CKPT --val_files=none_*.bin --validate=true", "no files match .*none_")])
 def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").touch(), (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "long").write_text(json.dumps(EXAMPLES[0] | {"ctx": "x" * 1999}))
-    for i, line in enumerate(("", "{", *(json.dumps(EXAMPLES[0] | new) for new in ({"endings": ["a"]}, {"label": 4})))):
-        made(tmp_path, [json.dumps(EXAMPLES[0]), line]).rename(tmp_path / f"line{i}")
+    wrong = ({"endings": ["a"]}, {"label": 4})
+    for i, line in enumerate(["", "{", *(json.dumps(EXAMPLES[0] | new) for new in wrong)]):
+        (tmp_path / f"line{i}").write_text(f"{json.dumps(EXAMPLES[0])}\n{line}\n")
     first, *others = args.replace("CKPT", str(trained.path)).split()
     main = T.main if first.startswith("--sample") else E.main
     others += ["--validate=false"] * (main is E.main and "--val" not in args)
@@ -264,66 +248,19 @@ def test_download(trained, tmp_path, capsys, monkeypatch):
 # ---- Export ----------------------------------------------------------------------------------------------------------
 
 
-def read_safetensors(path):
-    """(metadata, tensors), by the published description of the format."""
-    content = path.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header, data, end, tensors = json.loads(content[8:8 + length]), content[8 + length:], 0, {}
-    metadata = header.pop("__metadata__")
-    assert content[8:9] == b"{" and (8 + length) % 8 == 0 and all(isinstance(x, str) for x in metadata.values())
-    for label, entry in header.items():
-        begin, stop = entry["data_offsets"]
-        assert begin == end  # no holes
-        end, dtype = stop, {"BF16": torch.bfloat16, "F32": torch.float32}[entry["dtype"]]
-        tensors[label] = torch.frombuffer(bytearray(data[begin:stop]), dtype=dtype).reshape(entry["shape"])
-    assert end == len(data)
-    return metadata, tensors
-
-
 def test_export(trained, tmp_path, capsys):
-    """All weights, bit for bit, and the config."""
+    """All weights, bit for bit, and the config, by the published description of the format."""
     path = tmp_path / "new" / "model.safetensors"
     assert evaluate(trained, capsys, f"--export={path}", "--validate=false") == {"exported": str(path)}
-    metadata, tensors = read_safetensors(path)
-    want = torch.load(trained.path, weights_only=True)["model"]
-    assert list(tensors) == list(want) and {x.dtype for x in tensors.values()} == {torch.bfloat16, torch.float32}
-    assert all(tensors[label].dtype == x.dtype and torch.equal(tensors[label], x) for label, x in want.items())
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data, end = json.loads(content[8:8 + length]), content[8 + length:], 0
+    metadata, want = header.pop("__metadata__"), torch.load(trained.path, weights_only=True)["model"]
+    assert content[8:9] == b"{" and (8 + length) % 8 == 0 and list(header) == list(want)
+    for label, entry in header.items():
+        (begin, stop), dtype = entry["data_offsets"], {"BF16": torch.bfloat16, "F32": torch.float32}[entry["dtype"]]
+        found = torch.frombuffer(bytearray(data[begin:stop]), dtype=dtype).reshape(entry["shape"])
+        assert begin == end and dtype == want[label].dtype and torch.equal(found, want[label])  # no holes
+        end = stop
+    assert end == len(data) and metadata.keys() == T.flatten(trained.config).keys()
     assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"
-    assert metadata.keys() == T.flatten(trained.config).keys()
-    if importlib.util.find_spec("safetensors"):
-        from safetensors.torch import load_file
-        assert all(torch.equal(x, want[label]) for label, x in load_file(path).items())
-
-
-# ---- Commands --------------------------------------------------------------------------------------------------------
-
-
-def test_commands_of_the_readme(corpus, tmp_path, monkeypatch, capfd):
-    """In this process, with a small model and few steps, whose log goes elsewhere."""
-    section = (ROOT / "README.md").read_text().partition("## Save, sample and evaluate")[2].partition("\n## ")[0]
-    first, newest, *others = re.search("```bash\n(.*?)```", section, re.S)[1].strip().splitlines()
-    (tmp_path / "data/hellaswag").mkdir(parents=True)
-    made(tmp_path, map(json.dumps, EXAMPLES)).rename(tmp_path / "data/hellaswag/hellaswag_val.jsonl")
-    monkeypatch.chdir(tmp_path), monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    small = [*corpus.args, *FEW, "--layers=3", "--backout_layer=none", "--save_every=2"]
-
-    def run(line, *more):
-        python, script, *args = shlex.split(line.replace("$CKPT", checkpoint), comments=True)
-        main = {"train_gpt.py": T.main, "records/evaluate.py": E.main}[script]
-        assert python == "python" and main([*args, *more]) == 0
-        return capfd.readouterr().out
-
-    checkpoint = ""
-    assert "--save_every=" in first
-    run(first, *small, f"--log_dir={tmp_path}/logs")
-    checkpoint = subprocess.check_output(["bash", "-c", newest + "\necho $CKPT"], text=True).strip()
-    assert checkpoint.endswith("state_step000004.pt") and len(list(tmp_path.glob("logs/*/*.pt"))) == 2
-    sample, export, hellaswag = others
-    assert run(sample, "--tokens=5").startswith("def ")
-    assert re.search(r"^val_loss: \S+\nval_bits_per_byte: \S+$", run(export), re.M)
-    assert read_safetensors(tmp_path / "model.safetensors")[0]["run_label"] == "run"
-    assert "hellaswag_acc_norm: " in run(hellaswag)
-    older = next(tmp_path.glob("logs/*/state_step000002.pt"))
-    assert re.search(r"`--resume=logs/\.\.\./state_step000048\.pt`", section)
-    assert "resumed: step 2, " in run(first, *small, f"--log_dir={tmp_path}/again", f"--resume={older}")

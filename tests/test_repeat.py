@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -134,15 +133,15 @@ def place(tmp_path):
 
 
 def test_labels_take_turns_with_the_same_seeds(place):
-    """Each label has its own arguments after those of all."""
+    """Each label has its own arguments after those of all. Of equal options the last counts."""
     common, own = ["--x=a  b*", ""], ["--y=$HOME", "--x='\"'"]
-    runs, compared = place.run("2", *common, "--label", "a", "--label=b.1", *own, "--z", "-1")
+    argv = "5", "--repeat=2", *common, "--label", "a", "--seed=7", "--label=b.1", *own, "--z", "-1"
+    runs, compared = place.run(*argv)
     a, b = common, [*common, *own, "--z=-1"]
-    assert runs == [("a", "1", *a), ("b.1", "1", *b), ("a", "2", *a), ("b.1", "2", *b)]
-    assert compared == "a.1 a.2 b.1.1 b.1.2" and place.options == []
-    assert place.err.splitlines() == [f"run.sh: {label}, run {seed} of 2, seed {seed}" for label, seed, *_ in runs]
-    argv = "5 --repeat=2 --label=a --seed=7 --label=b".split()
-    assert place.run(*argv)[0] == [("a", "7"), ("b", "7"), ("a", "8"), ("b", "8")]
+    assert runs == [("a", "7", *a), ("b.1", "7", *b), ("a", "8", *a), ("b.1", "8", *b)]
+    assert compared == "a.7 a.8 b.1.7 b.1.8" and place.options == []
+    starts = zip("1122", runs)
+    assert place.err.splitlines() == [f"run.sh: {label}, run {i} of 2, seed {seed}" for i, (label, seed, *_) in starts]
 
 
 @pytest.mark.parametrize("parallel", [[], ["--parallel"]])
@@ -166,7 +165,7 @@ def test_a_failure_is_named_and_the_last_run(place, bad, compared):
 
 def test_other_failures(place):
     """Without a log, by a signal, of the comparison."""
-    assert place.run("2", "--label", "a", "--help", status=1, BEFORE="sys.exit()")[0] == [("a", "1", "--help")]
+    place.run("2", "--label", "a", "--help", status=1, BEFORE="sys.exit()")
     assert place.err.endswith("run.sh: a, run 1 of 2, seed 1: ended without a log in logs\n")
     assert len(place.run("2", "--label", "a", status=137, TRAIN="os.kill(os.getpid(), 9)")[0]) == 1
     place.run("1", "--label", "a", status=5, COMPARE_STATUS="5")
@@ -191,48 +190,36 @@ def test_errors_are_one_line_before_anything_is_done(place, argv, error):
     assert place.told() == [] and place.err.startswith("error: " + error) and place.err.count("\n") == 1
 
 
-def test_signed_labels_and_the_real_comparison(place):
-    """The labels begin with -, so do the names of their logs, and so do arguments of compare.py."""
+def test_signed_labels_and_exchange_reach_the_comparison(place):
+    """Signed labels and file names look like options of compare.py. --exchange is left out where one of its labels has
+    no finished run, because compare.py refuses such labels."""
+    argv = "1 --label long --exchange=short,long --label short --label x".split()
+    for bad, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
+        place.run(*argv, status=3, TRAIN=FAIL, BAD=bad)
+        assert place.options == options
     shutil.copy(ROOT / "records/compare.py", place.folder / "records")
     place.run("2", "--log_dir=.", "--label", "-a", "--label=+a", "--x=1")
     assert place.runs()[1] == ("+a", "1", "--log_dir=.", "--x=1")
     assert re.findall(r"^(\S+) +2  ", place.out, re.M)[:2] == ["-a", "+a"]
 
 
-def test_exchange_is_for_the_comparison(place):
-    """Where both its labels have finished runs, because compare.py refuses labels without runs."""
-    argv = "1 --label long --exchange=short,long --label short --label x".split()
-    for bad, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
-        place.run(*argv, status=3, TRAIN=FAIL, BAD=bad)
-        assert place.options == options
-
-
-def test_commands_with_repeat_in_the_readme(place):
-    """Each label trains something else, with knobs that exist."""
-    import train_gpt
-    commands = re.findall(r"^ *\./run\.sh --repeat .*$", (ROOT / "README.md").read_text(), re.M)
-    assert len(commands) > 1
-    for command in commands:
-        argv = shlex.split(command, comments=True)[2:]
-        runs, compared = place.run(*argv, CUDA_VISIBLE_DEVICES="0,1")
-        assert len(runs) == len(compared.split()) == int(argv[0]) * argv.count("--label") > 2
-        assert len({(run[0], *run[2:]) for run in runs}) == len({run[2:] for run in runs}) > 1
-        for label, seed, *arguments in runs[:2]:
-            config = train_gpt.parse_config([f"--run_label={label}", f"--seed={seed}", *arguments])
-            assert config.system.run_label == label
-
-
 # ---- Side by side ----------------------------------------------------------------------------------------------------
 
 
-def test_each_gpu_has_a_queue_of_its_own(place):
-    """At most one run at a time on each GPU, and as many at once as there are GPUs."""
-    place.run(*"4 --label a --parallel --label b".split(), CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2",
-              BEFORE="others(3)")
+def test_each_gpu_has_a_queue_and_caches_of_its_own(place):
+    """At most one run at a time on each GPU, and as many at once as there are GPUs. Labels with the same data get the
+    data once, before the runs."""
+    caches = dict(zip(NAMES[2:], ("/my/a", "/my/b")))
+    argv = "4 --label a --parallel --label b --train_files x --y=2".split()
+    place.run(*argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="others(3)", **caches)
+    assert [call.get("data") for call in place.told()[:3]] == [[], ["--train_files=x"], None]
+    assert {(call["CUDA_VISIBLE_DEVICES"], call["NPROC"]) for call in place.told("data")} == {("5", "1")}
     queues, starts = {}, {call["run"]: call["time"] for call in place.told("run")}
     for call in place.told("run"):
-        queues.setdefault(call["CUDA_VISIBLE_DEVICES"], []).append(call["run"])
-        assert call["NPROC"] == "1"
+        gpu = call["CUDA_VISIBLE_DEVICES"]
+        queues.setdefault(gpu, []).append(call["run"])
+        folder = {"5": "", "3": "/gpu1", "GPU-x": "/gpu2"}[gpu]
+        assert [call[name] for name in NAMES[1:]] == ["1", f"/my/a{folder}", f"/my/b{folder}"]
     assert queues == {"5": ["a.1", "b.2"], "3": ["b.1", "a.3", "a.4"], "GPU-x": ["a.2", "b.3", "b.4"]}
     ends = {call["end"]: call["time"] for call in place.told("end")}
     assert all(ends[one] < starts[other] for queue in queues.values() for one, other in zip(queue, queue[1:]))
@@ -240,31 +227,9 @@ def test_each_gpu_has_a_queue_of_its_own(place):
     title = "run.sh: b, run 3 of 4, seed 3, GPU GPU-x"
     told = [line for line in place.err.splitlines() if line.startswith(title)]
     assert told == [title, title + ": final_val_loss: 3.2, train_seconds: 7.5"] and place.err.count("\n") == 16
-
-
-def test_each_gpu_has_caches_of_its_own(place, monkeypatch):
-    """Within the folders of the environment, or the usual folders of torch and Triton. GPUs come from nvidia-smi."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-    from triton import knobs
-    for name in NAMES[2:]:
-        monkeypatch.delenv(name, raising=False)
-    usual = [default_cache_dir(), knobs.cache.dir]
-    place.env |= {name: os.environ[name] for name in ("TMPDIR", "LOGNAME", "USER", "TRITON_HOME") if name in os.environ}
+    # nvidia-smi lists the GPUs. No run starts without data.
     place.executable(place.folder.parent / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
-    for env, first in (dict(zip(NAMES[2:], ("/my/a", "/my/b"))), ["/my/a", "/my/b"]), ({}, usual):
-        place.run("1", "--label=a", "--label=b", "--parallel", **env)
-        calls = sorted(place.told("run"), key=lambda call: call["CUDA_VISIBLE_DEVICES"])
-        assert [[call[name] for name in ("CUDA_VISIBLE_DEVICES", *NAMES[2:])] for call in calls] == [
-            ["0", *(env.get(name) for name in NAMES[2:])], ["1", *(folder + "/gpu1" for folder in first)]]
-
-
-def test_data_is_there_before_runs_start_side_by_side(place):
-    """Labels with the same data get it once, as a run on one GPU does."""
-    argv = "2 --parallel --x=1 --label a --label b --train_files x --y=2 --label c".split()
-    place.run(*argv, CUDA_VISIBLE_DEVICES="1,2")
-    assert [call.get("data") for call in place.told()[:3]] == [[], ["--train_files=x"], None]
-    assert [(call["CUDA_VISIBLE_DEVICES"], call["NPROC"]) for call in place.told("data")] == 2 * [("1", "1")]
-    assert place.run(*argv, status=7, DATA_STATUS="7", CUDA_VISIBLE_DEVICES="1,2") == ([], "")
+    assert place.run(*argv, status=7, DATA_STATUS="7") == ([], "") and place.told()[0]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_failure_lets_the_others_finish(place):

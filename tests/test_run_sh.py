@@ -1,8 +1,6 @@
 """run.sh and .ci/run with a Python that records its arguments, so nothing is installed, fetched or trained.
 
-The stand-in runs only `-c` programs, with the real interpreter and a site folder that the test fills. So the search of
-run.sh for torch is the real one.
-"""
+The stand-in runs only `-c` programs, with the real interpreter and a site folder that the test fills."""
 
 import os
 import re
@@ -72,15 +70,13 @@ class Machine:
     def site(self, name: str, torch: str | None, packages=PACKAGES):
         site = self.folder / "sites" / name
         shutil.rmtree(site, ignore_errors=True)
-        for package in packages:
-            (site / package).mkdir(parents=True)
-            (site / package / "__init__.py").touch()
+        files = {f"{package}/__init__.py": "" for package in packages}
         if torch:
-            (site / "torch").mkdir(parents=True)
-            (site / "torch" / "__init__.py").write_text(TORCH)
-            info = site / f"torch-{torch}.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+            metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+            files |= {"torch/__init__.py": TORCH, f"torch-{torch}.dist-info/METADATA": metadata}
+        for path, text in files.items():
+            (site / path).parent.mkdir(parents=True)
+            (site / path).write_text(text)
 
     def run(self, *argv, status=0, cwd=None, **env) -> list[str]:
         """Runs run.sh; returns the calls of the stand-in, as `folder/python|argument|...`."""
@@ -106,7 +102,6 @@ def machine(tmp_path):
 STDLIB, FINEWEB = (f"system/python3|data/prepare.py|{name}" for name in ("stdlib", "fineweb"))
 IN_VENV = ".venv/python"
 VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements"]
-TEST = "-m|pytest|tests|-q|-n|auto|--dist|loadfile"
 
 
 def train(procs, *arguments, python="system/python3") -> str:
@@ -130,8 +125,7 @@ def test_gpus_decide_processes_and_preset(machine, count, procs, preset):
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
     """A second start only starts. It does not import torch, which takes seconds."""
     assert machine.run() == [STDLIB, train(1, "--preset=cpu")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert machine.threads() == str(cores)
+    assert machine.threads() == str(len(os.sched_getaffinity(0)))
     assert machine.run() == [train(1, "--preset=cpu")] and machine.err == ""
     assert not (machine.folder / "calls.imported").exists()
 
@@ -169,18 +163,19 @@ def test_arguments_arrive_unchanged_and_decide_preset_and_data(machine, count, a
 
 def test_data_that_is_there_is_not_prepared_again(machine):
     """An interrupted download goes on. Nothing is trained without data."""
-    assert machine.run(DATA_PATH="/somewhere") == [train(1, "--preset=cpu")]
+    start = train(1, "--preset=single")
+    assert machine.run(DATA_PATH="/somewhere", **gpus(1)) == [start]
     folder = machine.repo / "data" / "fineweb10B"
     folder.mkdir()
-    count = re.search(r"^FINEWEB_SHARDS = (\d+)", (ROOT / "data/prepare.py").read_text(), re.M)[1]
-    shards = [f"val_{0:06d}", *(f"train_{i:06d}" for i in range(1, int(count) + 1))]
+    count = int(re.search(r"^FINEWEB_SHARDS = (\d+)", (ROOT / "data/prepare.py").read_text(), re.M)[1])
+    shards = [folder / f"fineweb_val_{0:06d}.bin", *(folder / f"fineweb_train_{i + 1:06d}.bin" for i in range(count))]
     for shard in shards:
-        (folder / f"fineweb_{shard}.bin").touch()
-    assert machine.run(**gpus(1)) == [train(1, "--preset=single")]
+        shard.touch()
+    assert machine.run(**gpus(1)) == [start]
     for shard in shards[0], shards[-1]:
-        (folder / f"fineweb_{shard}.bin").unlink()
-        assert machine.run(**gpus(1)) == [FINEWEB, train(1, "--preset=single")]
-        (folder / f"fineweb_{shard}.bin").touch()
+        shard.unlink()
+        assert machine.run(**gpus(1)) == [FINEWEB, start]
+        shard.touch()
     python = machine.folder / "system" / "bin" / "python3"
     python.write_text(PYTHON.replace('"data/prepare.py stdlib") ', '"data/prepare.py stdlib") exit 7; '))
     assert machine.run(status=7) == [STDLIB]
@@ -193,8 +188,8 @@ def test_missing_packages_are_installed(machine):
     """Training needs numpy and triton, and goes on without the others."""
     machine.site("system", "2.11.0", ["numpy", "huggingface_hub", "triton"])
     pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements|"
-    missing = pip + "tiktoken|pytest|pytest-xdist"
-    assert machine.run("test", "-k", "a or b") == [missing, f"system/python3|{TEST}|-k|a or b"]
+    assert machine.run("test", "-k", "a or b") == [
+        pip + "tiktoken|pytest|pytest-xdist", "system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"]
     assert machine.run(PIP_STATUS="1") == [pip + "tiktoken", STDLIB, train(1, "--preset=cpu")]
     assert "could not install tiktoken; going on without" in machine.err
     machine.site("system", "2.13.0", ["tiktoken", "huggingface_hub", "triton"])
@@ -205,20 +200,16 @@ def test_missing_packages_are_installed(machine):
 def test_without_a_recent_torch_a_venv_is_made_once(machine):
     machine.site("system", "2.10.1")
     machine.site("dotvenv", "2.13.0")
+    start = train(1, "--preset=cpu", python=IN_VENV)
     assert machine.run(PIP_STATUS="1", status=1) == VENV
     assert machine.err.splitlines()[-1].startswith("run.sh: could not install requirements.txt into .venv")
-    assert machine.run() == [*VENV, f"{IN_VENV}|data/prepare.py|stdlib", train(1, "--preset=cpu", python=IN_VENV)]
-    assert "torch older than 2.11" in machine.err
-    assert machine.run() == [train(1, "--preset=cpu", python=IN_VENV)]
+    assert machine.run() == [*VENV, f"{IN_VENV}|data/prepare.py|stdlib", start]
+    assert "torch older than 2.11" in machine.err and machine.run() == [start]
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("# changed\n")
-    assert machine.run() == [*VENV, train(1, "--preset=cpu", python=IN_VENV)]
-
-
-@pytest.mark.parametrize("torch", ["2.11.0", "2.15.0a0+git1234", "3.0.1"])
-def test_a_recent_torch_is_used_as_it_is(machine, torch):
-    machine.site("system", torch)
-    assert machine.run("--train_files=x") == [train(1, "--preset=cpu", "--train_files=x")]
+    assert machine.run() == [*VENV, start]
+    machine.site("system", "3.0.1")
+    assert machine.run() == [train(1, "--preset=cpu")]  # a recent torch is used as it is
 
 
 def test_a_missing_python_is_named(machine):
@@ -243,42 +234,29 @@ def test_an_active_virtualenv(machine, virtualenv):
     """It comes first. Without torch it gets the requirements, with an old torch it stays as it is."""
     machine.site("active", None, [])
     python = "active env/python"
-    pip = f"{python}|-m|pip|install|-r|requirements"
+    pip, start = f"{python}|-m|pip|install|-r|requirements", train(1, "--preset=cpu", python=python)
     assert machine.run(PIP_STATUS="1", status=1, **virtualenv) == [pip]
     assert "could not install requirements.txt into" in machine.err
-    assert machine.run(DATA_PATH="/x", **virtualenv) == [pip, train(1, "--preset=cpu", python=python)]
+    assert machine.run(DATA_PATH="/x", **virtualenv) == [pip, start]
     machine.site("active", "2.12.0")
-    assert machine.run(**virtualenv)[-1] == train(1, "--preset=cpu", python=python)
-    assert not (machine.repo / ".venv").exists()
-    machine.site("active", "2.4.0"), machine.site("system", None), machine.site("dotvenv", "2.13.0")
-    calls = machine.run(**virtualenv)
-    assert calls == [f"{python}|-m|venv|.venv", VENV[1], train(1, "--preset=cpu", python=IN_VENV)]
+    assert machine.run(DATA_PATH="/x", **virtualenv) == [start] and not (machine.repo / ".venv").exists()
+    machine.site("active", "2.4.0")
+    machine.site("system", None)
+    machine.site("dotvenv", "2.13.0")
+    assert machine.run(DATA_PATH="/x", **virtualenv) == [
+        f"{python}|-m|venv|.venv", VENV[1], train(1, "--preset=cpu", python=IN_VENV)]
     assert "active env/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
 
 
-def test_a_gpu_gets_the_versions_that_were_measured(machine, virtualenv):
-    """Also a GPU that comes later, in an active virtualenv, and where packages are missing."""
+def test_a_gpu_gets_the_versions_that_were_measured(machine):
     log = next(ROOT.glob("records/2026-11-21_h100/*.txt")).read_text()
     measured = dict(re.findall(r"^Running (?:Py)?([Tt]orch|Triton) (?:version )?([\d.]+)", log.lower(), re.M | re.I))
-
-    def installed(**env):
-        file = machine.folder / "calls.installed"
-        file.unlink(missing_ok=True)
-        machine.run("--preset=cpu", **env)
-        lines = re.findall(r"^([\w-]+)==([\d.]+)", file.read_text(), re.M) if file.exists() else ()
-        assert not lines or {"torch", *PACKAGES} == {name.replace("pytest-", "") for name, _ in lines}
-        return {name: version for name, version in lines if name in measured}
-
-    machine.site("system", None), machine.site("dotvenv", "2.11.0")
-    usual = installed()
-    assert usual.keys() == measured.keys() and usual.items().isdisjoint(measured.items())
-    assert installed(SMI_GPUS="1") == measured and installed(SMI_GPUS="2") == {}
-    (machine.folder / "nvidia0").touch()
-    assert installed() == {}
-    machine.site("active", None)
-    assert installed(**virtualenv) == measured
-    machine.site("active", "2.12.0", ["numpy", "triton"])
-    assert installed(**virtualenv) == measured
+    machine.site("system", None)
+    machine.site("dotvenv", "2.11.0")
+    for gpu in "0", "1":
+        machine.run("--preset=cpu", SMI_GPUS=gpu)
+        installed = dict(re.findall(r"^([\w-]+)==([\d.]+)", (machine.folder / "calls.installed").read_text(), re.M))
+        assert [installed[name] == measured[name] for name in ("torch", "triton")] == [gpu == "1"] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,32 +275,28 @@ def test_repeated_runs_are_runs_of_their_own(machine):
 
 
 def test_runs_side_by_side_find_the_data_there(machine):
-    argv = "--repeat", "1", "--label", "a", "--parallel", "--label", "b"
+    argv = "--repeat 1 --label a --parallel --label b".split()
     _, first, *runs = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
     assert first == STDLIB and sorted(runs) == [
         train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"]
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == []
 
 
-def test_rerun_gets_the_arguments_after_it(machine):
+def test_rerun_and_help(machine):
     for argv in ["--rerun", "logs/my log.txt", "--x=1"], ["--rerun=logs/my log.txt", "--x=1"]:
         assert machine.run(*argv, SMI_GPUS="1") == ["system/python3|records/rerun.py|logs/my log.txt|--x=1"]
-
-
-def test_help_does_nothing_else(machine):
     machine.site("system", None)
     assert machine.run("--help") == [] and "./run.sh test" in machine.out and "NPROC=" in machine.out
 
 
 def test_it_works_from_any_folder(machine, tmp_path):
     """And finds a Python of either name: here python3 has no torch, and python has."""
-    (tmp_path / "other").mkdir()
     machine.site("active", None)
-    machine.executable(machine.folder / "active" / "bin" / "python3", PYTHON)
-    (machine.folder / "system" / "bin" / "python3").unlink()
-    env = {"PATH": f"{machine.folder}/active/bin:{machine.env['PATH']}", "CDPATH": str(machine.folder)}
-    assert machine.run(cwd=tmp_path / "other", **env)[-1] == train(1, "--preset=cpu", python="system/python")
-    assert (machine.repo / "data" / "stdlib").is_dir() and not (tmp_path / "other" / "data").exists()
+    machine.executable(tmp_path / "active/bin/python3", PYTHON)
+    (tmp_path / "system/bin/python3").unlink()
+    env = {"PATH": f"{tmp_path}/active/bin:{machine.env['PATH']}", "CDPATH": str(tmp_path)}
+    assert machine.run(cwd=tmp_path / "active", **env)[-1] == train(1, "--preset=cpu", python="system/python")
+    assert (machine.repo / "data" / "stdlib").is_dir() and not (tmp_path / "active" / "data").exists()
 
 
 @pytest.mark.parametrize("line, status, good", [
@@ -332,9 +306,7 @@ def test_ci_fails_unless_every_run_ends_with_a_loss(machine, line, status, good)
     calls = machine.folder / "ci calls"
     machine.executable(machine.repo / "run.sh", f"""#!/bin/bash
 echo "${{NPROC:-}} $1" >>"{calls}"
-[ "$1" = test ] && exit
-echo "step: 3\n{line}\npeak_memory: 3"
-exit {status}
+[ "$1" = test ] || {{ echo "step: 3\n{line}\npeak_memory: 3"; exit {status}; }}
 """)
     machine.executable(machine.repo / ".ci" / "run", (ROOT / ".ci" / "run").read_text())
     done = subprocess.run([str(machine.repo / ".ci" / "run")], env=machine.env, cwd=machine.folder, capture_output=True)
