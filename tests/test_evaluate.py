@@ -205,7 +205,7 @@ NO_EXAMPLE = "line 2: not an example with ctx, four endings and label"
     ("--sample=CKPT --model_dim=96", "other weights: .*embed"),
     ("CKPT --helaswag=x", "the nearest is --hellaswag"), ("CKPT --hellaswag=none", "cannot read none: No such"),
     ("CKPT --hellaswag=empty", "empty: no examples"), ("CKPT --hellaswag=binary", "cannot read binary: not text"),
-    ("CKPT --hellaswag=long", "an example has 2007 tokens: --val_batch_tokens=1536"),
+    ("CKPT --hellaswag=long", "an example has 2007 tokens: --val_batch_tokens=768"),
     *((f"CKPT --hellaswag=line{i}", NO_EXAMPLE) for i in range(4)), ("CKPT --export=empty/x", "cannot write empty/x"),
     ("CKPT --val_files=none_*.bin --validate=true", "no files match .*none_")])
 def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, message):
