@@ -113,28 +113,22 @@ CASES = [
     (1, 2, 16, borders(1), (0, 3)),
     (131, 1, 16, borders(0, 3, 0, 0, 128), (34, 90)),  # empty documents; rows that see a border and a whole window
 ]
-
-
-@pytest.mark.parametrize("dtype", [FP32, bf16])
-@pytest.mark.parametrize("N, H, d, cu, windows", CASES)
-def test_attention(N, H, d, cu, windows, device, dtype):
-    cu = cu.to(device)
-    for window in windows:
-        x = inputs(N, H, d, device, dtype)
-        check(x, cu, window, oracle(*x, cu, window), cancelled(*x, cu, window))
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("N, H, d, cu, windows", [
+WIDE_CASES = [
     (1000, 6, 128, borders(1, 299, 84, 128, 1, 63, 64, 360), (0, 1, 63, 64, 65, 128, 200, 5000)),
     (769, 3, 128, borders(769), (126, 128, 384, 1000)),
     (500, 1, 128, borders(2, 498), (126, 1000)),
     (640, 1, 64, borders(128, 256, 128, 128), (64, 128)),
     (333, 6, 32, borders(*[1] * 133, 200), (7, 100)),
-])
-def test_attention_wide(N, H, d, cu, windows, device, dtype):
-    test_attention(N, H, d, cu, windows, device, dtype)
+]
+
+
+@pytest.mark.parametrize("dtype", [FP32, bf16])
+@pytest.mark.parametrize("N, H, d, cu, windows", [*CASES, *[pytest.param(*case, marks=gpu) for case in WIDE_CASES]])
+def test_attention(N, H, d, cu, windows, device, dtype):
+    cu = cu.to(device)
+    for window in windows:
+        x = inputs(N, H, d, device, dtype)
+        check(x, cu, window, oracle(*x, cu, window), cancelled(*x, cu, window))
 
 
 @gpu

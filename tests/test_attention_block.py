@@ -52,7 +52,15 @@ def plain(qkv, table, ve, gate, paired, offset, grads, dtype):
     return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, [g.to(dtype) for g in grads])
 
 
-def check(N, H, d, D, kind, device, dtype):
+def only_gpu(*values):
+    return pytest.param(*values, BF16, marks=gpu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("N, H, d, D, dtype", [  # a program takes tiles of 32 tokens and 32 of D
+    (1, 2, 16, 8, FP32), (2, 2, 16, 20, FP32), (37, 6, 16, 40, FP32),
+    only_gpu(129, 2, 64, 72), *[only_gpu(N, 6, 128, 768) for N in (1, 1003, 49152)]])
+def test_project(N, H, d, D, kind, device, dtype):
     paired, offset, value = KINDS[kind]
     x, weight, table, ve, gate = inputs(N, H, d, D, value, device, dtype)
     qkv, rstd = tk.project(x, weight, table, ve, gate, paired, offset)
@@ -82,20 +90,6 @@ def check(N, H, d, D, kind, device, dtype):
     assert torch.equal(again, dqkv) and (not value or all(map(torch.equal, more, (dve, dgate))))
     qkv_again, rstd_again = tk.project(x, weight, table, ve, gate, paired, offset)
     assert torch.equal(qkv_again[:, :N], qkv[:, :N]) and torch.equal(rstd_again, rstd)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-# A program takes tiles of 32 tokens and 32 of D.
-@pytest.mark.parametrize("N, H, d, D", [(1, 2, 16, 8), (2, 2, 16, 20), (37, 6, 16, 40)])
-def test_project(N, H, d, D, kind, device):
-    check(N, H, d, D, kind, device, FP32)
-
-
-@gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("N, H, d, D", [(1, 6, 128, 768), (129, 2, 64, 72), (1003, 6, 128, 768), (49152, 6, 128, 768)])
-def test_project_bf16(N, H, d, D, kind, device):
-    check(N, H, d, D, kind, device, BF16)
 
 
 def test_rows_of_the_offset(device):
@@ -134,7 +128,12 @@ def plain_gates(args, paired, grads, dtype):
     return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, grads, materialize_grads=True)
 
 
-def check_gates(N, H, d, D, C, paired, value, device, dtype):
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("N, H, d, D, C, dtype", [  # a program takes 128 tokens
+    (1, 2, 16, 12, 12, FP32), (130, 3, 16, 20, 4, FP32), (261, 6, 16, 40, 12, FP32),
+    *[only_gpu(N, 6, 128, 768, 12) for N in (1, 129, 1003, 49152)]])
+def test_gates(N, H, d, D, C, paired, value, device, dtype):
     x, _, _, ve, _ = inputs(N, H, d, D, value, device, dtype)
     args = x, ve, *gate_weights(H, C, value, device, dtype)
     gates = tk.head_gates(*args, paired)
@@ -163,22 +162,6 @@ def check_gates(N, H, d, D, C, paired, value, device, dtype):
     for was, total, ref, grad64, seen in zip(before, after, ref_grads, grads64, (C, 0 if paired else C // 2)):
         assert torch.equal(total[:, seen:], was[:, seen:])
         oracles.assert_as_good(total, was + ref, was.double() + grad64, "sum", worst_ref=12)
-
-
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("N, H, d, D, C", [(1, 2, 16, 12, 12), (130, 3, 16, 20, 4), (261, 6, 16, 40, 12)])
-def test_gates(N, H, d, D, C, paired, value, device):
-    """A program takes 128 tokens."""
-    check_gates(N, H, d, D, C, paired, value, device, FP32)
-
-
-@gpu
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("N", [1, 129, 1003, 49152])
-def test_gates_bf16(N, paired, value, device):
-    check_gates(N, 6, 128, 768, 12, paired, value, device, BF16)
 
 
 def block_inputs(N, H, d, D, kind, device, dtype):
