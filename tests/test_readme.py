@@ -1,4 +1,4 @@
-"""Every command of the READMEs is parsed or executed, the worked examples train; knobs, messages, links, paths exist."""
+"""Every command of the READMEs is parsed or executed, the worked examples train; knobs, messages and paths exist."""
 
 import json
 import os
@@ -119,12 +119,10 @@ def parse_docker(argv):
     edit = re.search(r"sed ('.*?') requirements.txt", (ROOT / "run.sh").read_text())[1]  # takes the versions for a GPU
     assert steps["RUN"].startswith(f"sed -i {edit} /tmp/requirements.txt && pip install ")
     assert any(command.startswith(f"sed {edit} ") for command in COMMANDS)
-    if argv[0] == "run":
+    if argv != ["build", "-t", "gpt-speedrun", "."]:
         image = argv.index("gpt-speedrun")
-        assert argv[image - 2:image] == ["-v", "$PWD:" + steps["WORKDIR"]]
+        assert argv[0] == "run" and argv[image - 2:image] == ["-v", "$PWD:" + steps["WORKDIR"]]
         assert shlex.join(argv[image + 1:] or json.loads(steps["CMD"])) in COMMANDS
-    else:
-        assert argv == ["build", "-t", "gpt-speedrun", "."]
 
 
 PARSERS = {
@@ -167,23 +165,18 @@ def execute(command, corpus, *more, cwd=ROOT, **env):
     return done.stdout
 
 
-def test_output_of_a_run(corpus, tmp_path):
-    """A small run prints the lines that the README shows."""
-    out = execute("python train_gpt.py --preset=cpu", corpus, *SMALL, "--scheduled_steps=3", "--extension_steps=0",
+def test_output(corpus, tmp_path):
+    """A small run prints the lines that the README shows; --check prints the rows of its table."""
+    def parts(text, first):
+        line = re.sub(r"\d[\d.]*", "0", re.search(first, text, re.M)[0])
+        return line, re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b|^(\S[\w ]*?) *\|", text, re.M)
+
+    run = execute("python train_gpt.py --preset=cpu", corpus, *SMALL, "--scheduled_steps=3", "--extension_steps=0",
                   "--stage1.batch_tokens=1024", f"--log_dir={tmp_path}")
-    shown = code(README, "text")[0]
-    keys = [re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b", text, re.M) for text in (out, shown)]
-    assert keys[0] == keys[1] and len(keys[0]) > 10
-    lines = [re.sub(r"\d[\d.]*", "0", re.search(r"^step:.*val_loss.*$", text, re.M)[0]) for text in (out, shown)]
-    assert lines[0] == lines[1]
-
-
-def test_output_of_check(corpus):
-    """The table has the rows that the README shows."""
-    out = execute("python train_gpt.py --preset=cpu --check", corpus, "--val_tokens=1024", "--val_batch_tokens=512")
-    shown = next(block for block in code(README, "text") if block.startswith("what "))
-    titles = [[text.splitlines()[0], *re.findall(r"^(\S[\w ]*?) *\|", text, re.M)] for text in (out, shown)]
-    assert titles[0] == titles[1] and len(titles[0]) > 8
+    check = execute("python train_gpt.py --preset=cpu --check", corpus, "--val_tokens=1024", "--val_batch_tokens=512")
+    table = next(block for block in code(README, "text") if block.startswith("what "))
+    for out, shown, first in (run, code(README, "text")[0], r"^step:.*val_loss.*$"), (check, table, r"\A.*"):
+        assert parts(out, first) == parts(shown, first) and len(parts(shown, first)[1]) > 8
 
 
 def test_caches(tmp_path):
@@ -272,8 +265,7 @@ def test_messages_are_those_of_the_sources():
     section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
     messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
     files = [path for folder in (".", "data", "records") for path in (ROOT / folder).glob("*.py")]
-    sources = "".join(path.read_text() for path in [*files, ROOT / "run.sh"])
-    sources = re.sub(r'"\s*f?"', "", sources)  # joins the parts of a message
+    sources = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in [*files, ROOT / "run.sh"]))  # joins parts
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
 
 
