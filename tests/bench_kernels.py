@@ -15,6 +15,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +56,11 @@ class Case(NamedTuple):
 def needs(name, *sizes):
     """Minimal operations and bytes of this operation, as arguments of Case."""
     return dict(zip(("bf16", "bytes"), WORK[name][1](*sizes)))
+
+
+def case(name, shape, args, sizes, peers={}, calls=0):
+    """The case of the function `name` of triton_kernels.py with these arguments and the work of these sizes."""
+    return Case(name, shape, partial(getattr(tk, name), *args), peers, **needs(name, *sizes), calls=calls)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -112,35 +118,28 @@ def muon_cases():
             X, P, Q = rand(n, height, D), rand(n, D, D), rand(n, D, D)
             P = P + P.mT
             shape, square = f"{n}x{height}x{D}", f"{n}x{D}x{D}"
-            name, gram, dense = ("XXT", tk.XXT, lambda X=X, Q=Q: torch.bmm(X, X.mT, out=Q)) if height == D else (
-                "XTX", tk.XTX, lambda X=X, Q=Q: torch.bmm(X.mT, X, out=Q))
-            yield Case(name, shape, lambda X=X, Q=Q, gram=gram: gram(X, Q), {"bmm": dense}, **needs(name, n, D, height),
-                       calls=5 * on_one)
-            yield Case("ba_plus_cAA", square, lambda P=P, Q=Q: tk.ba_plus_cAA(P, 0.5, -2.0, Q, 3.0),
-                       {"baddbmm": lambda P=P: torch.baddbmm(P, P, P, beta=-2.0, alpha=0.5)},
-                       **needs("ba_plus_cAA", n, D), calls=5 * on_one)
-            yield Case("X Q (library)", shape, lambda X=X, Q=Q: X @ Q,
-                       {"aX + XQ": lambda X=X, Q=Q: torch.baddbmm(X, X, Q, beta=3.0)},
+            name, factors = ("XXT", (X, X.mT)) if height == D else ("XTX", (X.mT, X))
+            yield case(name, shape, (X, Q), (n, D, height), {"bmm": partial(torch.bmm, *factors, out=Q)}, 5 * on_one)
+            yield case("ba_plus_cAA", square, (P, 0.5, -2.0, Q, 3.0), (n, D),
+                       {"baddbmm": partial(torch.baddbmm, P, P, P, beta=-2.0, alpha=0.5)}, 5 * on_one)
+            yield Case("X Q (library)", shape, partial(torch.matmul, X, Q),
+                       {"aX + XQ": partial(torch.baddbmm, X, X, Q, beta=3.0)},
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
             momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
-            yield Case("fused_momentum", shape, lambda X=X, m=momentum: tk.fused_momentum(X, m, 0.95, 1.02),
-                       **needs("fused_momentum", size), calls=on_one)
+            yield case("fused_momentum", shape, (X, momentum, 0.95, 1.02), (size,), calls=on_one)
             p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
             v, matrix_lr = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
             tail = (p, mantissa, v, X, 1e-3, matrix_lr, 0.1, 0.95)
             compiled = torch.compile(tk.normuon_tail_ref, dynamic=False)
-            yield Case("normuon_tail", shape, lambda a=tail: tk.normuon_tail(*a),
-                       {"compiled": lambda a=tail, f=compiled: f(*a)}, **needs("normuon_tail", size), calls=on_one)
+            yield case("normuon_tail", shape, tail, (size,), {"compiled": partial(compiled, *tail)}, on_one)
 
 
 def transpose_cases():
     src, dst = rand(D, V), rand(V, D)
     for sms, where, calls in (None, "all SMs", 0.5), (16, "16 SMs", 0):
         peers = [{"copy_": lambda: dst.copy_(src.mT)}, {"add_": lambda: src.add_(dst.mT)}] if sms is None else [{}, {}]
-        yield Case("transpose_copy", f"{D}x{V}, {where}", lambda sms=sms: tk.transpose_copy(src, dst, sms), peers[0],
-                   **needs("transpose_copy", D * V), calls=calls)
-        yield Case("transpose_add", f"{V}x{D}, {where}", lambda sms=sms: tk.transpose_add(dst, src, sms), peers[1],
-                   **needs("transpose_add", D * V), calls=calls)
+        yield case("transpose_copy", f"{D}x{V}, {where}", (src, dst, sms), (D * V,), peers[0], calls)
+        yield case("transpose_add", f"{V}x{D}, {where}", (dst, src, sms), (D * V,), peers[1], calls)
 
 
 def documents(n, longest, seed=0):
@@ -195,15 +194,12 @@ def attention_cases():
             peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS else {}
             if PEERS and N == TOKENS[0]:
                 peers["Flex"] = flex(q, k, v, dy, start, window)
-            pairs = heads * seen_pairs(np.diff(cu.tolist()), window)
+            sizes = tokens, D, HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
             shape = f"{N}, {heads} heads, window {window}"
             calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:2] == (paired, long))
-            yield Case("attend", shape, lambda a=args: tk.attend(*a), {name: peer[0] for name, peer in peers.items()},
-                       **needs("attend", tokens, D, HEAD, pairs), calls=calls)
-            back = dy, *args[:4], y, lse, *args[4:]
-            yield Case("attend_backward", shape, lambda a=back: tk.attend_backward(*a),
-                       {name: peer[1] for name, peer in peers.items()},
-                       **needs("attend_backward", tokens, D, HEAD, pairs), calls=calls)
+            forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
+            yield case("attend", shape, args, sizes, forward, calls)
+            yield case("attend_backward", shape, (dy, *args[:4], y, lse, *args[4:]), sizes, backward, calls)
 
 
 def block_cases():
@@ -218,19 +214,16 @@ def block_cases():
             shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
             args = (x, weight, rotary, *values, paired, offset)
             qkv, rstd = tk.project(*args)
-            yield Case("project", shape, lambda a=args: tk.project(*a), {"GEMM alone": lambda x=x, W=weight: x @ W.t()},
-                       **needs("project", N, D, value), calls=MICRO * layers)
+            yield case("project", shape, args, (N, D, value), {"GEMM alone": partial(F.linear, x, weight)},
+                       MICRO * layers)
             back = *grads[:2], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *values, paired, offset, dqkv
-            yield Case("project_backward", shape, lambda a=back: tk.project_backward(*a),
-                       **needs("project_backward", N, D, value, paired), calls=MICRO * layers)
+            yield case("project_backward", shape, back, (N, D, value, paired), calls=MICRO * layers)
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
-            yield Case("head_gates", shape, lambda a=args: tk.head_gates(*a),
-                       {"torch": lambda a=args: tk.head_gates_ref(*a)},
-                       **needs("head_gates", N, channels, H * len(gates)), calls=MICRO * layers)
+            sizes, peers = (N, channels, H * len(gates)), {"torch": partial(tk.head_gates_ref, *args)}
+            yield case("head_gates", shape, args, sizes, peers, MICRO * layers)
             back = gates[0], gates[-1], gates, *args, torch.zeros_like(x), torch.zeros_like(ve) if value else None
-            yield Case("head_gates_backward", shape, lambda a=back: tk.head_gates_backward(*a),
-                       **needs("head_gates_backward", N, channels, H * len(gates)), calls=MICRO * layers)
+            yield case("head_gates_backward", shape, back, sizes, calls=MICRO * layers)
 
 
 def mlp_cases():
@@ -240,13 +233,13 @@ def mlp_cases():
         square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
         derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
         work = dict(needs("mlp", N, D), calls=MICRO * len(CONFIG.model.layers))
-        yield Case("mlp: relu(x W1ᵀ)²", str(N), lambda x=x, W=W1: tk._relu_square(x, W), {
-            "GEMM alone": lambda x=x, W=W1: x @ W.t(), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
-        yield Case("mlp: dpre", str(N), lambda g=g, W=W2, p=post: tk._relu_square(g, W, p), {
+        yield Case("mlp: relu(x W1ᵀ)²", str(N), partial(tk._relu_square, x, W1), {
+            "GEMM alone": partial(F.linear, x, W1), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
+        yield Case("mlp: dpre", str(N), partial(tk._relu_square, g, W2, post), {
             "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
             **(work | needs("mlp_backward", N, D)))
-        yield Case("mlp: post W2 (library)", str(N), lambda p=post, W=W2: p @ W, **work)
-        yield Case("mlp: postᵀ g (library)", str(N), lambda p=post, g=g: p.t() @ g, **work)
+        yield Case("mlp: post W2 (library)", str(N), partial(torch.matmul, post, W2), **work)
+        yield Case("mlp: postᵀ g (library)", str(N), partial(torch.matmul, post.t(), g), **work)
 
 
 def head_cases():
@@ -254,23 +247,20 @@ def head_cases():
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
-    yield Case("quantise", f"{D}x{V}", lambda: tk.quantise(weight.detach(), tk.W_SCALE), **needs("quantise", D * V),
-               calls=0.5)
+    yield case("quantise", f"{D}x{V}", (weight.detach(), tk.W_SCALE), (D * V,), calls=0.5)
     for N, stage in zip(TOKENS, STAGES):
         h = rand(N, D).requires_grad_()
         targets, w = torch.randint(V, (N,), device=DEVICE), weights[:len(stage.mtp_start)]
         rows = min(N, head.block)
         logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
         args = logits, tk.multi_token_targets(targets, len(w))[:rows], w, 0.1, 0.001, grad
-        yield Case("cross_entropy", f"{rows} rows of {N}", lambda a=args: tk.cross_entropy(*a),
-                   {"compiled": lambda a=args: plain(*a)},
-                   **needs("cross_entropy", rows, V, True), calls=MICRO * N / rows)
-        yield Case("quantise", f"{N}x{D}", lambda h=h: tk.quantise(h.detach(), tk.X_SCALE), **needs("quantise", N * D),
-                   calls=MICRO)
+        yield case("cross_entropy", f"{rows} rows of {N}", args, (rows, V, True), {"compiled": partial(plain, *args)},
+                   MICRO * N / rows)
+        yield case("quantise", f"{N}x{D}", (h.detach(), tk.X_SCALE), (N * D,), calls=MICRO)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
-        yield Case("transpose_copy", f"{N}x{V} bytes", lambda c=codes, t=turned: tk.transpose_copy(c, t),
-                   {"copy_": lambda c=codes, t=turned: t.copy_(c.mT)}, **needs("transpose_bytes", N * V), calls=MICRO)
+        yield Case("transpose_copy", f"{N}x{V} bytes", partial(tk.transpose_copy, codes, turned),
+                   {"copy_": partial(turned.copy_, codes.mT)}, **needs("transpose_bytes", N * V), calls=MICRO)
 
         def whole(h=h, targets=targets, w=w):
             weight.grad = h.grad = None
@@ -286,9 +276,9 @@ def embedding_cases():
             sorted_ids = tk.SortedIds((ids * 7919) % rows if name == "bigram" else ids)
             grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
             sorted_ids.pieces  # sorts outside the timing
-            yield Case("embedding_grad", f"{name}, {N}", lambda a=(grad, sorted_ids, upstream): tk.embedding_grad(*a), {
-                "dense": lambda a=(grad, sorted_ids, upstream): tk.embedding_grad_ref(*a)},
-                **needs("embedding_grad", N, D, sorted_ids.ids.unique().numel()), calls=calls)
+            args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
+            yield case("embedding_grad", f"{name}, {N}", args, sizes,
+                       {"dense": partial(tk.embedding_grad_ref, *args)}, calls)
 
 
 def replayed(run):

@@ -9,6 +9,7 @@ Letters: N tokens, D width, H heads, d = D/H head width, F = 4D, V padded vocabu
 import math
 
 import numpy as np
+import pytest
 import torch
 
 RMS_EPS = 2.0 ** -23
@@ -56,12 +57,9 @@ def yarn(freqs, scale, W_old, W_new):
 def bigram_hash(tokens, rows):
     """Bigram table row of every token, as a list of Python ints; rows is the size of the table."""
     M = rows - 1
-    out = []
-    for t in range(len(tokens)):
-        if t == 0:
-            out.append(M)
-            continue
-        a, b = 36313 * int(tokens[t]), 27191 * int(tokens[t - 1])
+    out = [M]
+    for before, current in zip(tokens[:-1], tokens[1:]):
+        a, b = 36313 * int(current), 27191 * int(before)
         assert max(a, b) < 2 ** 31, "token id outside the range for which int32 products are exact"
         out.append((a ^ b) % M)
     return out
@@ -231,19 +229,15 @@ def mtp_losses(z, targets, weights):
     return loss
 
 
-def model_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, mtp_weights, loss_scale, H,
-               lambda_dtype=None):
-    """Without FP8: (loss_scale * sum_t loss_t, softcapped logits (N, V)); differentiable in every parameter."""
-    h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
-                     lambda_dtype=lambda_dtype)
-    z = softcapped_logits(params, h)
+def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale, **settings):
+    """Without FP8: (loss_scale * sum_t loss_t, softcapped logits (N, V)); settings as for model_hidden()."""
+    z = softcapped_logits(params, model_hidden(params, tok, cu, bigram_rows, **settings))
     return loss_scale * mtp_losses(z, targets, mtp_weights).sum(), z
 
 
-def validation_loss(params, tok, targets, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
-    """Plain mean cross-entropy of the next token."""
-    h = model_hidden(params, tok, cu, bigram_rows, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H,
-                     lambda_dtype=lambda_dtype)
+def validation_loss(params, tok, targets, cu, bigram_rows, **settings):
+    """Plain mean cross-entropy of the next token; settings as for model_hidden()."""
+    h = model_hidden(params, tok, cu, bigram_rows, **settings)
     return mtp_losses(softcapped_logits(params, h), targets, [1.0]).mean()
 
 
@@ -312,28 +306,20 @@ def cu_seqlens(lengths, n, K):
     assert sum(lengths) == n + 1
     if len(lengths) >= K:
         raise ValueError(f"{len(lengths)} documents do not fit into {K} cumulative lengths")
-    cu = [0]
-    for length in lengths:
-        cu.append(cu[-1] + length)
+    cu = [0, *np.cumsum(lengths)]
     cu[-1] -= 1
-    while len(cu) < K:
-        cu.append(n)
-    return np.array(cu, dtype=np.int32)
+    return np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
 
 
 def validation_piece(tokens, pos, n, sep, K):
     """(inputs, targets, cu) of the n tokens from pos on; cu is 0, the position of every separator, and n as padding."""
     inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
     assert len(targets) == n
-    cu = [0]
-    for p, x in enumerate(inputs.tolist()):
-        if x == sep:
-            cu.append(p)
+    cu = [0] + [p for p, x in enumerate(inputs.tolist()) if x == sep]
     if len(cu) >= K:  # at least one n must follow
         raise ValueError(f"{len(cu)} segments do not fit into {K} cumulative lengths")
-    while len(cu) < K:
-        cu.append(n)
-    return inputs.astype(np.int32), targets.astype(np.int64), np.array(cu, dtype=np.int32)
+    cu = np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
+    return inputs.astype(np.int32), targets.astype(np.int64), cu
 
 
 # -------------------------------------------------------------------------------------------- optimizer
@@ -377,13 +363,8 @@ NORMUON_TABLE = {
 }
 
 
-def polar_normalise(X):
-    """Every matrix of X (..., R, C) divided by 1.02 times its Frobenius norm (plus 1e-6)."""
-    return X / (1.02 * torch.sqrt((X * X).sum((-2, -1), keepdim=True)) + 1e-6)
-
-
 def polar_express(X):
-    """Five iterations on X (..., R, C), the result of polar_normalise()."""
+    """Five iterations on X (..., R, C), whose Frobenius norms are below 1."""
     wide = X.shape[-2] <= X.shape[-1]
     for a, b, c in POLAR:
         P = X @ X.mT if wide else X.mT @ X
@@ -392,31 +373,16 @@ def polar_express(X):
     return X
 
 
-def polar_sign_svd(X):
-    """The exact factor that polar_express() approximates: U V^T of X = U diag(sigma) V^T."""
-    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
-    return U @ Vh
-
-
-def normuon_state(w):
-    """State of a bank chunk with master weights w (c, R, C); normuon_step() updates w in place."""
-    c, R, C = w.shape
-    return dict(w=w, m=torch.zeros_like(w), v=w.new_zeros((c, R, 1) if R >= C else (c, 1, C)))
-
-
 def normuon_step(state, g, mu, lrs, wd):
-    """One step of a bank chunk g (c, R, C), lrs one rate per matrix, wd = lambda; returns y after step 4."""
+    """One step of master weights w (c, R, C), in place; R >= C, lrs one rate per matrix, wd = lambda."""
     w, m, v = state["w"], state["m"], state["v"]
-    c, R, C = w.shape
-    g = g.to(w.dtype)
-    lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(c, 1, 1)
+    lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(-1, 1, 1)
     # 1-3
     m.copy_(m + (1 - mu) * (g - m))
     u = g + mu * (m - g)
-    y = polar_express(polar_normalise(u))
+    y = polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
     # 4
-    axis, n = (2, C) if R >= C else (1, R)
-    q = (y * y).mean(axis, keepdim=True)
+    q, n = (y * y).mean(2, keepdim=True), w.shape[2]
     norm = torch.sqrt(n * q.sum((1, 2), keepdim=True))
     v.copy_(v + (1 - NORMUON_BETA2) * (q - v))
     r = 1 / torch.sqrt(v.clamp(min=1e-10))
@@ -425,7 +391,6 @@ def normuon_step(state, g, mu, lrs, wd):
     # 5
     keep = (y * w >= 0).to(w.dtype)
     w.copy_(w - keep * w * wd * lrs - y * lrs)
-    return y
 
 
 def split_master(w):
@@ -434,29 +399,17 @@ def split_master(w):
     return (bits >> np.uint32(16)).astype(np.uint16), (bits & np.uint32(0xFFFF)).astype(np.uint16)
 
 
-def join_master(upper, lower):
-    """Inverse of split_master()."""
-    return ((upper.astype(np.uint32) << np.uint32(16)) | lower.astype(np.uint32)).view(np.float32)
-
-
-def adam_state(p):
-    """State of a parameter p; adam_step() updates p in place."""
-    return dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
-
-
-def adam_step(state, g, lr, beta1, beta2, eps, wd_mul):
-    """One Adam step with quadratic cautious decay; returns the update u that was subtracted."""
+def adam_step(state, g, lr, beta1, beta2, wd_mul):
+    """One Adam step with quadratic cautious decay; updates the parameter p in place."""
     p, m, v = state["p"], state["m"], state["v"]
-    g = g.to(p.dtype)
     state["t"] += 1
     m.copy_(beta1 * m + (1 - beta1) * g)
     v.copy_(beta2 * v + (1 - beta2) * g * g)
     size = lr * math.sqrt(1 - beta2 ** state["t"]) / (1 - beta1 ** state["t"])
-    u = size * m / (torch.sqrt(v) + eps)
+    u = size * m / (torch.sqrt(v) + ADAM_EPS)
     wd = lr * lr * ADAM_WD * wd_mul
     u = u + wd * p * (u * p > 0).to(p.dtype)
     p.copy_(p - u)
-    return u
 
 
 class OracleOptimizer:
@@ -465,14 +418,16 @@ class OracleOptimizer:
     `params` holds the current weights under their labels; `states` the Adam and NorMuon states.
     """
 
-    def __init__(self, params, dtype=torch.float64):
+    def __init__(self, params):
         assert set(params) == set(ADAM_TABLE) | set(NORMUON_TABLE)
-        self.params = {label: p.detach().to(dtype, copy=True).contiguous() for label, p in params.items()}
+        self.params = {label: p.detach().double().clone().contiguous() for label, p in params.items()}
         self.states = {}
         for label in NORMUON_TABLE:
-            self.states[label] = normuon_state(self._matrices(label, self.params[label]))
+            w = self._matrices(label, self.params[label])
+            self.states[label] = dict(w=w, m=torch.zeros_like(w), v=torch.zeros_like(w[:, :, :1]))
         for label in ADAM_TABLE:
-            self.states[label] = adam_state(self.params[label])
+            p = self.params[label]
+            self.states[label] = dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
         self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}
         self.tied = True
 
@@ -486,19 +441,19 @@ class OracleOptimizer:
         """Optimizer step number `step` at learning-rate factor s and momentum mu."""
         assert split_step % 2 == 1
         for label, muls in NORMUON_TABLE.items():
-            g = self._matrices(label, grads[label].to(self.params[label].dtype).contiguous())
+            g = self._matrices(label, grads[label].double().contiguous())
             lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
             normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s)
 
         for label in ADAM_TABLE:
-            self.sums[label] += grads[label].to(self.sums[label].dtype)
+            self.sums[label] += grads[label].double()
         if step % 2 == 0:
             return
         if self.tied:
             self.sums["lm_head"] += self.sums["embed"].T
         for label, (beta1, beta2, lr_mul, wd_mul) in ADAM_TABLE.items():
             if not (label == "embed" and self.tied):
-                adam_step(self.states[label], self.sums[label], ADAM_LR * s * lr_mul, beta1, beta2, ADAM_EPS, wd_mul)
+                adam_step(self.states[label], self.sums[label], ADAM_LR * s * lr_mul, beta1, beta2, wd_mul)
             self.sums[label].zero_()
         if self.tied:
             self.params["embed"].copy_(self.params["lm_head"].T)
@@ -515,13 +470,7 @@ class OracleOptimizer:
 
 def stage_of(step):
     """0, 1, 2, and 3 for the extension (which also holds step 1490)."""
-    if step < 483:
-        return 0
-    if step < 967:
-        return 1
-    if step < 1450:
-        return 2
-    return 3
+    return sum(step >= end for end in (483, 967, 1450))
 
 
 def lr_factor(step):
@@ -552,6 +501,28 @@ def mtp_weights(step):
 
 
 # ---- Judging a kernel ------------------------------------------------------------------------------------------------
+
+ON_GPU = torch.cuda.is_available()
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: Triton's interpreter gets it wrong or takes minutes")
+bf16 = pytest.param(torch.bfloat16, marks=gpu)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
+
+
+def framed(values, *margins):
+    """(buffer, view): `values` as a view inside a buffer of NaN. margins: (before, after) of each of the last axes.
+
+    A read outside an operand makes results NaN; assert_only_view_written() finds a write outside a result.
+    """
+    margins = [(0, 0)] * (values.dim() - len(margins)) + [*margins]
+    shape = [before + size + after for size, (before, after) in zip(values.shape, margins)]
+    buffer = torch.full(shape, math.nan, device=values.device).to(values.dtype)
+    view = buffer[tuple(slice(before, before + size) for size, (before, _) in zip(values.shape, margins))]
+    return buffer, view.copy_(values)
+
+
+def assert_only_view_written(buffer, view):
+    """`view` holds no NaN, and the buffer around `view` holds nothing else."""
+    buffer, view = (x.float().isnan() for x in (buffer, view))  # fp8 has no isnan
+    assert not view.any() and buffer.sum() == buffer.numel() - view.numel()
 
 
 def assert_as_good(got, ref, oracle, name="", slack=None, floor=None, norm_floor=None, worst_ref=None):

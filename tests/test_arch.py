@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,20 +29,12 @@ def compile_all(arch):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
-    class Driver:
-        def get_current_target(self):
-            return GPUTarget("cuda", arch, 32)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
-
     sys.path.insert(0, str(ROOT))
     import bench_kernels as bench
     import triton_kernels as tk
-    driver.set_active(Driver())
+    target = GPUTarget("cuda", arch, 32)
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0,
+                                      get_current_stream=lambda device: 0))
     compiled, run = [], jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **launch):

@@ -7,12 +7,12 @@ import torch
 
 import oracles
 import triton_kernels as tk
+from oracles import ON_GPU, framed, gpu
 
-ON_GPU = torch.cuda.is_available()
 FP32, BF16 = torch.float32, torch.bfloat16
+DTYPE = BF16 if ON_GPU else FP32
 KINDS = {"plain": (False, False, False), "value": (False, False, True), "paired": (True, False, False),
          "paired+value": (True, False, True), "long": (False, True, False), "long+value": (False, True, True)}
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="production shapes and tl.dot on bf16 need a GPU")
 WINDOW, SCALE = torch.tensor(9), torch.tensor(0.2)
 
 
@@ -34,9 +34,8 @@ def inputs(N, H, d, D, value, device, dtype):
     """x, weight, rotary, ve, ve_gate; ve is a slice of a larger tensor of NaN."""
     def random(*shape):
         return torch.randn(shape, device=device)
-    ve = random(3, N, H * d + 8).to(dtype)
-    ve[0], ve[2], ve[..., H * d:] = math.nan, math.nan, math.nan
-    ve, gate = (ve[1, :, :H * d], 2 * torch.sigmoid(random(N, H)).to(dtype)) if value else (None, None)
+    ve = framed(random(N, H * d).to(dtype), (N, N), (0, 8))[1]
+    ve, gate = (ve, 2 * torch.sigmoid(random(N, H)).to(dtype)) if value else (None, None)
     return random(N, D).to(dtype), (random(3 * H * d, D) * D**-0.5).to(dtype), rotary(2 * N, d, device, dtype), ve, gate
 
 
@@ -53,7 +52,15 @@ def plain(qkv, table, ve, gate, paired, offset, grads, dtype):
     return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, [g.to(dtype) for g in grads])
 
 
-def check(N, H, d, D, kind, device, dtype):
+def only_gpu(*values):
+    return pytest.param(*values, BF16, marks=gpu)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("N, H, d, D, dtype", [  # a program takes tiles of 32 tokens and 32 of D
+    (1, 2, 16, 8, FP32), (2, 2, 16, 20, FP32), (37, 6, 16, 40, FP32),
+    only_gpu(129, 2, 64, 72), *[only_gpu(N, 6, 128, 768) for N in (1, 1003, 49152)]])
+def test_project(N, H, d, D, kind, device, dtype):
     paired, offset, value = KINDS[kind]
     x, weight, table, ve, gate = inputs(N, H, d, D, value, device, dtype)
     qkv, rstd = tk.project(x, weight, table, ve, gate, paired, offset)
@@ -69,12 +76,12 @@ def check(N, H, d, D, kind, device, dtype):
     wide = x.double() @ weight.double().T
     outs64, grads64 = plain(wide, table, ve, gate, paired, offset, grads, torch.float64)
     outs, ref_grads = plain(x @ weight.T, table, ve, gate, paired, offset, grads, dtype)
-    for name, got, ref, oracle in zip("qkv", qkv[:, :N], outs, outs64):
-        oracles.assert_as_good(got, ref, oracle, name, worst_ref=12)  # largest seen: 4 (fp32)
+    names = "q", "k", "v", "dqkv", *(("dve", "dgate") if value else ())
+    got = *qkv[:, :N], dqkv.flatten(1), *((dve, dgate) if value else ())
+    for name, *parts in zip(names, got, (*outs, *ref_grads), (*outs64, *grads64), strict=True):
+        oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 4 (fp32)
     wanted_rstd = (wide.view(N, 3, H, d)[:, :2].square().mean(-1) + tk.RMS_EPS).rsqrt().transpose(0, 1)
     torch.testing.assert_close(rstd.double(), wanted_rstd, rtol=1e-5, atol=0)
-    for name, got, ref, oracle in zip(("dqkv", "dve", "dgate"), (dqkv.flatten(1), dve, dgate), ref_grads, grads64):
-        oracles.assert_as_good(got, ref, oracle, name, worst_ref=12)  # largest seen: 4 (fp32)
 
     # dv may be in its part of dqkv already, then the kernel fills only q and k; a run repeats bit for bit.
     again = torch.empty_like(dqkv)
@@ -83,21 +90,6 @@ def check(N, H, d, D, kind, device, dtype):
     assert torch.equal(again, dqkv) and (not value or all(map(torch.equal, more, (dve, dgate))))
     qkv_again, rstd_again = tk.project(x, weight, table, ve, gate, paired, offset)
     assert torch.equal(qkv_again[:, :N], qkv[:, :N]) and torch.equal(rstd_again, rstd)
-    return qkv
-
-
-@pytest.mark.parametrize("kind", KINDS)
-# A program takes tiles of 32 tokens and 32 of D.
-@pytest.mark.parametrize("N, H, d, D", [(1, 2, 16, 8), (2, 2, 16, 20), (37, 6, 16, 40)])
-def test_project(N, H, d, D, kind, device):
-    check(N, H, d, D, kind, device, FP32)
-
-
-@on_gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("N, H, d, D", [(1, 6, 128, 768), (129, 2, 64, 72), (1003, 6, 128, 768), (49152, 6, 128, 768)])
-def test_project_bf16(N, H, d, D, kind, device):
-    check(N, H, d, D, kind, device, BF16)
 
 
 def test_rows_of_the_offset(device):
@@ -136,7 +128,12 @@ def plain_gates(args, paired, grads, dtype):
     return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, grads, materialize_grads=True)
 
 
-def check_gates(N, H, d, D, C, paired, value, device, dtype):
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("N, H, d, D, C, dtype", [  # a program takes 128 tokens
+    (1, 2, 16, 12, 12, FP32), (130, 3, 16, 20, 4, FP32), (261, 6, 16, 40, 12, FP32),
+    *[only_gpu(N, 6, 128, 768, 12) for N in (1, 129, 1003, 49152)]])
+def test_gates(N, H, d, D, C, paired, value, device, dtype):
     x, _, _, ve, _ = inputs(N, H, d, D, value, device, dtype)
     args = x, ve, *gate_weights(H, C, value, device, dtype)
     gates = tk.head_gates(*args, paired)
@@ -154,10 +151,9 @@ def check_gates(N, H, d, D, C, paired, value, device, dtype):
 
     outs64, grads64 = plain_gates(args, paired, upstream, torch.float64)
     outs, ref_grads = plain_gates(args, paired, upstream, dtype)
-    for name, *parts in zip(("out_gate", "ve_gate"), gates, outs, outs64):
-        oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 7 (fp32)
-    names = ("dx", "dve", "dw_ve", "dw_out") if value else ("dx", "dw_out")
-    for name, *parts in zip(names, (*inner, *dw_ve, dw_out), ref_grads, grads64, strict=True):
+    names = ("out_gate", "ve_gate", "dx", "dve", "dw_ve", "dw_out") if value else ("out_gate", "dx", "dw_out")
+    got = *gates, *inner, *dw_ve, dw_out
+    for name, *parts in zip(names, got, (*outs, *ref_grads), (*outs64, *grads64), strict=True):
         oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 7 (fp32)
 
     # The gradients are added to dx and dve, rounded once; other channels stay unchanged; a run repeats bit for bit.
@@ -166,22 +162,6 @@ def check_gates(N, H, d, D, C, paired, value, device, dtype):
     for was, total, ref, grad64, seen in zip(before, after, ref_grads, grads64, (C, 0 if paired else C // 2)):
         assert torch.equal(total[:, seen:], was[:, seen:])
         oracles.assert_as_good(total, was + ref, was.double() + grad64, "sum", worst_ref=12)
-
-
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("N, H, d, D, C", [(1, 2, 16, 12, 12), (130, 3, 16, 20, 4), (261, 6, 16, 40, 12)])
-def test_gates(N, H, d, D, C, paired, value, device):
-    """A program takes 128 tokens."""
-    check_gates(N, H, d, D, C, paired, value, device, FP32)
-
-
-@on_gpu
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("N", [1, 129, 1003, 49152])
-def test_gates_bf16(N, paired, value, device):
-    check_gates(N, 6, 128, 768, 12, paired, value, device, BF16)
 
 
 def block_inputs(N, H, d, D, kind, device, dtype):
@@ -199,43 +179,23 @@ def block_run(function, args, dy, dtype):
     return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))]
 
 
-def check_block(function, args, dtype):
-    dy = torch.randn(len(args[0]), len(args[5]), 4 * args[2].size(1), device=args[0].device).to(dtype)
-    got, ref = (block_run(f, args, dy, dtype) for f in (function, tk.attention_block_ref))
-    oracle = block_run(tk.attention_block_ref, args, dy, torch.float64)
-    assert len(got) == len(oracle)
-    for i, parts in enumerate(zip(got, ref, oracle)):
-        oracles.assert_as_good(*parts, f"output {i}", worst_ref=12)
-    return got
-
-
-@pytest.fixture
-def no_reference(monkeypatch):
-    """A list that grows by one for each call of the reference, so that a fallback of the wrapper is noticed."""
-    ref = tk.attention_block_ref
-    taken = []
-    monkeypatch.setattr(tk, "attention_block_ref", lambda *args: taken.append(1) or ref(*args))
-    return taken
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_block(kind, device, no_reference):
-    dtype = BF16 if ON_GPU else FP32
-    shape = (261, 6, 128, 768) if ON_GPU else (29, 4, 16, 40)
-    args = block_inputs(*shape, kind, device, dtype)
-    check_block(tk.attention_block, args, dtype)
-    assert len(no_reference) == 2  # check_block calls it twice
+def test_attention_block(kind, device, monkeypatch):
+    N, H, d, D = (261, 6, 128, 768) if ON_GPU else (29, 4, 16, 40)
+    args, dy = block_inputs(N, H, d, D, kind, device, DTYPE), torch.randn(N, H, d, device=device).to(DTYPE)
+    ref, oracle = (block_run(tk.attention_block_ref, args, dy, dtype) for dtype in (DTYPE, torch.float64))
+    monkeypatch.setattr(tk, "attention_block_ref", None)  # a fallback of the wrapper fails
+    for i, parts in enumerate(zip(block_run(tk.attention_block, args, dy, DTYPE), ref, oracle, strict=True)):
+        oracles.assert_as_good(*parts, f"output {i}", worst_ref=12)
 
 
 @pytest.mark.parametrize("kind", ["paired", "long+value"])
 def test_compiled(kind, device):
     """One graph without breaks; the shapes and strides of the fake implementation are right."""
-    dtype = BF16 if ON_GPU else FP32
-    args = block_inputs(21, 4, 16, 24, kind, device, dtype)
-    dy = torch.randn(21, 4, 16, device=device).to(dtype)
+    args = block_inputs(21, 4, 16, 24, kind, device, DTYPE)
+    dy = torch.randn(21, 4, 16, device=device).to(DTYPE)
     compiled = torch.compile(tk.attention_block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
-    eager = block_run(tk.attention_block, args, dy, dtype)
-    assert all(map(torch.equal, block_run(compiled, args, dy, dtype), eager))
+    assert all(map(torch.equal, *(block_run(f, args, dy, DTYPE) for f in (compiled, tk.attention_block))))
     x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
     args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset

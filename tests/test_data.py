@@ -90,19 +90,12 @@ def assert_batch(batch, row):
 # ---- Training batches ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, world):
+@pytest.mark.parametrize("seed, micro_batches, world", [
+    *[(seed, 8, world) for seed in range(4) for world in WORLDS], (5, 16, 2), (5, 4, 4), (5, 1, 1)])
+def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batches, world):
     """Micro-batch j of a step is micro-step j div G of rank j mod G for all G, with cuts, shard changes and wraps."""
-    corpus = random_corpus(tmp_path, seed)
-    assert corpus.rows_before_the_end() < len(corpus.expected()) / 2
-    for rank in range(world):
-        corpus.assert_served(rank, world)
-
-
-@pytest.mark.parametrize("micro_batches, world", [(16, 2), (4, 4), (1, 1)])
-def test_other_numbers_of_micro_batches(tmp_path, micro_batches, world):
-    corpus = random_corpus(tmp_path, 5, micro_batches=micro_batches)
+    corpus = random_corpus(tmp_path, seed, micro_batches=micro_batches)
+    assert micro_batches < 8 or corpus.rows_before_the_end() < len(corpus.expected()) / 2
     for rank in range(world):
         corpus.assert_served(rank, world)
 
@@ -117,14 +110,12 @@ def test_hand_made_step(tmp_path):
     shard = np.concatenate([[7, 8], *documents]).astype(np.uint16)
     corpus = Corpus(tmp_path, [shard], [(5, 4)], micro_batches=2)
     loader = corpus.loader()
-    first, second = loader.next_batch(), loader.next_batch()
-    assert first.tokens.tolist() == [SEP, 1, 2, 3, SEP] and first.targets.tolist() == [1, 2, 3, SEP, 11]
-    assert first.cu_seqlens.tolist() == [0, 4] + [5] * 126
-    assert second.tokens.tolist() == [SEP, 21, 22, 23, SEP] and second.targets.tolist() == [21, 22, 23, SEP, 31]
-    assert second.cu_seqlens.tolist() == [0, 4] + [5] * 126
-    across_the_border = (36313 * SEP ^ 27191 * 23) % (BIGRAM_ROWS - 1)
-    hashed = second.row_ids["bigram_embed"]
-    assert hashed[-1] == across_the_border and hashed[0] == BIGRAM_ROWS - 1
+    for a, b, c, following in (1, 2, 3, 11), (21, 22, 23, 31):
+        batch = loader.next_batch()
+        assert batch.tokens.tolist() == [SEP, a, b, c, SEP] and batch.targets.tolist() == [a, b, c, SEP, following]
+        assert batch.cu_seqlens.tolist() == [0, 4] + [5] * 126
+        hashed, across_the_border = batch.row_ids["bigram_embed"], (36313 * SEP ^ 27191 * c) % (BIGRAM_ROWS - 1)
+        assert hashed[-1] == across_the_border and hashed[0] == BIGRAM_ROWS - 1
 
 
 @pytest.mark.parametrize("small", [0, 1, 2])
@@ -136,13 +127,6 @@ def test_shard_too_small_for_a_row_is_passed_over(tmp_path, small):
     corpus = Corpus(tmp_path, shards, [(64, 30), (16, 9)] * 30, micro_batches=1)
     corpus.assert_served()
     assert len(corpus.warnings) == 1
-
-
-def test_files_are_read_in_the_order_of_their_names(tmp_path):
-    corpus = random_corpus(tmp_path, 0)
-    (tmp_path / "train_000.bin").rename(tmp_path / "train_9.bin")
-    corpus.shards = corpus.shards[1:] + corpus.shards[:1]
-    assert_batch(corpus.loader().next_batch(), corpus.expected()[0])
 
 
 # ---- State -----------------------------------------------------------------------------------------------------------
@@ -185,12 +169,9 @@ def test_resumes_on_another_number_of_ranks(tmp_path, world):
 
 def test_a_state_is_a_snapshot(tmp_path):
     loader = random_corpus(tmp_path, 3).loader()
-    state = loader.state_dict()
-    kept = dict(state)
+    state, kept = loader.state_dict(), loader.state_dict()
     loader.next_batch()
     assert state == kept != loader.state_dict()
-    loader.state_dict()["index"] = 7
-    assert loader.state_dict()["index"] == 0
 
 
 # ---- The end of the data ---------------------------------------------------------------------------------------------
@@ -231,7 +212,7 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1 and "exhausted" in corpus.warnings[0]
     resumed = corpus.loader()
     resumed.load_state_dict(wrapped)
-    for _ in range(8 * len(corpus.spec) - 8 * wrapped["index"] - wrapped["part"]):
+    for _ in range(8 * (len(corpus.spec) - wrapped["index"]) - wrapped["part"]):
         resumed.next_batch()
     assert len(corpus.warnings) == 1
 
@@ -259,6 +240,8 @@ def test_shards_are_used_to_their_last_token(tmp_path):
 def test_too_many_documents(tmp_path):
     """cu_seqlens of 128 holds 127 documents; --tokens_per_doc gives room for more."""
     shard = np.full(8 * 201, SEP, np.uint16)
+    with pytest.raises(T.UserError, match=r"127 documents in 127 tokens"):
+        L.cu_seqlens(np.arange(1, 128), 127, 127)
     with pytest.raises(T.UserError, match=r"201 documents in 200 tokens.*holds 127.*--tokens_per_doc"):
         Corpus(tmp_path, [shard], [(200, 9)]).loader().next_batch()
     batch = Corpus(tmp_path, [shard], [(200, 9)], tokens_per_doc=1).loader().next_batch()
@@ -271,13 +254,11 @@ def test_too_many_documents(tmp_path):
 TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
 
 
-def test_read_shard(tmp_path):
-    path = write_shard(tmp_path / "a.bin", TOKENS)
-    tokens = L.read_shard(path, MODEL.vocab_size)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == TOKENS.tolist() and L.read_shard_header(path) == 6
-    top = L.read_shard(write_shard(path, [65535, 0, 32768]), 65536)
-    assert top.tolist() == [65535, 0, 32768]
-    assert L.read_shard(write_shard(path, []), 50).tolist() == []
+@pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536), ([], 50)])
+def test_read_shard(tmp_path, values, vocabulary):
+    path = write_shard(tmp_path / "a.bin", values)
+    tokens = L.read_shard(path, vocabulary)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == values and L.read_shard_header(path) == len(values)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -302,27 +283,22 @@ def damaged_file(rng, path):
     tokens = rng.integers(0, 256, FUZZED_SIZE)
     tokens[np.append(0, rng.integers(0, FUZZED_SIZE, 60))] = 256
     sound = write_shard(path, tokens).read_bytes()
-    extreme = [-2**31, -2**31 + 1, -513, -512, -1, 0, 1, 255, 2**16, FUZZED_SIZE - 1, FUZZED_SIZE + 1, 2**30, 2**31 - 1]
-    kind = ["magic", "version", "count", "cut", "longer", "token", "zeros", "noise", "bit"][rng.integers(9)]
-    if kind in ("magic", "version", "count"):
-        right = {"magic": 20240520, "version": 1, "count": FUZZED_SIZE}[kind]
-        values = [*extreme, int(rng.integers(-2**31, 2**31)), right ^ 1 << int(rng.integers(31))]
-        write_shard(path, tokens, **{kind: int(rng.choice([value for value in values if value != right]))})
-    elif kind == "cut":
-        path.write_bytes(sound[:rng.integers(0, 1030 if rng.random() < 0.7 else len(sound))])
-    elif kind == "longer":
-        path.write_bytes(sound + rng.bytes(rng.integers(1, 3000)))
-    elif kind == "token":
-        wrong = rng.choice([257, 258, 32767, 32768, 50256, 65535])
-        tokens[rng.integers(0, FUZZED_SIZE, rng.choice([1, 1, 100]))] = wrong
-        write_shard(path, tokens)
-    elif kind == "zeros":
-        path.write_bytes(bytes(len(sound)))
-    elif kind == "noise":
-        path.write_bytes(rng.bytes(rng.integers(0, 6000)))
-    else:  # one bit of the three numbers in the header
-        at = int(rng.integers(0, 12))
-        path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << int(rng.integers(8))]) + sound[at + 1:])
+    tokens[rng.integers(0, FUZZED_SIZE, rng.choice([1, 1, 100]))] = rng.choice([257, 258, 32767, 32768, 50256, 65535])
+    extreme = [-2**31, -2**31 + 1, -513, -512, -1, 0, 255, 2**16, FUZZED_SIZE - 1, FUZZED_SIZE + 1, 2**30, 2**31 - 1]
+    number, bit = rng.choice([*extreme, rng.integers(-2**31, 2**31)]).astype("<i4").tobytes(), rng.integers(8 * 12)
+    flipped = int.from_bytes(sound[:12], "little") ^ 1 << int(bit)
+    damages = {
+        "magic": number + sound[4:],
+        "version": sound[:4] + number + sound[8:],
+        "count": sound[:8] + number + sound[12:],
+        "bit": flipped.to_bytes(12, "little") + sound[12:],  # of the three numbers in the header
+        "cut": sound[:rng.integers(0, 1030 if rng.random() < 0.7 else len(sound))],
+        "longer": sound + rng.bytes(rng.integers(1, 3000)),
+        "token": sound[:1024] + tokens.astype("<u2").tobytes(),
+        "zeros": bytes(len(sound)),
+        "noise": rng.bytes(rng.integers(0, 6000))}
+    kind = str(rng.choice(list(damages)))
+    path.write_bytes(damages[kind])
     return kind
 
 
@@ -340,9 +316,8 @@ def test_no_damage_gets_past_the_checks(tmp_path):
 
     def read_all(batches):
         served = 0
-        for batch in batches:
+        for served, batch in enumerate(batches, 1):
             assert 0 <= int(batch.tokens.min()) and max(int(batch.tokens.max()), int(batch.targets.max())) <= 256
-            served += 1
         return served
 
     def train(data):
@@ -395,12 +370,14 @@ def test_what_is_no_file_is_named(tmp_path):
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
     path, read = write_shard(tmp_path / "a.bin", TOKENS), np.fromfile
+
+    def fromfile(path, dtype, *args, **kwargs):
+        if dtype == failing:
+            raise error
+        return read(path, dtype, *args, **kwargs)
+
+    monkeypatch.setattr(L.np, "fromfile", fromfile)
     for failing in ("<i4", "<u2"):  # the header, the tokens
-        def fromfile(path, dtype, *args, **kwargs):
-            if dtype == failing:
-                raise error
-            return read(path, dtype, *args, **kwargs)
-        monkeypatch.setattr(L.np, "fromfile", fromfile)
         with pytest.raises(T.UserError, match=rf"a.bin: cannot be read \({error.strerror}\)"):
             L.read_shard(path, 50)
     monkeypatch.setattr(L.np, "fromfile", lambda *args, **kwargs: read(*args, **kwargs)[:4])  # a short read
@@ -411,12 +388,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
 def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
     corpus = random_corpus(tmp_path, 6)
     write_shard(tmp_path / "train_001.bin", corpus.shards[1], version=3)
-    loader, served = corpus.loader(), 0
+    loader = corpus.loader()
+    for row in corpus.expected()[:8]:
+        assert_batch(loader.next_batch(), row)
     with pytest.raises(T.UserError, match="train_001.bin.*version 3"):
-        for row in corpus.expected():
-            assert_batch(loader.next_batch(), row)
-            served += 1
-    assert served >= 8
+        for _ in range(8 * 24):
+            loader.next_batch()
 
 
 def test_shard_without_documents(tmp_path):
@@ -425,25 +402,22 @@ def test_shard_without_documents(tmp_path):
 
 
 def test_where_files_are_looked_for(tmp_path, monkeypatch):
-    for name in ("b.bin", "a.bin", "c.txt"):
+    for name in ("b.bin", "a.bin", "c.txt", "c.bin"):
         (tmp_path / name).touch()
-    wanted = [tmp_path / "a.bin", tmp_path / "b.bin"]
-    monkeypatch.delenv("DATA_PATH", raising=False)
-    assert L.find_files(f"{tmp_path}/*.bin") == wanted
-    assert L.find_files("train_g*.py") == [T.Path(T.__file__)]
-    monkeypatch.setenv("DATA_PATH", str(tmp_path.parent))
-    assert L.find_files(f"{tmp_path.name}/*.bin") == wanted
-    with pytest.raises(T.UserError, match=f"no files match {tmp_path.parent}/nothing.*prepare.py"):
-        L.find_files("nothing*.bin")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert L.find_files("~/*.bin") == wanted
+    wanted, source = [tmp_path / name for name in ("a.bin", "b.bin", "c.bin")], [T.Path(T.__file__)]
     odd = tmp_path / "[a] *"  # the name of the root is no pattern
     odd.mkdir()
     (odd / "d.bin").touch()
-    monkeypatch.setenv("DATA_PATH", str(odd))
-    assert L.find_files("*.bin") == [odd / "d.bin"]
-    monkeypatch.setenv("DATA_PATH", "")
-    assert L.find_files("train_g*.py") == [T.Path(T.__file__)]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    assert L.find_files("train_g*.py") == source and L.find_files(f"{tmp_path}/*.bin") == wanted  # in order
+    for root, pattern, found in [(tmp_path.parent, f"{tmp_path.name}/*.bin", wanted), (odd, "*.bin", [odd / "d.bin"]),
+                                 ("/nothing", "~/*.bin", wanted), ("", "train_g*.py", source)]:
+        monkeypatch.setenv("DATA_PATH", str(root))
+        assert L.find_files(pattern) == found
+    monkeypatch.setenv("DATA_PATH", str(tmp_path.parent))
+    with pytest.raises(T.UserError, match=f"no files match {tmp_path.parent}/nothing.*prepare.py"):
+        L.find_files("nothing*.bin")
     for pattern in ("", "a**b", "[", "/nothing/**"):
         with pytest.raises(T.UserError):
             L.read_shard_header(L.find_files(pattern)[0])
@@ -492,16 +466,6 @@ def test_validation_errors(tmp_path):
 # ---- Vectors ---------------------------------------------------------------------------------------------------------
 
 
-def test_cu_seqlens_vectors():
-    """Documents of 4, 3 and 4 tokens in 10 + 1; then as many documents as fit, and one more."""
-    got = L.cu_seqlens(np.array([4, 7, 10]), 10, 8)
-    assert got.dtype == np.int32 and got.tolist() == [0, 4, 7, 10, 10, 10, 10, 10]
-    assert got.tolist() == oracles.cu_seqlens([4, 3, 4], 10, 8).tolist()
-    assert L.cu_seqlens(np.array([1, 2, 3, 4, 5, 6, 10]), 10, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 10]
-    with pytest.raises(T.UserError, match="8 documents in 10 tokens"):
-        L.cu_seqlens(np.array([1, 2, 3, 4, 5, 6, 7, 10]), 10, 8)
-
-
 def test_cu_seqlens_size():
     """The sizes of the record, and the oracle's sizes around the borders."""
     for tokens, size in (16384, 128), (32768, 128), (49152, 256), (262144, 896):
@@ -511,25 +475,19 @@ def test_cu_seqlens_size():
     assert L.cu_seqlens_size(1000, 2) == 512 and L.cu_seqlens_size(1000, 7) == 256
 
 
-@pytest.mark.parametrize("before, current, row", [
-    (50256, 464, 19030), (464, 3290, 223622), (262, 640, 99344), (0, 0, 0), (11, 262, 3826), (50256, 50256, 35060),
-    (1, 0, 27191)])
-def test_bigram_vectors(before, current, row):
-    """Rows computed by hand."""
-    for dtype in (np.uint16, np.int32, np.int64):
-        got = L.bigram_hash(np.array([before, current], dtype), T.Model().bigram_rows)
-        assert got.dtype == np.int32 and got.tolist() == [251519, row]
-
-
 def test_bigram_rows():
-    """The oracle's rows for ids up to 59138, whose products reach 2^31; for larger ids, rows inside the table."""
+    """Rows computed by hand; the oracle's rows for ids up to 59138, whose products reach 2^31; larger ids."""
+    rows = T.Model().bigram_rows
+    for dtype in (np.uint16, np.int32, np.int64):
+        got = L.bigram_hash(np.array([50256, 464, 3290, 0, 0], dtype), rows)
+        assert got.dtype == np.int32 and got[[0, 1, 2, 4]].tolist() == [251519, 19030, 223622, 0]
     tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
     tokens[-2:] = 59138
-    assert L.bigram_hash(tokens, 251520).tolist() == oracles.bigram_hash(tokens, 251520)
-    assert L.bigram_hash(tokens[:1], 251520).tolist() == [251519]
+    assert L.bigram_hash(tokens, rows).tolist() == oracles.bigram_hash(tokens, rows)
+    assert L.bigram_hash(tokens[:1], rows).tolist() == [251519]
     tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
     tokens[:4] = 65535
-    for rows in (251520, 327680, 640):
+    for rows in (251520, 327680, 640):  # larger ids stay inside the table
         got = L.bigram_hash(tokens, rows)
         assert got.dtype == np.int32 and got[0] == rows - 1
         assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2

@@ -1,8 +1,5 @@
-"""The READMEs stay true: every command is parsed or executed, the worked examples are applied and trained, and knobs,
-messages, links and paths exist."""
+"""Every command of the READMEs is parsed or executed, the worked examples train; knobs, messages and paths exist."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -63,55 +60,44 @@ SHELL = {  # commands that neither Python nor run.sh parses; test_caches and the
     "CKPT=$(ls -t logs/*/state_step*.pt | head -n 1)"}
 
 
-def stops_at_the_checkpoint(main, argv):
-    """The program reads its arguments first, then finds that $CKPT is no file."""
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        assert main(argv) == 1
-    assert err.getvalue().startswith("error: $CKPT is no checkpoint"), err.getvalue()
+@pytest.fixture
+def no_work(monkeypatch):
+    """Programs parse their arguments, but fetch and prepare nothing."""
+    monkeypatch.setattr(evaluate, "fetch_hellaswag", lambda: "hellaswag.jsonl")
+    for name in "fineweb", "text", "stdlib":
+        monkeypatch.setattr(prepare, name, lambda **options: None)
 
 
 def parse_trainer(argv, world=1):
-    if any(argument.startswith("--sample=") for argument in argv):
-        stops_at_the_checkpoint(T.main, argv)
-    elif argv == ["--help"]:
-        assert T.main(argv) == 0
-    else:
-        T.parse_config([argument for argument in argv if argument != "--check"], world)
-
-
-def parse_evaluate(argv):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "fetch_hellaswag", lambda: "hellaswag.jsonl")
-        stops_at_the_checkpoint(evaluate.main, argv)
+    if argv == ["--help"] or any(argument.startswith("--sample=") for argument in argv):
+        return T.main(argv)
+    T.parse_config([argument for argument in argv if argument != "--check"], world)
 
 
 def parse_prepare(argv):
-    with pytest.MonkeyPatch.context() as patch:
-        for name in "fineweb", "text", "stdlib":
-            patch.setattr(prepare, name, lambda **options: None)
-        try:
-            assert prepare.main(argv) == 0
-        except SystemExit as end:
-            assert "--help" in argv and end.code == 0
+    try:
+        assert prepare.main(argv) == 0
+    except SystemExit as end:
+        assert "--help" in argv and end.code == 0
 
 
 def run_guard(argv):
     """With the stored curves in place of runs, the program shows no difference."""
     stored, written = test_guard.STORED.read_text(), []
     curves = [curve["losses"] for curve in json.loads(stored).values() if isinstance(curve, dict)]
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_guard, "STORED", SimpleNamespace(read_text=lambda: stored, write_text=written.append))
         patch.setattr(test_guard, "curve", lambda args: iter(curves.pop(0)))
         test_guard.main(argv)
-    assert "difference +0.0e+00" in out.getvalue() and written == ([stored] if argv else [])
+    assert written == ([stored] if argv else [])
 
 
 def parse_run_sh(argv):
     if f"\n./run.sh {' '.join(argv)}" in (ROOT / "run.sh").read_text():  # a command as --help has it
         return
     if argv[0] == "--rerun":
-        rerun.parse(argv[1:])
-    elif argv[0] == "--repeat":
+        return rerun.parse(argv[1:])
+    if argv[0] == "--repeat":
         for arguments in repeat.parse(argv)[-1].values():
             T.parse_config(arguments)
     else:
@@ -133,22 +119,20 @@ def parse_docker(argv):
     edit = re.search(r"sed ('.*?') requirements.txt", (ROOT / "run.sh").read_text())[1]  # takes the versions for a GPU
     assert steps["RUN"].startswith(f"sed -i {edit} /tmp/requirements.txt && pip install ")
     assert any(command.startswith(f"sed {edit} ") for command in COMMANDS)
-    if argv[0] == "run":
+    if argv != ["build", "-t", "gpt-speedrun", "."]:
         image = argv.index("gpt-speedrun")
-        assert argv[image - 2:image] == ["-v", "$PWD:" + steps["WORKDIR"]]
+        assert argv[0] == "run" and argv[image - 2:image] == ["-v", "$PWD:" + steps["WORKDIR"]]
         assert shlex.join(argv[image + 1:] or json.loads(steps["CMD"])) in COMMANDS
-    else:
-        assert argv == ["build", "-t", "gpt-speedrun", "."]
 
 
 PARSERS = {
     "./run.sh": parse_run_sh, "docker": parse_docker, "torchrun": parse_torchrun, "train_gpt.py": parse_trainer,
-    "data/prepare.py": parse_prepare, "records/evaluate.py": parse_evaluate, "records/compare.py": compare.parse,
+    "data/prepare.py": parse_prepare, "records/evaluate.py": evaluate.main, "records/compare.py": compare.parse,
     "records/trace.py": list, "tests/bench_kernels.py": list, "tests/test_guard.py": run_guard}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command):
+def test_command(command, no_work, capsys):
     """Its program exists and understands the arguments. A new program needs an entry in PARSERS."""
     program, *argv = shlex.split(re.sub(r"^\.venv/bin/python -m torch\.distributed\.run", "torchrun", command))
     if command in SHELL:
@@ -156,7 +140,9 @@ def test_command(command):
     if program in ("python", ".venv/bin/python"):
         program, *argv = argv
     assert "/" not in program and not program.endswith(".py") or (ROOT / program).exists()
-    PARSERS[program](argv)
+    status, (out, err) = PARSERS[program](argv), capsys.readouterr()
+    assert ("$CKPT" not in command) or status == 1 and err.startswith("error: $CKPT is no checkpoint"), err
+    assert program != "tests/test_guard.py" or "difference +0.0e+00" in out
 
 
 @pytest.fixture(scope="module")
@@ -179,23 +165,18 @@ def execute(command, corpus, *more, cwd=ROOT, **env):
     return done.stdout
 
 
-def test_output_of_a_run(corpus, tmp_path):
-    """A small run prints the lines that the README shows."""
-    out = execute("python train_gpt.py --preset=cpu", corpus, *SMALL, "--scheduled_steps=3", "--extension_steps=0",
+def test_output(corpus, tmp_path):
+    """A small run prints the lines that the README shows; --check prints the rows of its table."""
+    def parts(text, first):
+        line = re.sub(r"\d[\d.]*", "0", re.search(first, text, re.M)[0])
+        return line, re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b|^(\S[\w ]*?) *\|", text, re.M)
+
+    run = execute("python train_gpt.py --preset=cpu", corpus, *SMALL, "--scheduled_steps=3", "--extension_steps=0",
                   "--stage1.batch_tokens=1024", f"--log_dir={tmp_path}")
-    shown = code(README, "text")[0]
-    keys = [re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b", text, re.M) for text in (out, shown)]
-    assert keys[0] == keys[1] and len(keys[0]) > 10
-    lines = [re.sub(r"\d[\d.]*", "0", re.search(r"^step:.*val_loss.*$", text, re.M)[0]) for text in (out, shown)]
-    assert lines[0] == lines[1]
-
-
-def test_output_of_check(corpus):
-    """The table has the rows that the README shows."""
-    out = execute("python train_gpt.py --preset=cpu --check", corpus, "--val_tokens=1024", "--val_batch_tokens=512")
-    shown = next(block for block in code(README, "text") if block.startswith("what "))
-    titles = [[text.splitlines()[0], *re.findall(r"^(\S[\w ]*?) *\|", text, re.M)] for text in (out, shown)]
-    assert titles[0] == titles[1] and len(titles[0]) > 8
+    check = execute("python train_gpt.py --preset=cpu --check", corpus, "--val_tokens=1024", "--val_batch_tokens=512")
+    table = next(block for block in code(README, "text") if block.startswith("what "))
+    for out, shown, first in (run, code(README, "text")[0], r"^step:.*val_loss.*$"), (check, table, r"\A.*"):
+        assert parts(out, first) == parts(shown, first) and len(parts(shown, first)[1]) > 8
 
 
 def test_caches(tmp_path):
@@ -284,8 +265,7 @@ def test_messages_are_those_of_the_sources():
     section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
     messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
     files = [path for folder in (".", "data", "records") for path in (ROOT / folder).glob("*.py")]
-    sources = "".join(path.read_text() for path in [*files, ROOT / "run.sh"])
-    sources = re.sub(r'"\s*f?"', "", sources)  # joins the parts of a message
+    sources = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in [*files, ROOT / "run.sh"]))  # joins parts
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
 
 
