@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 import random
 import re
-import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 import train_gpt as T
 import triton_kernels
 from data import loader as L
+from forks import Forks, rank_variables
 from oracles import write_shard
 from records import compare, trace, work
 from test_run import text
@@ -452,18 +451,12 @@ def test_a_profiled_run(data, tmp_path, monkeypatch, capsys):
     assert again.losses == run.losses and len(run.losses) == 2
 
 
-def train_as_rank(rank, port, args):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os._exit(T.main(args))
-
-
 def test_two_ranks(data, tmp_path):
     """Each rank writes a trace of its own data, up to the last step of the run."""
     args = ["--preset=cpu", *data, "--micro_batches=2", "--profile=4:3"]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    torch.multiprocessing.start_processes(train_as_rank, (port, args), 2, start_method="fork")
+    forks = Forks("import sys, train_gpt; sys.exit(train_gpt.main(sys.argv[1:]))", args, rank_variables(2))
+    out, err = forks.communicate(timeout=100)
+    assert forks.returncode == 0, out + err
     (log,), config = (tmp_path / "logs").glob("*.txt"), T.parse_config(args)
     check(log.read_text().rpartition("=" * 100)[2], 2)
     for rank in 0, 1:
