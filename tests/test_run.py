@@ -306,13 +306,6 @@ def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"], "memory.*--micro_batches")
 
 
-def test_three_processes_are_refused_once(corpus, tmp_path):
-    """All ranks arrive together, and each could say the same."""
-    arrive = f"os.chdir({str(tmp_path)!r}); os.mkdir(os.environ['RANK'])\nwhile len(os.listdir()) < 3: time.sleep(0.01)"
-    out, err, status = finish(start(corpus, *FOUR, f"--log_dir={tmp_path}", ranks=3, hook=arrive))
-    assert status == 1 and re.fullmatch("error: 3 processes.*--micro_batches=4.*\n", err), err
-
-
 def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
     process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000")
     seen = ready(process, "^step:2/.*\n")
