@@ -236,12 +236,8 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     config = T.config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
     assert resumed == T.with_system(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
-    with pytest.raises(UserError, match="model_dim: here 768, in the checkpoint 48;.*; leave out --preset=record, the"):
-        T.parse_config(["--preset=record", f"--resume={base.saved[5]}"])
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
-    with pytest.raises(UserError, match="16 processes do not divide --micro_batches=2: "):
-        T.parse_config([f"--resume={base.saved[5]}"], 16)
 
 
 OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=768", "--stage5.max_doc_len=96",
