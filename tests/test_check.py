@@ -140,7 +140,7 @@ def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
 # ---- Disk ------------------------------------------------------------------------------------------------------------
 
 
-def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
+def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
     config, cpu = T.parse_config(["--preset=cpu"]), torch.device("cpu")
     model = T.GPT(config.model, None, torch.float32, cpu)
