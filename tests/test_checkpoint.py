@@ -287,8 +287,3 @@ def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
 def test_check_shows_the_checkpoint(corpus, base, tmp_path, capsys):
     assert T.main(["--check", *corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}"]) == 0
     assert re.search(r"^checkpoint +\| .*\n(?:.*\n)*?.*step 5, ", capsys.readouterr().out, re.M)
-
-
-def test_a_profile_of_steps_before_the_checkpoint_is_refused(corpus, base, tmp_path, fails):
-    fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[6]}", "--profile=5:2", "--val_every=20",
-           "--save_every=0"], "--profile=5:2: the run goes on at step 6")
