@@ -206,16 +206,6 @@ def test_every_step_of_the_record_against_the_oracle():
         assert got.adam is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
 
 
-def test_shortened_record():
-    """The same shape on a tenth of the steps."""
-    config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"])
-    assert T.stage_starts(config.schedule) == [0, 48, 97, 145, 149]
-    plans = [T.make_plan(config, step) for step in range(150)]
-    assert [p.lr_factor for p in plans[:59]] == [1.0] * 48 + [1.52] * 11 and plans[59].lr_factor < 1.52
-    assert {p.lr_factor for p in plans[145:]} == {0.15} and plans[144].lr_factor > 0.15
-    assert plans[47].mtp_weights == pytest.approx((1, 0.5, 0.25 / 48)) and plans[48].mtp_weights == (1, 0.5)
-
-
 @pytest.mark.parametrize("scheduled, stage, split", [
     (144, 3, 97), (145, 3, 97), (145, 1, 1), (146, 4, 147)])
 def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
@@ -324,17 +314,6 @@ def test_parameter_table():
                                    muon_wd=1.2)
 
 
-def test_orders():
-    """Of the reductions and of the updates; all replicated parameters travel together."""
-    config = T.PRESETS["cpu"]
-    model = T.GPT(config.model, None, FP32, CPU)
-    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, CPU), None)
-    assert optimizer.reduce_order == ["attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds",
-                                      "embed"]
-    assert optimizer.update_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank",
-                                    "mlp_bank"]
-
-
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -421,7 +400,7 @@ def test_no_folder_of_this_machine_is_published(text, published):
     assert T.published(text) == published
 
 
-def test_sources_are_those_of_the_repository(tmp_path, monkeypatch):
+def test_sources_are_those_of_the_repository(monkeypatch):
     """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
     sources = T.loaded_sources()
     assert next(iter(sources)) == "train_gpt.py"
