@@ -20,13 +20,13 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
 def random_documents(n, longest, seed=0):
-    """(lengths, cu_seqlens with empty entries at the end): documents of 1 to `longest` tokens, about a quarter of one
+    """cu_seqlens (int32) with empty entries at the end: documents of 1 to `longest` tokens, about a quarter of one
     token."""
     rng, lengths = np.random.default_rng(seed), []
     while (left := n - sum(lengths)) > 0:
         lengths.append(min(left, 1 if rng.random() < 0.25 else int(rng.integers(1, longest + 1))))
     borders = [0, *np.cumsum(lengths).tolist()]
-    return lengths, torch.tensor(borders + [n] * 5, dtype=torch.int32)
+    return torch.tensor(borders + [n] * 5, dtype=torch.int32)
 
 
 def with_gradients(function, *inputs, upstream):
@@ -47,7 +47,7 @@ def with_gradients(function, *inputs, upstream):
     (1, 1, (0, 1)),
     (40, 1, (0, 16))])  # nothing but documents of one token
 def test_attention_ref(n, longest, windows, device):
-    lengths, cu = random_documents(n, longest, seed=n)
+    cu = random_documents(n, longest, seed=n)
     q, k, v, upstream = (torch.randn(n, 2, 8, dtype=FP64).to(device) for _ in range(4))
     gate = torch.ones_like(q[..., 0])
     for window in windows:
@@ -115,8 +115,7 @@ def test_compiled_model_equals_eager(device):
     exact = T.GPT(config, plain, FP64, device).double()
     exact.load_state_dict(model.state_dict())
 
-    lengths, cu = random_documents(n, 200)
-    cu = cu.to(device)
+    cu = random_documents(n, 200).to(device)
     tokens = torch.randint(0, 257, (n,), dtype=torch.int32)
     rows = {"bigram_embed": torch.from_numpy(L.bigram_hash(tokens.numpy(), config.bigram_rows)).to(device)}
     tokens, upstream = tokens.to(device), torch.randn(n, 768).to(device, BF16)
