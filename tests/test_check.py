@@ -29,10 +29,9 @@ def folder(tmp_path):
     """Good and bad data for --preset=cpu; the rows of its batches have up to 1536 tokens."""
     for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [97] * 40000, "val_2": [97] * 25537,
                          "val_short": [97] * 65536, "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
-                         "row": [256] * 1537, "below_1": [256] * 1536, "below_2": [256] * 1535}.items():
+                         "below_1": [256] * 1536, "below_2": [256] * 1535}.items():
         write_shard(tmp_path / f"{name}.bin", tokens)
-    for name, header in {"magic": dict(magic=20240521), "version": dict(version=2), "longer": dict(count=1801)}.items():
-        write_shard(tmp_path / f"{name}.bin", DOCUMENT * 3, **header)
+    write_shard(tmp_path / "longer.bin", DOCUMENT * 3, count=1801)
     return tmp_path
 
 
@@ -73,25 +72,19 @@ def joined(text):
     return "".join(text.split())
 
 
-def test_a_machine_without_gpu(check, folder, monkeypatch):
-    """The record run cannot start, and all the rest is told as well; the small one can."""
+def test_a_machine_without_gpu(check, monkeypatch):
+    """A GPU run cannot start, but the table has every row; a CPU run can start."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    status, rows = check("--preset=record")
-    assert status == 1 and "no usable GPU" in rows["device"][0] and "no document separator" in rows["training data"][0]
     args = ["--device=cuda", "--dtype=bfloat16"]
     status, rows = check(*args)
-    assert status == 1
+    assert status == 1 and "no usable GPU (" in rows["device"][0]
     assert {row for row, (_, ok) in rows.items() if ok == "no"} == {"device", "kernels", "caches", "memory", "time"}
-    assert "no usable GPU (" in rows["device"][0]
     assert check.start(*args) == (1, f"error: {rows['device'][0]}\n")
     status, rows = check()
     assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
     assert re.match(r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no$", rows["device"][0])
     assert "attention:torch" in rows["kernels"][0] and rows["kernels"][0].endswith("head:float32")
-    assert f"PyTorch {torch.__version__}," in rows["versions"][0]
-    assert rows["versions"][0].endswith(kernels.triton.__version__)
     assert rows["validation data"][0] == "2 files, 65,537 tokens, 65,537 of them used"
-    assert rows["time"][0].startswith("2.3 minutes")
     assert check.start() == (1, "error: all checks passed\n") and T.init_runtime.called
 
 
@@ -104,18 +97,13 @@ def test_training_data_in_passes(check):
 
 BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, and what it says
     "--train_files={d}/none_*.bin": ("training data", "no files match .*none_.*data/prepare.py"),
-    "--train_files={d}/magic.bin": ("training data", "magic.bin.*20240521"),
-    "--train_files={d}/version.bin": ("training data", "version.bin.*version 2"),
     "--train_files={d}/[tl][ro]*.bin": ("training data", "longer.bin.*1801 tokens.*1800"),  # beside two good ones
     "--train_files={d}/foreign.bin": ("training data", "foreign.bin.*257.*--vocab_size"),
     "--train_files={d}/other.bin": ("training data", "other.bin.*no document separator.*256"),
     "--train_files={d}/below_*.bin": ("training data", "below_.*.bin.* 1536 tokens.* 1537:.*--micro_batches"),
     "--data_end=stop": ("training data", "2 files, 3,000 tokens.*--data_end=wrap"),
-    "--val_files={d}/none_*.bin": ("validation data", "no files match .*none_"),
-    "--val_files={d}/longer.bin": ("validation data", "longer.bin.*1801"),
     "--val_files={d}/val_short.bin": ("validation data", "65536 tokens.*65537: lower --val_tokens"),
     "--log_dir={d}/val_1.bin": ("disk", "val_1.bin.*--log_dir"),
-    "--kernels=attention:none": ("kernels", "attention:none"),
     "--kernels=attention:fa3": ("kernels", "attention:fa3")}
 
 
@@ -131,69 +119,46 @@ def test_what_is_wrong_stops_a_start_with_the_line_of_the_table(check, folder, a
     assert joined(err) == "error:" + joined(rows[row][0]) and not T.init_runtime.called
 
 
-def test_a_row_that_just_fits(check, folder):
-    assert check(f"--train_files={folder}/row.bin")[0] == 0
-    assert check(f"--train_files={folder}/below_1.bin", "--micro_batches=16")[0] == 0
-
-
-def test_data_that_may_not_last_is_a_warning(check, folder):
+def test_data_that_may_not_last_is_a_warning(check):
     """Whole documents would be enough, cut ones are not: 2560 tokens in the last stage, 3000 with what is cut off."""
-    args = ["--data_end=stop", *(f"--stage{i}.batch_tokens=128" for i in (1, 2, 3)), "--stage4.batch_tokens=128",
-            "--scheduled_steps=14", "--extension_steps=6", "--muon_cooldown=1"]
+    args = ["--data_end=stop", *(f"--stage{i}.batch_tokens=128" for i in (1, 2, 3, 4)), "--scheduled_steps=14",
+            "--extension_steps=6", "--muon_cooldown=1"]
     status, rows = check(*args)
     assert status == 0 and rows["training data"][1] == "maybe" and "takes 2,560," in rows["training data"][0]
-    status, err = check.start(*args)
-    warning, last = err.splitlines()
+    warning, last = check.start(*args)[1].splitlines()
     assert joined(warning) == "warning:" + joined(rows["training data"][0]) and last == "error: all checks passed"
 
 
 def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
     read = Mock(side_effect=L.read_shard)
-    with monkeypatch.context() as patch:
-        patch.setattr(L, "read_shard", read)
-        assert check()[0] == 0
+    monkeypatch.setattr(L, "read_shard", read)
+    assert check()[0] == 0
     assert [call.args for call in read.call_args_list] == [(folder / "train_1.bin", 257, 2**22)]  # 8 MB
-    assert len(L.read_shard(folder / "train_1.bin", 257, 700)) == 700
-    assert len(L.read_shard(folder / "train_1.bin", 257)) == 1800
     assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].model, 700).lengths.tolist() == [600, 100]
 
 
 # ---- Disk ------------------------------------------------------------------------------------------------------------
 
 
-def test_disk_space_for_log_and_checkpoint(check, folder, monkeypatch):
+def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
-    config = T.parse_config(["--preset=cpu"])
-    model = T.GPT(config.model, None, torch.float32, torch.device("cpu"))
-    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, torch.device("cpu")), None)
-    state = [part.nbytes for label in optimizer.table for part in optimizer.state[label].values()]
+    config, cpu = T.parse_config(["--preset=cpu"]), torch.device("cpu")
+    model = T.GPT(config.model, None, torch.float32, cpu)
+    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, cpu), None)
+    state = sum(part.nbytes for label in optimizer.table for part in optimizer.state[label].values())
     weights = sum(p.nbytes for p in model.parameters())
     # without the second moments of rows; 0.4 %
-    assert T.state_bytes(config.model) == pytest.approx((weights, sum(state)), rel=0.01)
-
-    def free(size):
-        usage = SimpleNamespace(free=size)
-        monkeypatch.setattr("shutil.disk_usage", lambda path: usage if Path(path) == folder else None)
-
+    assert T.state_bytes(config.model) == pytest.approx((weights, state), rel=0.01)
     # the gradients of an even step wait
-    each = weights + T.state_bytes(config.model)[0] + T.state_bytes(config.model)[1]
-    for args, need in (([], MiB), (["--save=true"], MiB + each), (["--save_every=50"], MiB + 2 * each),
-                       (["--save_every=20"], MiB + 3 * each), (["--save_every=20", "--keep=0"], MiB + 5 * each)):
-        free(need)
-        assert check(*args)[0] == 0
-        free(need - 1)
-        status, rows = check(*args)
-        assert status == 1 and f"{(need - 1) // MiB} MiB free" in rows["disk"][0] and "--log_dir" in rows["disk"][0]
-        assert ("checkpoint" in rows["disk"][0]) == bool(args)
-        monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
-        assert C.CHECKS["disk"](T.parse_config(["--preset=cpu", *args]), 2) == "rank 0 writes"
-        monkeypatch.delenv("RANK")
-
-
-def test_a_log_that_cannot_be_opened(folder):
-    """Should the folder become unusable after the checks."""
-    with pytest.raises(UserError, match="cannot write .*val_1.bin/run_.*--log_dir"):
-        T.Log(T.parse_config(["--preset=cpu", f"--log_dir={folder}/val_1.bin"]), T.Runtime(0, 1, torch.device("cpu")))
+    each = weights + sum(T.state_bytes(config.model))
+    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=50"], 2), (["--save_every=20", "--keep=0"], 5):
+        for missing in 0, 1:
+            size = MiB + count * each - missing
+            monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size))
+            status, rows = check(*args)
+            assert status == missing and (not missing or f"{size // MiB} MiB free" in rows["disk"][0])
+    monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
+    assert C.CHECKS["disk"](config, 2) == "rank 0 writes"
 
 
 # ---- Caches ----------------------------------------------------------------------------------------------------------
@@ -205,43 +170,29 @@ def test_compilers_without_a_folder(check, folder, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/new/caches")  # made when needed
     assert check("--compile=true")[1]["caches"] == (f"{folder}/new/caches", "yes")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}/val_1.bin/caches")
-    assert check.start()[1] == "error: all checks passed\n"
     line = f"{folder}/val_1.bin/caches cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder for compiled code"
     assert check.start("--compile=true") == (1, f"error: {line}\n")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError("getpwuid(): uid not found")))
     for version, ok in ("2.12.0", "maybe"), ("2.13.0", "yes"):
         monkeypatch.setattr(torch, "__version__", version)
-        assert check("--compile=true")[1]["caches"][1] == ok and check()[1]["caches"][1] == "yes"
-    monkeypatch.setattr(T, "find_device", lambda config: torch.device("cuda"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", f"{folder}/val_1.bin/caches")
-    with pytest.raises(UserError, match="val_1.bin/caches cannot be written: set TRITON_CACHE_DIR"):
-        C.check_caches(T.parse_config(["--preset=cpu"]), 1)
+        assert check("--compile=true")[1]["caches"][1] == ok
 
 
 # ---- Versions --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version, fine", [
-    ("2.10.1", False), ("2.9.0+cu128", False), ("1.13.1", False), ("2.11.0+cu130", True), ("2.12.0a0+git123", True),
-    ("3.0", True)])
+    ("2.10.1", False), ("2.9.0+cu128", False), ("2.11.0+cu130", True), ("2.12.0a0+git123", True), ("3.0", True)])
 def test_old_torch(check, monkeypatch, version, fine):
+    """The minimum is that of the script which installs PyTorch."""
+    assert re.search(r'version < \(2, 11\):\n.*"torch-old"', (ROOT / "run.sh").read_text())
     monkeypatch.setattr(torch, "__version__", version)
     status, rows = check()
     assert (status, rows["versions"][1]) == ((0, "yes") if fine else (1, "no"))
-    assert f"PyTorch {version}" in rows["versions"][0]
-    assert fine or "2.11" in rows["versions"][0] and "requirements.txt" in rows["versions"][0]
-    status, err = check.start()
-    assert err == ("error: all checks passed\n" if fine else f"error: {rows['versions'][0]}\n")
-
-
-def test_the_minimum_is_that_of_the_script_which_installs(monkeypatch):
-    major, minor = re.search(r'version < \((\d+), (\d+)\):\n.*"torch-old"', (ROOT / "run.sh").read_text()).groups()
-    monkeypatch.setattr(torch, "__version__", f"{major}.{minor}.0")
-    assert C.check_versions(T.Config(), 1)
-    monkeypatch.setattr(torch, "__version__", f"{major}.{int(minor) - 1}.0")
-    with pytest.raises(UserError, match=f"{major}.{minor} or newer"):
-        C.check_versions(T.Config(), 1)
+    found = rows["versions"][0]
+    assert f"PyTorch {version}" in found and (fine or "2.11" in found and "requirements.txt" in found)
+    assert check.start()[1] == ("error: all checks passed\n" if fine else f"error: {found}\n")
 
 
 def test_without_triton(folder):
@@ -253,16 +204,14 @@ try: tk.choose_ops(torch.device('cuda'))
 except ValueError as error: print(error)
 sys.exit(T.main(sys.argv[1:]))"""
     args = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_1.bin",
-            f"--log_dir={folder}/logs",
-            *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4)), "--micro_batches=1", "--scheduled_steps=3",
-            "--extension_steps=1",
-            "--cooldown_frac=1", "--val_tokens=512", "--val_batch_tokens=512", "--sample_tokens=0"]
+            f"--log_dir={folder}/logs", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4)), "--micro_batches=1",
+            "--scheduled_steps=3", "--extension_steps=1", "--cooldown_frac=1", "--val_tokens=512",
+            "--val_batch_tokens=512", "--sample_tokens=0"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code, *args], text=True, capture_output=True, cwd=folder, env=env)
     assert result.returncode == 0, result.stderr
     assert re.match(r"a GPU needs Triton \(.*\): install what requirements.txt names, .*\n", result.stdout)
-    assert re.search(r"final_val_loss: \d\.\d+\n", result.stdout) and "peak memory allocated: 0 MiB" in result.stdout
-    assert "Running Triton version absent" in next((folder / "logs").glob("*.txt")).read_text()
+    assert re.search(r"final_val_loss: \d\.\d+\n", result.stdout)
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -278,22 +227,6 @@ def test_memory_estimate(ranks, micro_batches):
     found = T.estimate_memory(T.parse_config([f"--micro_batches={micro_batches}"], ranks), ranks)
     for estimate, measured in zip(found, PEAKS[ranks, micro_batches]):
         assert measured is None or abs(estimate / measured - 1) < 0.02
-
-
-def test_memory_estimate_follows_the_knobs():
-    """Each piece by itself; warming up keeps another copy of the 543.8 million bf16 weights."""
-    def need(*args):
-        return T.estimate_memory(T.parse_config([*args]), 1)
-
-    allocated, reserved = need()
-    assert need("--cuda_graphs=false") == (allocated, allocated) and reserved > 1.5 * allocated
-    assert allocated - need("--compile=false")[0] == pytest.approx(2 * 543.8e6 / MiB, rel=0.001)
-    # one block of logits, codes of twice the size
-    assert need("--fp8=false")[0] - allocated == pytest.approx(16384 * 2 * 50304 / MiB)
-    smaller = need("--micro_batches=64", "--val_batch_tokens=65536")[0]
-    assert need("--micro_batches=64")[0] == need("--micro_batches=128")[0] > smaller
-    wide = need("--dtype=float32", "--kernels=attention:torch")[0] - allocated
-    assert wide == pytest.approx(14.2 * 11 * 49152 * 768 * 2 / MiB)
 
 
 @pytest.fixture
@@ -329,14 +262,6 @@ def test_a_process_sees_its_own_gpu(gpus, monkeypatch, visible, local, sees):
     assert T.find_device(T.Config()) == T.find_device(T.Config()) == torch.device("cuda", 0) and gpus.sees == [sees]
 
 
-def test_it_may_see_all(gpus, monkeypatch):
-    """Where CUDA had been asked before, it is too late to hide the others."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    gpus.sees = ["0,1"]
-    assert T.find_device(T.Config()) == torch.device("cuda", 1)
-
-
 def test_two_gpus(gpus, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -346,130 +271,71 @@ def test_two_gpus(gpus, monkeypatch):
     assert rows["kernels"][0].endswith("head:fp8") and "attention:triton" in rows["kernels"][0]
     memory = r"140000 MiB of the GPU are free, about 21\d{3} to 37\d{3} needed \(estimate\) with --micro_batches=8"
     assert re.fullmatch(memory, rows["memory"][0])
-    assert gpus.check("--kernels=attention:torch")[1]["time"][0].startswith("not known")
-    gpus.capability = 8, 0
-    assert gpus.check()[1]["kernels"][0].endswith("head:bfloat16")
     gpus.count = 1
     status, rows = gpus.check()
     assert status == 1 and rows["device"] == ("2 processes but 1 GPUs on this machine: start one process per GPU", "no")
+
+
+def old_driver(monkeypatch, has):
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("The NVIDIA driver on\nyour system is old")))
+
+
+UNUSABLE = {  # the row that fails -> how to get there, and what the row says
+    "driver": (old_driver, "device", "no usable GPU .The NVIDIA driver on your system is old"),
+    "amd": (lambda monkeypatch, has: monkeypatch.setattr(torch.version, "hip", "6.4"), "device", "AMD.*--preset=cpu"),
+    "turing": (lambda monkeypatch, has: setattr(has, "capability", (7, 5)), "kernels",
+               "bfloat16 needs an Ampere GPU .sm_80. or a newer one; try --preset=cpu"),
+    "no Triton": (lambda monkeypatch, has: monkeypatch.setattr(kernels, "NO_TRITON", "No module named 'triton'"),
+                  "kernels", "a GPU needs Triton .No module named 'triton'.")}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_gpus_that_cannot_be_used(gpus, monkeypatch, name):
+    make, row, pattern = UNUSABLE[name]
+    make(monkeypatch, gpus)
+    status, rows = gpus.check()
+    assert status == 1 and rows[row][1] == "no" and re.search(pattern, rows[row][0])
+    status, err = gpus.start()
+    assert status == 1 and joined(err) == "error:" + joined(rows[row][0])
 
 
 @pytest.mark.parametrize("ranks, rate, minutes", [(1, 790, 55.0 / 60), (2, 790, 28.0 / 60), (1, 395, 2 * 55.0 / 60)])
 def test_expected_minutes(gpus, ranks, rate, minutes):
     """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rate is given twice the time."""
     gpus.rate = rate * 1e12
-    config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"], ranks)
-    text = C.expected_time(config, ranks)
+    text = C.expected_time(T.parse_config(["--scheduled_steps=145", "--extension_steps=4"], ranks), ranks)
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes
-    assert f" {rate} TFLOP/s" in text
-
-
-def test_a_driver_that_does_not_work(gpus, monkeypatch):
-    """The GPUs can be counted, but not used."""
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system\nis too old")
-    monkeypatch.setattr(torch.cuda, "init", init)
-    status, rows = gpus.check()
-    assert status == 1 and rows["device"][1] == "no"
-    line = "CUDA was asked for but this machine has no usable GPU (The NVIDIA driver on your system is too old): "
-    assert gpus.start()[1].startswith(f"error: {line}")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    for _ in range(2):  # the second time as the first
-        with pytest.raises(UserError, match="too old"):
-            T.find_device(T.Config())
-
-
-def test_amd(gpus, monkeypatch):
-    """PyTorch for AMD calls its GPUs cuda and gives them a capability; the kernels are not made for them."""
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    status, rows = gpus.check()
-    assert status == 1 and rows["device"][1] == "no"
-    assert gpus.start() == (1, f"error: {rows['device'][0]}\n") and "AMD" in rows["device"][0]
-    assert "--preset=cpu" in rows["device"][0]
-
-
-def test_the_table_without_triton(gpus, monkeypatch):
-    monkeypatch.setattr(kernels, "NO_TRITON", "No module named 'triton'")
-    status, rows = gpus.check()
-    assert status == 1 and rows["kernels"][0].startswith("a GPU needs Triton (No module named 'triton')")
-
-
-def test_single_takes_no_number_that_does_not_divide(gpus):
-    gpus.free = 12500
-    for tokens, micro_batches in (1536, 32), (640, 8):
-        config = T.parse_config(["--preset=single", f"--stage1.batch_tokens={tokens}", "--scheduled_steps=90"])
-        chosen = T.choose_micro_batches(config, GPU, 1)
-        assert chosen.system.micro_batches == micro_batches
-
-
-def test_a_batch_that_no_number_divides_stops_the_table(check):
-    """As it stops a start: with the same line."""
-    args = "--preset=cpu", "--micro_batches=0", "--stage1.batch_tokens=1000"
-    assert T.main([*args, "--check"]) == 1
-    line = "error: --stage1.batch_tokens=1000 must be a multiple of 16 * --micro_batches=8\n"
-    assert check.start(*args) == (1, 2 * line)  # of both
-
-
-def test_minutes_without_the_copy_engine(gpus):
-    """21 % more than an H200 of the same rate."""
-    def minutes():
-        return float(re.match(r"about ([\d.]+) minutes", gpus.check()[1]["time"][0])[1])
-    hopper = minutes()
-    gpus.capability = 8, 0
-    assert minutes() == pytest.approx(1.21 * hopper, abs=0.1)
-
-
-def test_older_than_ampere(gpus):
-    gpus.capability = 7, 5
-    status, rows = gpus.check()
-    assert status == 1
-    assert rows["kernels"] == ("NVIDIA H200: bfloat16 needs an Ampere GPU (sm_80) or a newer one; try --preset=cpu",
-                               "no")
-    assert gpus.start() == (1, f"error: {rows['kernels'][0]}\n")
 
 
 @pytest.mark.parametrize("free, micro_batches",
-                         [(140000, 8), (40000, 8), (39000, 16), (23500, 32), (15500, 64), (11500, 128)])
-def test_single_takes_what_fits(gpus, monkeypatch, free, micro_batches):
+                         [(40000, 8), (39000, 16), (23500, 32), (15500, 64), (11500, 128), (8000, 128)])
+def test_single_takes_what_fits(gpus, free, micro_batches):
     gpus.free = free
     status, rows = gpus.check("--preset=single", "--val_tokens=65536")
-    assert status == 0 and rows["memory"][0].endswith(f"--micro_batches={micro_batches}")
+    assert status == 0 and f"with --micro_batches={micro_batches}" in rows["memory"][0]
+    assert rows["memory"][1] == ("yes" if free > 8000 else "maybe")
     chosen = T.choose_micro_batches(T.parse_config(["--preset=single"]), GPU, 1)
     assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
+    config = T.parse_config(["--preset=single", "--stage1.batch_tokens=640", "--scheduled_steps=90"])
+    assert T.choose_micro_batches(config, GPU, 1).system.micro_batches == 8  # the only number that divides
 
 
-def test_single_needs_some_memory(gpus):
-    gpus.free = 8000
-    status, rows = gpus.check("--preset=single", "--val_tokens=65536")
-    assert status == 0 and rows["memory"][1] == "maybe" and "9266" in rows["memory"][0]
-
-
-def test_a_start_measures_nothing(gpus, monkeypatch):
-    monkeypatch.setattr(work, "ceilings", Mock(side_effect=AssertionError("measured")))
-    assert gpus.start() == (1, "error: all checks passed\n")
-
-
-def test_too_little_memory(gpus):
-    """A warning, since it is an estimate. What the advice names, helps."""
-    least, most = T.estimate_memory(T.Config(), 1)
-    for free, ok in (most + 2, "yes"), (most - 2, "maybe"), (least - 2, "maybe"):
-        gpus.free = int(free)
-        status, rows = gpus.check()
-        found = rows["memory"][0]
-        assert rows["memory"][1] == ok
-        assert (ok == "yes" or "raise --micro_batches (16, 32" in found
-                and f"about {least:.0f} to {most:.0f} needed" in found)
-        warning = f"warning: {found}\n" if ok == "maybe" else ""
-        assert gpus.start() == (1, f"{warning}error: all checks passed\n")
-    assert gpus.check("--micro_batches=16")[0] == 0
-    gpus.free = int(least) + 2
+def test_too_little_memory(gpus, monkeypatch):
+    """A warning, once per machine, since it is an estimate. What the advice names, helps. A start measures nothing."""
+    allocated, reserved = T.estimate_memory(T.Config(), 1)
+    gpus.free = int(reserved + 2)
+    assert gpus.check()[1]["memory"][1] == "yes"
+    gpus.free = int(reserved - 2)
+    status, rows = gpus.check()
+    found, ok = rows["memory"]
+    assert status == 0 and ok == "maybe" and "raise --micro_batches (16, 32" in found
+    assert f"about {allocated:.0f} to {reserved:.0f} needed" in found
+    assert gpus.check("--micro_batches=16")[1]["memory"][1] == "yes"
     assert gpus.check("--cuda_graphs=false")[1]["memory"][1] == "yes"
-
-
-def test_a_warning_is_told_once_per_machine(gpus, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(work, "ceilings", Mock(side_effect=AssertionError("measured")))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    gpus.free = int(T.estimate_memory(T.Config(), 1)[1]) - 2
+    assert gpus.start() == (1, f"warning: {found}\nerror: all checks passed\n")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert gpus.start() == (1, "error: all checks passed\n")
 
 
@@ -487,12 +353,10 @@ def test_one_table_for_two_ranks(check, folder, extra, status):
 
 def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys):
     """Its own GPU, for example: no table, one line, as in a start."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for key, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     args = ["--check", *check.args]
     assert T.main(args) == 0 and capsys.readouterr() == ("", "")
     monkeypatch.setitem(C.CHECKS, "memory", Mock(side_effect=UserError("too little")))
     assert T.main(args) == 1 and capsys.readouterr() == ("", "error: rank 1: too little\n")
-    assert not T.init_runtime.called

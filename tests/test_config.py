@@ -56,180 +56,118 @@ def test_stage_knobs():
 
 
 def test_number_of_stages():
-    """More of them repeat the last before the extension, which stays last; fewer drop those before it."""
+    """More stages repeat the last one before the extension, which stays last; fewer drop the stages before it."""
     stages = RECORD.schedule.stages
     assert T.parse_config(["--stages=6"]).schedule.stages == (*stages[:3], stages[2], stages[2], stages[3])
     assert T.parse_config(["--stages=2", "--split_stage=2"]).schedule.stages == (stages[0], stages[3])
-    config = T.parse_config(["--stages=5", "--stage4.lr_mul=2", "--stage5.long_window=1700"])
+    config = T.parse_config(["--stages=5", "--stage4.lr_mul=2"])
     assert [stage.lr_mul for stage in config.schedule.stages] == [1.0, 1.52, 1.73, 2.0, 1.73]
-    assert [stage.long_window for stage in config.schedule.stages] == [384, 896, 1408, 1408, 1700]
-
-
-def test_layer_0_can_be_a_source():
-    """A skip from layer 0 is one like any other: 0 is a number here."""
-    model = T.parse_config(["--layer6.skip_from=0"]).model
-    assert model.layers_with("skip_from") == [6] and model.layers_with("two_lanes") == [7, 8, 9, 10]
 
 
 def test_shares_of_the_stages():
     config = T.parse_config(["--scheduled_steps=100", "--stage1.share=0.5", "--stage2.share=0.25",
                              "--stage3.share=0.25"])
     assert T.stage_starts(config.schedule) == [0, 50, 75, 100, 140]
-    # round(1087.5)
-    assert T.stage_starts(T.parse_config(["--stages=3", "--stage1.share=3"]).schedule) == [0, 1088, 1450, 1490]
 
 
 def test_layer_knobs():
     """One field, or all of them as words; more layers are plain ones."""
-    layers = list(RECORD.model.layers)
-    layers[6] = T.Layer(skip_from=3)
-    assert list(T.parse_config(["--layer6.attention=true"]).model.layers) == layers
-    layers[6] = T.Layer(paired=True, skip_from=2)
-    assert list(T.parse_config(["--layer6=paired skip_from=2"]).model.layers) == layers
-    layers[6] = T.Layer(paired=True, long=True)
-    assert list(T.parse_config(["--layer6=default", "--layer6.paired=1", "--layer6.long=true"]).model.layers) == layers
+    for args, layer in {"--layer6.attention=true": T.Layer(skip_from=3),
+                        "--layer6=paired skip_from=0": T.Layer(paired=True, skip_from=0),
+                        "--layer6=default|--layer6.paired=1|--layer6.long=true": T.Layer(paired=True, long=True)
+                        }.items():
+        layers = T.parse_config(args.split("|")).model.layers
+        assert layers == (*RECORD.model.layers[:6], layer, *RECORD.model.layers[7:])
     config = T.parse_config(["--layers=3", "--backout_layer=none", "--layer2.value_embed=false"])
     assert config.model.layers == (T.Layer(paired=True), T.Layer(value_embed=True), T.Layer(paired=True))
-    more = T.parse_config(["--layers=7", "--backout_layer=0"]).model
-    assert more.layers == RECORD.model.layers[:7]
-    assert T.parse_config(["--layers=12", "--layer11=two_lanes"]).model.layers[11].two_lanes
+    assert T.parse_config(["--layers=12", "--layer11=two_lanes"]).model.layers[11] == T.Layer(two_lanes=True)
 
 
 def test_config_from_dict():
-    """What a checkpoint holds; a knob that it does not know has its neutral value, one that only it knows is refused by
-    name."""
+    """A checkpoint holds such a dict. A knob that the dict lacks has its neutral value, a foreign knob is refused."""
     for config in T.PRESETS.values():
         assert T.config_from_dict(T.Config(), dataclasses.asdict(config)) == config
-    tree = dataclasses.asdict(T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"]))
-    assert T.flatten(T.config_from_dict(T.Config(), tree))["stage5.share"] == 0
-    assert T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
+    config = T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"])
+    tree = dataclasses.asdict(config)
+    assert T.config_from_dict(T.Config(), tree) == config
     del tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
     assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023
     assert not T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
-    for change in (lambda: tree["optim"].update(muon_beta9=1), lambda: tree["model"]["layers"][0].update(triple=1),
-                   lambda: tree.update(extra={})):
-        tree = dataclasses.asdict(RECORD)
-        change()
-        with pytest.raises(UserError, match="another train_gpt.py: .*(muon_beta9|triple|extra)"):
+    for part in tree, tree["optim"], tree["model"]["layers"][0]:
+        part["foreign"] = 1
+        with pytest.raises(UserError, match="another train_gpt.py: .*foreign"):
             T.config_from_dict(T.Config(), tree)
+        del part["foreign"]
 
 
-@pytest.mark.parametrize("arg, message", [
-    ("--scheduled_step=3", "unknown key --scheduled_step; the nearest is --scheduled_steps"),
-    ("--stage5.lr_mul=3", r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul"),
-    ("--stages=1", "--stages=1: must be 2 or more"),
-    ("--layers=0", "--layers=0: must be 1 or more"),
-    ("--layer11.long=true", r"unknown key --layer11.long; the nearest is --layer\d+.long"),
-    ("--layer3.lang=true", r"unknown key --layer3.lang; the nearest is --layer3.long"),
-    ("--layer3=lang", "--layer3=lang: expected words that are fields of Layer, for example --layer3=long"),
-    ("--layer6.skip_from=x", "expected a number or none, for example --layer6.skip_from=3"),
-    ("--val_every", "'--val_every': write --key=value"),
-    ("--seed=9223372036854775808", "--seed=9223372036854775808: expected int"),
-    ("--layers=1001", "--layers=1001: must be 1 or more, and at most 1000"),
-    ("--muon_lr=nan", "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023"),
-    ("--muon_momentum=0.9,inf", "--muon_momentum=0.9,inf: expected comma-separated numbers"),
-    ("", "'': write --key=value"),
-    ("--preset=h100", "preset=h100.*record74, record, single, cpu"),
-    ("--val_every=2.5", "--val_every=2.5: expected int, for example --val_every=250"),
-    ("--muon_lr=fast", "expected float, a finite number, for example --muon_lr=0.023"),
-    ("--compile=yes", "expected bool, for example --compile=True"),
-    ("--stage1.mtp_end=1,x", "--stage1.mtp_end=1,x: expected comma-separated numbers, for example --stage1.mtp_end=1"),
-])
-def test_what_it_does_not_understand(arg, message):
-    with pytest.raises(UserError, match=message):
-        T.parse_config([arg])
+REFUSED = {  # arguments (and processes, if more than one) -> what the message says
+    # what the parser does not understand
+    "--scheduled_step=3": "unknown key --scheduled_step; the nearest is --scheduled_steps",
+    "--stage5.lr_mul=3": r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul",
+    "--layer3=lang": "--layer3=lang: expected words that are fields of Layer, for example --layer3=long",
+    "--layer6.skip_from=x": "expected a number or none, for example --layer6.skip_from=3",
+    "--stages=1": "--stages=1: must be 2 or more",
+    "--layers=1001": "--layers=1001: must be 1 or more, and at most 1000",
+    "--val_every": "'--val_every': write --key=value",
+    "--val_every=2.5": "--val_every=2.5: expected int, for example --val_every=250",
+    "--seed=9223372036854775808": "--seed=9223372036854775808: expected int",
+    "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
+    "--muon_momentum=0.9,inf": "--muon_momentum=0.9,inf: expected comma-separated numbers",
+    "--compile=yes": "expected bool, for example --compile=True",
+    "--preset=h100": "preset=h100.*record74, record, single, cpu",
+    # numbers that would crash later
+    **{f"--{knob}=0": knob for knob in (
+        "model_dim", "num_heads", "vocab_size", "bigram_tables", "stage1.batch_tokens", "val_batch_tokens",
+        "val_tokens", "val_every", "tokens_per_doc", "split_stage")},
+    "--muon_momentum=0.9": "muon_momentum",
+    "--cooldown_frac=1.5": "cooldown_frac",
+    "--extension_steps=-1": "extension_steps",
+    "--run_label=a/b": "--run_label=a/b.*a file",
+    "--device=tpu": "--device=tpu: cuda or cpu",
+    "--dtype=float16": "--dtype=float16: bfloat16 or float32",
+    "--data_end=loop": "--data_end=loop: wrap or stop",
+    # numbers that do not fit together
+    "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
+    "--model_dim=960": "heads of 16, 32, 64, 128",
+    "--dtype=float32": "--kernels=attention:torch",
+    "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 1000000 steps",
+    "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
+    "--stage2.share=0": "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0",
+    "--stage4.share=1": "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last",
+    "--stage2.mtp_end=1": "--stage2.mtp_start and mtp_end need the same length",
+    "--backout_layer=11": "--backout_layer=11: must be 0 to 10, or none",
+    "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
+    "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
+    "--layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
+    "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
+        "all layers are without attention",
+    "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
+    "--val_batch_tokens=24 --val_tokens=240": "of 16",
+    "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",
+    # several processes
+    ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
+    ("--preset=single", 2): "^--micro_batches=0 .* is for one process; 2 of them need a number$",
+    ("", 12): "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"}
 
 
-@pytest.mark.parametrize("args, message", [
-    ("--model_dim=100", "--model_dim=100.*--num_heads=6.*multiple of 8"),
-    ("--model_dim=60 --num_heads=6", "multiple of 8"),
-    ("--vocab_size=1", "--vocab_size=1"),
-    ("--scheduled_steps=2", "--scheduled_steps=2"),
-    ("--extension_steps=-1", "schedule|extension_steps"),
-    ("--scheduled_steps=1000000", "--scheduled_steps=1000000: a run has at most 1000000 steps"),
-    ("--stage2.share=0", "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0"),
-    ("--stage4.share=1", "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last"),
-    ("--scheduled_steps=30 --stage2.share=0.001", "--scheduled_steps=30: each stage needs at least one step"),
-    ("--backout_layer=11", "--backout_layer=11: must be 0 to 10, or none"),
-    ("--layer6.paired=true", "--layer6='attention=False paired skip_from=3': .* need attention"),
-    ("--layer1.attention=false", "--layer1='attention=False value_embed': .* need attention"),
-    ("--layer6.skip_from=6", "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none"),
-    ("--layer8.two_lanes=false", "--layer8.two_lanes=False: layer 7 has two lanes"),
-    ("--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none",
-     "all layers are without attention"),
-    ("--cooldown_frac=1.5", "cooldown_frac"),
-    ("--split_stage=0", "split_stage"),
-    ("--device=tpu", "--device=tpu: cuda or cpu"),
-    ("--dtype=float16", "--dtype=float16: bfloat16 or float32"),
-    ("--data_end=loop", "--data_end=loop: wrap or stop"),
-    ("--val_tokens=1000", "--val_tokens=1000 must be a multiple of --val_batch_tokens"),
-    ("--val_batch_tokens=24 --val_tokens=240", "of 16"),
-    ("--micro_batches=3", "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3"),
-    ("--stage2.mtp_end=1", "--stage2.mtp_start and mtp_end need the same length"),
-    ("--run_label=a/b", "--run_label=a/b.*a file"),
-    ("--stage1.batch_tokens=12345678901234567890", "expected int"),
-    ("--dtype=float32", "--kernels=attention:torch"),
-    ("--model_dim=960", "heads of 16, 32, 64, 128"),
-    ("--cooldown_frac=1e-20", "cooldown_frac"),
-])
-def test_numbers_that_do_not_fit_together(args, message):
-    with pytest.raises(UserError, match=message):
-        T.parse_config(args.split())
+@pytest.mark.parametrize("args", REFUSED)
+def test_refused_in_one_line_that_names_the_knob(args):
+    text, world = args if isinstance(args, tuple) else (args, 1)
+    with pytest.raises(UserError, match=REFUSED[args]) as error:
+        T.parse_config(text.split(), world)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("args, world, micro_batches", [
-    ("", 1, 8), ("", 8, 8), ("", 16, 16), ("", 32, 32), ("--micro_batches=32", 16, 32), ("--preset=cpu", 32, 32),
-    # 48 is a multiple of 12 but not of the default 8: what counts is what runs.
-    (" ".join(f"--stage{i}.batch_tokens={16 * 12 * i}" for i in (1, 2, 3, 4)) + " --micro_batches=6", 12, 12)])
+    ("", 1, 8), ("", 8, 8), ("", 16, 16), ("--micro_batches=32", 16, 32), ("--preset=cpu", 32, 32)])
 def test_every_rank_has_a_micro_batch(args, world, micro_batches):
     assert T.parse_config(args.split(), world).system.micro_batches == micro_batches
-
-
-@pytest.mark.parametrize("args, world, message", [
-    ("", 3, "^3 processes do not divide --micro_batches=8: .*$"),
-    ("--preset=single", 2, "^--micro_batches=0 .* is for one process; 2 of them need a number$"),
-    ("--micro_batches=32", 24, "^24 processes do not divide --micro_batches=32: .*$"),
-    ("", 12, "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"),
-    ("--stage2.batch_tokens=384", 32, "^--stage2.batch_tokens=384 .*_batches=32, one for each of 32 processes$")])
-def test_numbers_of_ranks_that_do_not_fit(args, world, message):
-    with pytest.raises(UserError, match=message):
-        T.parse_config(args.split(), world)
-
-
-@pytest.mark.parametrize("arg", [
-    "--num_heads=0", "--val_batch_tokens=0", "--val_every=0", "--tokens_per_doc=0", "--bigram_tables=0",
-    "--muon_momentum=0.9", "--model_dim=0", "--val_tokens=0", "--stage1.batch_tokens=0"])
-def test_numbers_that_would_crash_later(arg):
-    """One line that names the knob, not a traceback from the middle of the run."""
-    with pytest.raises(UserError, match=arg.partition("=")[0].removeprefix("--").removeprefix("stage1.")):
-        T.parse_config([arg])
-
-
-@pytest.mark.parametrize("args", [
-    "--vocab_size=2", "--vocab_size=65536", "--scheduled_steps=3 --extension_steps=0", "--cooldown_frac=1",
-    "--split_stage=1", "--split_stage=4", "--micro_batches=16", "--model_dim=16 --num_heads=2 --kernels=torch",
-    "--val_batch_tokens=16 --val_tokens=16"])
-def test_extreme_numbers_that_do_fit(args):
-    T.parse_config(args.split())
 
 
 def test_parsing_leaves_the_presets_alone():
     before = {name: T.flatten(config) for name, config in T.PRESETS.items()}
     T.parse_config(["--preset=cpu", "--stage1.lr_mul=7", "--seed=7"])
     assert {name: T.flatten(config) for name, config in T.PRESETS.items()} == before
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RECORD.system.seed = 3
-
-
-def test_no_knob_hides_another():
-    """flatten gives every field of every section a name of its own."""
-    fields = [f.name for section in dataclasses.fields(T.Config)
-              for f in dataclasses.fields(getattr(RECORD, section.name))]
-    stage_fields = [f.name for f in dataclasses.fields(T.Stage)]
-    assert len(set(fields)) == len(fields) and fields.count("stages") == 1 and "preset" not in fields
-    stages = [f"stage{i}.{name}" for i in (1, 2, 3, 4) for name in stage_fields]
-    assert sorted(T.flatten(RECORD)) == sorted(fields + stages + [f"layer{i}" for i in range(11)])
-    assert T.flatten(RECORD)["stage3.long_window"] == 1408 and T.flatten(RECORD)["adam_lr"] == 0.008
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
@@ -240,50 +178,23 @@ def test_written_out_config_is_read_back(preset, base):
     assert T.parse_config([f"--preset={base}", *args]) == T.PRESETS[preset]
 
 
-def test_presets_pass_their_own_check():
-    for config in T.PRESETS.values():
-        T.check_config(config)
-
-
 def test_help_lists_every_knob(capsys):
     assert T.main(["--preset=cpu", "--help"]) == 0
     text = capsys.readouterr().out
-    lines = text.splitlines()
-    assert text.startswith(T.__doc__)
     for key, value in T.flatten(RECORD).items():
         if not key.startswith("stage") or key == "stages":
-            (line,) = [line for line in lines if line.startswith(f"  --{key}=")]
-            assert line.startswith(f"  --{key}={T.render(value)}".rstrip())
-    words = [line.split() for line in lines]
-    assert ["--val_every=250", "steps", "between", "validations"] in words  # the comment beside the field
-    assert any(line[:4] == ["--stage<n>.max_doc_len=896", "2048", "2048", "2048"] and "tail" in line for line in words)
-    assert any(line[:1] == ["--layer<n>.long="] and "window;" in line for line in words)
+            assert f"\n  --{key}={T.render(value)}".rstrip() in text
+    for field in dataclasses.fields(T.Stage):
+        assert f"\n  --stage<n>.{field.name}=" in text
 
 
 # ---- Schedules -------------------------------------------------------------------------------------------------------
 
 
-def plan(step):
-    return T.make_plan(RECORD, step)
-
-
-def test_stages_of_the_record():
-    """(steps, tokens per step, N, longest document, windows)."""
-    assert T.stage_starts(RECORD.schedule) == [0, 483, 967, 1450, 1490]
-    wanted = [(483, 131072, 16384, 896, 128, 384), (484, 262144, 32768, 2048, 384, 896),
-              (483, 393216, 49152, 2048, 640, 1408), (40, 393216, 49152, 2048, 768, 1664)]
-    got = []
-    for i, stage in enumerate(RECORD.schedule.stages):
-        steps = [step for step in STEPS[:-1] if plan(step).stage == i]
-        rows, longest = {(plan(step).micro_batch_tokens, plan(step).max_doc_len) for step in steps}.pop()
-        got.append((len(steps), stage.batch_tokens, rows, longest, stage.short_window, stage.long_window))
-    assert got == wanted and RECORD.schedule.final_window == 2560
-    assert sum(RECORD.schedule.stages[plan(step).stage].batch_tokens for step in STEPS[:-1]) == 395_837_440
-
-
 def test_every_step_of_the_record_against_the_oracle():
+    assert T.stage_starts(RECORD.schedule) == [0, 483, 967, 1450, 1490]
     for step in STEPS:
-        got = plan(step)
+        got = T.make_plan(RECORD, step)
         stage = oracles.stage_of(step)
         assert (got.step, got.stage) == (step, stage)
         assert got.micro_batch_tokens == [16384, 32768, 49152, 49152][stage]
@@ -295,20 +206,8 @@ def test_every_step_of_the_record_against_the_oracle():
         assert got.adam is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
 
 
-def test_shortened_record():
-    """The same shape on a tenth of the steps."""
-    config = T.parse_config(["--scheduled_steps=145", "--extension_steps=4"])
-    assert T.stage_starts(config.schedule) == [0, 48, 97, 145, 149]
-    plans = [T.make_plan(config, step) for step in range(150)]
-    assert [p.step for p in plans if p.split] == [97] and [p.step for p in plans if p.tied] == list(range(98))
-    assert [p.lr_factor for p in plans[:59]] == [1.0] * 48 + [1.52] * 11 and plans[59].lr_factor < 1.52
-    assert {p.lr_factor for p in plans[145:]} == {0.15} and plans[144].lr_factor > 0.15
-    assert plans[47].mtp_weights == pytest.approx((1, 0.5, 0.25 / 48)) and plans[48].mtp_weights == (1, 0.5)
-    assert plans[99].momentum == pytest.approx(0.85 + 0.1 * 99 / 300) and plans[149].stage == 3
-
-
 @pytest.mark.parametrize("scheduled, stage, split", [
-    (144, 3, 97), (145, 3, 97), (145, 2, 49), (145, 1, 1), (145, 4, 145), (146, 4, 147)])
+    (144, 3, 97), (145, 3, 97), (145, 1, 1), (146, 4, 147)])
 def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     """It has to be a step on which Adam updates the still tied pair."""
     config = T.parse_config([f"--scheduled_steps={scheduled}", f"--split_stage={stage}"])
@@ -317,22 +216,14 @@ def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     assert [p.tied for p in plans] == [step <= split for step in range(scheduled + 40)]
 
 
-def plans_of(config):
-    return [T.make_plan(config, step) for step in range(T.stage_starts(config.schedule)[-1])]
-
-
-def test_warmup_steps():
-    assert T.warmup_steps(plans_of(RECORD)) == [0, 1, 483, 967, 968, 969, 1450]  # the second stage ends with step 966
-    short = T.parse_config(["--scheduled_steps=3", "--extension_steps=1"])
-    assert T.warmup_steps(plans_of(short)) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("preset", ["record", "cpu"])
 def test_warmup_meets_every_stage_and_every_kind_of_update(preset):
-    plans = plans_of(T.PRESETS[preset])
+    config = T.PRESETS[preset]
+    plans = [T.make_plan(config, step) for step in range(T.stage_starts(config.schedule)[-1])]
     warmup = [plans[step] for step in T.warmup_steps(plans)]
     for kind in (lambda p: p.stage), (lambda p: (p.adam, p.tied, p.split)):
         assert set(map(kind, warmup)) == set(map(kind, plans))
+    assert len(warmup) < 10
 
 
 # ---- Rotary states ---------------------------------------------------------------------------------------------------
@@ -355,12 +246,8 @@ def test_rotary_states_against_the_oracle():
         assert frequencies.tolist() == pytest.approx(exact, rel=1e-12)
         assert scale == pytest.approx(exact_scale, rel=1e-12)
     assert [scale, frequencies[8], frequencies[31]] == pytest.approx([0.131778, 0.073630, 0.000225], abs=6e-7)
-
-
-def test_rotary_state_stays_when_the_window_does():
-    first, second, third = T.rotary_states(24, [16, 16, 32])
+    first, second = T.rotary_states(24, [16, 16])  # the window stays, and so does the state
     assert np.array_equal(first[0], second[0]) and first[1] == second[1] == 0.1
-    assert third[1] == pytest.approx(0.1 * (1 + 0.2 * np.log(2))) and len(third[0]) == 6
 
 
 def small_record():
@@ -389,19 +276,10 @@ def test_views_of_the_stages():
 
 def test_view_tables_are_long_enough_and_rounded_last():
     """On the meta device for the size of the record; bf16 tables are the rounded fp32 ones."""
-    for config in map(T.PRESETS.get, ("record", "cpu")):
-        longest = max(config.data.val_batch_tokens,
-                      *(T.make_plan(config, step).micro_batch_tokens for step in (0, 50, 100, 1000, 1490)))
-        for view in T.attention_settings(config, torch.device("meta"), torch.bfloat16):
-            assert view.rotary.shape == (2 * longest, config.model.head_dim // 4, 2)
-            assert view.rotary.dtype == torch.bfloat16
-    exact, rounded = (T.attention_settings(small_record(), CPU, dtype)[1] for dtype in (torch.float32, torch.bfloat16))
+    for view in T.attention_settings(RECORD, torch.device("meta"), BF16):
+        assert view.rotary.shape == (2 * max(49152, RECORD.data.val_batch_tokens), 32, 2)
+    exact, rounded = (T.attention_settings(small_record(), CPU, dtype)[1] for dtype in (FP32, BF16))
     assert torch.equal(exact.rotary.bfloat16(), rounded.rotary)
-
-
-def test_views_with_python_numbers():
-    view = T.attention_settings(small_record(), CPU, torch.float32, number=lambda x: x)[0]
-    assert (view.short_window, view.long_window, view.scale) == (128, 384, 0.1)
 
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
@@ -436,17 +314,6 @@ def test_parameter_table():
                                    muon_wd=1.2)
 
 
-def test_orders():
-    """Of the reductions and of the updates; all replicated parameters travel together."""
-    config = T.PRESETS["cpu"]
-    model = T.GPT(config.model, None, FP32, CPU)
-    optimizer = T.NorMuonAndAdam(model.named_parameters(), config, T.Runtime(0, 1, CPU), None)
-    assert optimizer.reduce_order == ["attn_bank", "mlp_bank", "replicated", "lm_head", "bigram_embed", "value_embeds",
-                                      "embed"]
-    assert optimizer.update_order == ["replicated", "value_embeds", "bigram_embed", "lm_head", "embed", "attn_bank",
-                                    "mlp_bank"]
-
-
 # ---- Parameters ------------------------------------------------------------------------------------------------------
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -456,12 +323,8 @@ def test_parameters_of_the_record():
     """The reference counts 543 818 952 with 7 scalars of padding for 8 ranks."""
     model = T.GPT(RECORD.model, None, BF16, torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) == 543_818_952 - 7 and not list(model.buffers())
-    shapes = {label: tuple(p.shape) for label, p in model.named_parameters()}
-    assert (shapes["attn_bank"], shapes["mlp_bank"]) == ((10, 3072, 768), (12, 2, 3072, 768))
-    assert shapes["lm_head"] == (768, 50304)
-    in_fp32 = {label for label, p in model.named_parameters() if p.dtype == FP32}
-    assert in_fp32 == {label for label in shapes if "lambda" in label}
-    assert all(p.dtype in (BF16, FP32) for p in model.parameters())
+    for label, p in model.named_parameters():
+        assert p.dtype == (FP32 if "lambda" in label else BF16)
 
 
 def small_model(seed):
@@ -521,31 +384,23 @@ def test_seed_decides_the_weights(weights):
     torch.rand(3)  # the global generator has no say
     for label, p in small_model(3).named_parameters():
         assert torch.equal(p, weights[label]), label
-    model = small_model(4)
-    assert not torch.equal(model.attn_bank, weights["attn_bank"]) and not torch.equal(model.lm_head, weights["lm_head"])
-    assert torch.equal(model.embed, model.lm_head.T)
-
-
-def test_padded_sizes():
-    assert [T.Model(vocab_size=v).padded_vocab for v in (128, 129, 257, 50257)] == [128, 256, 384, 50304]
-    model = T.Model()
-    assert (model.bos_id, model.head_dim, model.bigram_rows) == (50256, 128, 251520)
+    other = small_model(4)
+    assert not torch.equal(other.attn_bank, weights["attn_bank"]) and not torch.equal(other.embed, weights["embed"])
 
 
 # ---- Log ------------------------------------------------------------------------------------------------------------
 
 
-def test_no_folder_of_this_machine_is_published(tmp_path, monkeypatch):
-    """Values and arguments that are paths; what is in the repository keeps its folders, all else stays as it is."""
-    for text, wanted in {
-            "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane",
-            "../../jane/x": "x", "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt",
-            "data/x/x_*.bin": "data/x/x_*.bin",
-            "--sample_prompt=1/2": "--sample_prompt=1/2", "def ": "def ", "": "", "1.0,0.5": "1.0,0.5"}.items():
-        assert T.published(text) == wanted
+@pytest.mark.parametrize("text, published", {
+    "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane",
+    "../../jane/x": "x", "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt",
+    "data/x/x_*.bin": "data/x/x_*.bin", "--sample_prompt=1/2": "--sample_prompt=1/2", "1.0,0.5": "1.0,0.5"}.items())
+def test_no_folder_of_this_machine_is_published(text, published):
+    """Values and arguments that are paths; names inside the repository keep their folders, all else stays as it is."""
+    assert T.published(text) == published
 
 
-def test_sources_are_those_of_the_repository(tmp_path, monkeypatch):
+def test_sources_are_those_of_the_repository(monkeypatch):
     """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
     sources = T.loaded_sources()
     assert next(iter(sources)) == "train_gpt.py"
@@ -558,24 +413,18 @@ def test_sources_are_those_of_the_repository(tmp_path, monkeypatch):
 # ---- Console ---------------------------------------------------------------------------------------------------------
 
 
-class Screen(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, terminal):
     """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines
     as they are."""
-    for screen in (Screen(), io.StringIO()):
-        monkeypatch.setattr("sys.stdout", screen)
-        log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), T.Runtime(0, 1, torch.device("cpu")))
-        log.progress("step:1/9 train_time:5ms", 125.4)
-        log.progress("step:2/9 train_time:9ms", 61.0)
-        log.line("step:2/9 val_loss:3.0000")
-        assert log.path.read_text() == "step:1/9 train_time:5ms\nstep:2/9 train_time:9ms\nstep:2/9 val_loss:3.0000\n"
-        shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
-        if screen.isatty():
-            assert shown == ("\r\033[Kstep:1/9 train_time:5ms eta:2m05s\r\033[Kstep:2/9 train_time:9ms eta:1m01s"
-                             "\r\033[Kstep:2/9 val_loss:3.0000\n")
-        else:
-            assert shown == log.path.read_text()
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", screen)
+    log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), T.Runtime(0, 1, CPU))
+    log.progress("step:1/9 train_time:5ms", 125.4)
+    log.line("step:1/9 val_loss:3.0000")
+    plain = "step:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"
+    assert log.path.read_text() == plain
+    shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
+    fancy = "\r\033[Kstep:1/9 train_time:5ms eta:2m05s\r\033[Kstep:1/9 val_loss:3.0000\n"
+    assert shown == (fancy if terminal else plain)

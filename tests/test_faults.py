@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 import train_gpt as T
-import data.files
 import data.log
 from forks import free_port, rank_variables
-from test_run import ENV, ROOT, VAL_BATCH, finish, ready, start, start_interpreter
+from test_run import ROOT, VAL_BATCH, finish, ready, start, start_interpreter
 from test_run import corpus, fails  # noqa: F401 (fixtures)
 
 SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()}")'
@@ -87,21 +86,11 @@ def test_a_signal_ends_two_processes_with_one_line(corpus, tmp_path, signum, lin
     assert status != 0 and out.count("pid ") == 2 and set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
 
 
-@pytest.mark.parametrize("signum, line", [("Signals.SIGINT", "SIGINT: Ctrl-C"),
-                                          ("Signals.SIGTERM", "SIGTERM, from outside"),
-                                          ("2", "2: Ctrl-C"), ("15", "15, from outside")])
-def test_a_signal_as_each_python_spells_it(signum, line):
-    """3.10 by its name."""
-    err = f"W1121 20:00:00.1 9 torch/distributed/elastic/agent/server/api.py:7] Received {signum} death signal"
-    assert as_run_sh_shows(err + ", shutting down workers\nTraceback\n") == [f"run.sh: ended by signal {line}"]
-
-
-@pytest.mark.parametrize("file", [None, "error.json", "/no/such/folder/error.json"])
-def test_without_a_folder_every_process_speaks(monkeypatch, file):
-    monkeypatch.setattr(data.files.time, "sleep", lambda seconds: None)
-    if file:
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)
-    assert T.should_report(0) and T.should_report(1)
+def test_a_signal_as_each_python_spells_it():
+    """3.10 by its name; test_a_signal_ends_two_processes_with_one_line has the spelling of this Python."""
+    err = "W1121 20:00:00.1 9 torch/distributed/elastic/agent/server/api.py:7] Received {} death signal\nTraceback\n"
+    assert as_run_sh_shows(err.format("Signals.SIGINT")) == ["run.sh: ended by signal SIGINT: Ctrl-C"]
+    assert as_run_sh_shows(err.format("15")) == ["run.sh: ended by signal 15, from outside"]
 
 
 @pytest.mark.parametrize("impatient", [False, True])
@@ -123,7 +112,7 @@ def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatie
         other.kill()
         finish(other)
     if impatient:
-        one_line(err, "waited for it in vain")
+        one_line(err, "lost the connection to another process.*Timed out waiting")
     steps = set(re.findall("^step:.*$", out, re.M))
     assert status == (1 if impatient else -signal.SIGTERM)
     assert steps <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
@@ -131,16 +120,14 @@ def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatie
 
 ADDRESS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 PLACES = {  # environment -> what the message says; a port that is missing here is one that is taken
-    "WORLD_SIZE=two": "WORLD_SIZE=two.*torchrun", "WORLD_SIZE=0": "WORLD_SIZE=0.*torchrun", "RANK=": "RANK= .*torchrun",
-    "RANK=2": "RANK=2 WORLD_SIZE=2.*torchrun", "RANK=-1": "RANK=-1.*torchrun", "LOCAL_RANK=x": "LOCAL_RANK=x.*torchrun",
+    "WORLD_SIZE=two": "WORLD_SIZE=two.*torchrun", "RANK=2": "RANK=2 WORLD_SIZE=2.*torchrun",
     "": "2 processes do not come together, .*MASTER_PORT=[0-9]+ .*address already in use",
-    "MASTER_PORT=None": "MASTER_PORT expected",
-    "MASTER_PORT=http": "MASTER_PORT=http", "MASTER_PORT=70000": "MASTER_PORT=70000.*65535",
+    "MASTER_PORT=None": "MASTER_PORT expected", "MASTER_PORT=70000": "MASTER_PORT=70000.*65535",
     "MASTER_ADDR=nowhere": "MASTER_ADDR=nowhere .*not known", "MASTER_PORT=free": "1/2 clients joined"}
 
 
-@pytest.mark.parametrize("given", PLACES)
-def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, given):
+@pytest.mark.parametrize("variable", PLACES)
+def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, variable):
     resolve, init = socket.getaddrinfo, T.dist.init_process_group
 
     def resolved(name, port):
@@ -151,33 +138,21 @@ def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, given)
     short = {"timeout": T.timedelta(seconds=1)}
     monkeypatch.setattr(T.dist, "init_process_group", lambda *args, **options: init(*args, **options | short))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        key, _, value = given.partition("=")
+        key, _, value = variable.partition("=")
         env = ADDRESS | {"MASTER_PORT": str(taken.getsockname()[1])} | ({key: value} if key else {})
         for key, value in env.items():
+            monkeypatch.setenv(key, str(free_port()) if value == "free" else value)
             if value == "None":
-                monkeypatch.delenv(key, raising=False)
-            else:
-                monkeypatch.setenv(key, str(free_port()) if value == "free" else value)
-        fails([*corpus.args, f"--log_dir={tmp_path}"], PLACES[given])
+                monkeypatch.delenv(key)
+        fails([*corpus.args, f"--log_dir={tmp_path}"], PLACES[variable])
 
 
-def test_one_process_needs_no_port(corpus, tmp_path, monkeypatch):
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(key, value)
-    rt = T.init_runtime(T.parse_config(corpus.args))
-    T.dist.destroy_process_group()
-    assert (rt.rank, rt.world) == (0, 1)
-
-
-full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-
-
-@full
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch):
     monkeypatch.setattr(data.log.uuid, "uuid4", lambda: "full")
     (tmp_path / "run_full.txt").symlink_to("/dev/full")
-    args = [*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"]
-    fails(args, "cannot write .*run_full.txt.*--log_dir .No space left")
+    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"],
+          "cannot write .*run_full.txt.*--log_dir .No space left")
 
 
 ROOM = """import resource
@@ -196,16 +171,6 @@ def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
     log, last = next(tmp_path.glob("*.txt")), int(re.findall(r"^step:(\d+)/", out, re.M)[-1])
     assert status == 1 and f"room {log.stat().st_size}\n" in out
     assert re.search("^step:3/.* val_loss:", log.read_text(), re.M) and last < 100, last
-
-
-@full
-def test_a_console_that_cannot_be_written(corpus, tmp_path):
-    with open("/dev/full", "w") as console:
-        result = subprocess.run([sys.executable, ROOT / "train_gpt.py", *corpus.args, f"--log_dir={tmp_path}"], env=ENV,
-                                text=True, stdout=console, stderr=subprocess.PIPE)
-    assert result.returncode == 1
-    line = "error: cannot write .* the console; .* .No space left on device.\n"
-    assert re.fullmatch(line, result.stderr), result.stderr
 
 
 def test_no_home_and_no_name(corpus, tmp_path):

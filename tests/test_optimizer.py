@@ -48,42 +48,27 @@ def test_polar_express_against_svd(shape):
     assert torch.allclose(got, oracles.polar_express(X), atol=1e-12)
 
 
-def test_polar_express_scalar_map_vector():
-    """[1e-3, 1/1.02] -> [0.8589, 1.1411]; 1e-4 -> at least 0.0988."""
-    sigma = torch.linspace(1e-3, 1 / 1.02, 20000, dtype=torch.float64)
-    X = torch.cat((sigma, torch.tensor([1e-4]))).view(-1, 1, 1).double()
-    y = kernels.polar_express(X, None, OPS).flatten()
-    assert y[:-1].min().item() == pytest.approx(0.8589, abs=1e-4)
-    assert y[:-1].max().item() == pytest.approx(1.1411, abs=1e-4)
-    assert y[-1].item() >= 0.0988
-
-
 def test_zero_matrix_only_decays():
     """The padding matrices of the MLP bank: no NaN, and cautious decay applies to a zero update."""
     w = torch.full((1, 8, 4), 0.5, dtype=torch.bfloat16)
     p, mantissa = w.view(torch.int16).clone(), torch.zeros(1, 8, 4, dtype=torch.int16)
-    X, scale = OPS.fused_momentum(torch.zeros(1, 8, 4, dtype=torch.bfloat16), torch.zeros(1, 8, 4), 0.95,
-                                  kernels.POLAR_SAFETY)
+    X, scale = OPS.fused_momentum(torch.zeros_like(w), torch.zeros(1, 8, 4), 0.95, kernels.POLAR_SAFETY)
     y = kernels.polar_express(X, scale, OPS)
     kernels.normuon_tail_ref(p, mantissa, torch.zeros(1, 8, 1), y, 0.5, torch.ones(1, 1, 1), 0.25, 0.95)
     assert torch.equal(kernels.join_master(p, mantissa), torch.full((1, 8, 4), 0.5 - 0.5 * 0.25 * 0.5))
 
 
-def test_adam_matches_torch_without_decay_and_first_step_is_lr():
-    """eps is not bias-corrected here, so it is compared at eps = 0; with a first step of one learning rate."""
+def test_adam_matches_torch_without_decay():
+    """eps is not bias-corrected here, so it is compared at eps = 0."""
     p = torch.randn(50)
     theirs = torch.nn.Parameter(p.clone())
     reference = torch.optim.Adam([theirs], lr=0.01, betas=(0.9, 0.99), eps=0.0)
     m, v = torch.zeros(50), torch.zeros(50)
     for t in range(1, 8):
-        grad = torch.randn(50)
-        theirs.grad = grad.clone()
+        theirs.grad = torch.randn(50)
         reference.step()
-        before = p.clone()
-        T.adam_update(p, m, v, grad, torch.tensor(0.01 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t)), torch.tensor(0.0), 0.9,
-                      0.99, 0.0)
-        if t == 1:
-            torch.testing.assert_close((p - before).abs(), torch.full((50,), 0.01), rtol=1e-4, atol=0)
+        rate = torch.tensor(0.01 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t))
+        T.adam_update(p, m, v, theirs.grad.clone(), rate, torch.tensor(0.0), 0.9, 0.99, 0.0)
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -128,14 +113,6 @@ def test_ten_steps_across_the_split_against_the_oracle():
         assert error < bound, f"{label}: relative error {error:.1e}"
 
 
-def test_table_must_cover_the_parameters():
-    config = small_config()
-    params = dict(make_model(config).named_parameters())
-    params.pop("skip_gate")
-    with pytest.raises(ValueError, match="skip_gate"):
-        T.NorMuonAndAdam(params, config, ONE_RANK, OPS)
-
-
 def train(rt, steps, saved=None):
     """{"model", "optimizer"}: both states after these steps on the ranks of `rt`, begun with `saved` if given.
 
@@ -178,9 +155,8 @@ def train_as_rank(rank, world, folder, steps):
 
 
 def assert_same(state, other):
-    named = [{f"{key} {label}": tensor for label, p in s["model"].items()
-              for key, tensor in {"p": p, **s["optimizer"][label]}.items()}
-             for s in (state, other)]
+    named = [{f"{key} {label}": x for label, p in s["model"].items()
+              for key, x in {"p": p, **s["optimizer"][label]}.items()} for s in (state, other)]
     assert named[0].keys() == named[1].keys()
     assert [name for name, tensor in named[0].items() if not torch.equal(tensor, named[1][name])] == []
 

@@ -34,10 +34,9 @@ STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32
 STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
 # three pieces: two ranks share them unevenly, the last of four has none
 VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 2304, 768, 96
-TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2",
-        f"--final_window={FINAL_WINDOW}",
-        f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}", "--val_every=3", "--sample_tokens=0",
-        "--micro_batches=2",
+TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2", "--micro_batches=2",
+        f"--final_window={FINAL_WINDOW}", f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}",
+        "--val_every=3", "--sample_tokens=0",
         "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1) for key, value in zip(STAGE_KEYS, stage))]
 
@@ -232,46 +231,16 @@ def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
 def test_logs_are_read_by_compare(runs):
     """Every line of them: the formats have one writer and one reader."""
     for name, run in runs.items():
-        log = compare.read_run(run.path)
+        log, ranks = compare.read_run(run.path), RUNS[name][0]
         assert log.finished and log.notes == [] and log.losses == run.val, name
         assert sorted(log.ms) == list(range(log.total + 1)), name
         if name != "pair1":  # a sample comes from records/evaluate.py
             assert run.state["sources"] == run.sources, name
         assert log.source.startswith(run.sources["train_gpt.py"]) and run.sources["data/loader.py"] in log.source
-        ranks = RUNS[name][0]
         config = T.flatten(T.parse_config(run.args, ranks))
         assert log.facts.items() >= {key: T.published(T.render(value)) for key, value in config.items()}.items()
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(ranks)
         assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
-
-
-EXCHANGE = """
-import numpy as np, torch
-rt = T.init_runtime(T.parse_config(sys.argv[1:]))
-rng, sparse = np.random.default_rng(rt.rank), T.SparseRows("table", 40, rt)
-def agrees(marked_steps=(0, 1)):
-    # Integers: every sum is exact, in any order. Rank 3 touches nothing; the others row 0 in step 0 only, row 33 in
-    # step 1 only, and both times rows of their own and of others, some more than once.
-    grad = torch.zeros(40, 8, dtype=torch.bfloat16)
-    for step in (0, 1):
-        rows = np.array([*rng.integers(1, 33, 12), 10 * rt.rank + 5, 33 * step] if rt.rank < 3 else [], np.int64)
-        grad.index_add_(0, torch.from_numpy(rows), torch.from_numpy(rng.integers(1, 4, (len(rows), 8))).bfloat16())
-        if step in marked_steps:
-            sparse.touched[rows] = True
-    T.reduce_scatter(want := torch.empty(10, 8, dtype=torch.bfloat16), grad.clone(), op=T.dist.ReduceOp.AVG)
-    sparse.send_counts(), sparse.send_rows(), sparse.send_values(grad)
-    same = torch.tensor([torch.equal(sparse.receive(grad), want)]).int()
-    T.dist.all_reduce(same, op=T.dist.ReduceOp.MIN)
-    return bool(same)
-say(f"rank {rt.rank}: {[agrees(), agrees(), agrees((1,)), agrees((0,)), agrees()]}")
-T.dist.barrier(), os._exit(0)
-"""
-
-
-def test_sparse_rows_equal_the_dense_average(corpus):
-    """Bit for bit on four ranks, several times in a row; not when the rows of one of the two steps are forgotten."""
-    out, err, _ = finish(start(corpus, ranks=4, hook=EXCHANGE))
-    assert sorted(out.splitlines()) == [f"rank {r}: [True, True, False, False, True]" for r in range(4)], out + err
 
 
 def test_log_opens_with_sources_versions_and_config(runs):
@@ -282,45 +251,35 @@ def test_log_opens_with_sources_versions_and_config(runs):
     assert re.fullmatch(r"one_[0-9a-f]{8}-[0-9a-f-]{27}\.txt", run.path.name) and run.log[:len(opening)] == opening
     header = run.log[len(opening):-len(run.body)]
     assert header.lstrip("\n").startswith(RULE) and "attention:torch" in run.body.splitlines()[0]
-    versions = (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA"
-                f" {torch.version.cuda}\nRunning Triton version {kernels.triton.__version__}\n")
-    assert versions in header
-    config = {(key, T.published(T.render(value))) for key, value in T.flatten(T.parse_config(run.args)).items()}
+    assert (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA"
+            f" {torch.version.cuda}\nRunning Triton version {kernels.triton.__version__}\n") in header
     found = dict(re.findall(r"^([\w.]+): (.*)$", header, re.M))
-    assert config - found.items() == set()
-    assert found["command"].startswith("train_gpt.py --preset=cpu --model_dim=48 ")
-    assert "--run_label=one" in found["command"]
+    assert re.match("train_gpt.py --preset=cpu --model_dim=48 .*--run_label=one", found["command"])
     assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"])
-    assert found["env.OMP_NUM_THREADS"] == "1"
-    assert found["sources"].split() == [*run.sources] and found["val_shards"] == "val_1.bin:4224 val_2.bin:2452"
-    assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624" and "/tmp" not in header
-    assert str(ROOT) not in header
-    assert run.state["step"] == STEPS
+    assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624"
+    assert "/tmp" not in header and str(ROOT) not in header
 
 
 def test_log_lines_and_results(runs):
     """Every step line has one of the two formats, in the order of the run; results agree with them."""
-    run, lines, last = runs["one"], re.findall(r"^step:.*$", runs["one"].body, re.M), 0
-    validations = [(step, r"val_loss:\d+\.\d{4} ") for step in VAL_STEPS]
-    order = sorted([*((step, "") for step in range(1, STEPS + 1)), *validations])
-    for line, (step, loss) in zip(lines, order, strict=True):
+    run, last = runs["one"], 0
+    order = sorted([*((step, "") for step in range(1, STEPS + 1)), *((s, r"val_loss:\d+\.\d{4} ") for s in VAL_STEPS)])
+    for line, (step, loss) in zip(re.findall("^step:.*$", run.body, re.M), order, strict=True):
         match = re.fullmatch(rf"step:{step}/{STEPS} {loss}train_time:(\d+)ms step_avg:(\d+\.\d\d)ms", line)
         assert match and (line in run.out.splitlines() or not loss), line
         ms, average, count = int(match[1]), float(match[2]), max(step, 1)
         assert abs(ms - average * count) <= 0.501 + 0.005 * count and ms >= last, line
         last = ms
-    results = run.body[run.body.index("peak memory"):]
-    found = dict(re.findall(r"^(\w+): (.*)$", results, re.M))
+    found = dict(re.findall(r"^(\w+): (.*)$", run.body[run.body.index("peak memory"):], re.M))
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
                            "total_seconds", "gpu_seconds", "steps", "tokens", "peak_memory_mib", "checkpoint"]
-    assert re.match(rf"peak memory allocated: {found['peak_memory_mib']} MiB reserved: \d+ MiB\n", results)
     assert found["final_val_loss"] == f"{run.val[STEPS]:.4f}"
     assert (found["steps"], found["tokens"]) == (str(STEPS), str(TRAIN_TOKENS))
     train, *others, total, gpu = (float(value) for key, value in found.items() if key.endswith("_seconds"))
     assert gpu == 0  # no GPU was held
     assert abs(1000 * train - last) <= 1.001 and min(others) >= 0 and train + sum(others) <= total + 0.01
-    assert run.state["loader"]["shard"] >= 2 * 2  # the two shards ran out twice, but that is said once
-    assert all(text.count("warning: training data exhausted") == 1 for text in (run.body, run.out))
+    # the two shards run out twice, but the run says so once
+    assert run.state["loader"]["shard"] >= 2 * 2 and run.out.count("warning: training data exhausted") == 1
 
 
 @pytest.fixture
@@ -336,27 +295,15 @@ def fails(capsys):
         T.dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("arg, message", [
-    ("--adam_lrr=1", "--adam_lrr.*--adam_lr "), ("--train_files=/none_*.bin", "none_.*prepare.py"),
-    ("--muon_lr=1e38", "training loss of step 1 is nan.*--muon_lr")])
-def test_mistakes_are_reported_in_one_line(corpus, tmp_path, arg, message):
-    """Of the command line, of the data, of the training; test_config.py and test_check.py have all the others."""
-    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", arg))
-    assert status == 1 and re.fullmatch(f"error: .*{message}.*\n", err), err
-    if "muon_lr" in arg:  # all that was known is in the log
-        assert f"\nstep:1/{STEPS} train_time:" in next(tmp_path.glob("*.txt")).read_text()
+def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails):
+    """All steps before it are in the log."""
+    fails([*corpus.args, f"--log_dir={tmp_path}", "--muon_lr=1e38"], "training loss of step 1 is nan.*--muon_lr")
+    assert f"\nstep:1/{STEPS} train_time:" in next(tmp_path.glob("*.txt")).read_text()
 
 
 def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
     monkeypatch.setattr(T, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried 20 GiB.")))
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"], "memory.*--micro_batches")
-
-
-def test_three_processes_are_refused_once(corpus, tmp_path):
-    """All ranks arrive together, and each could say the same."""
-    arrive = f"os.chdir({str(tmp_path)!r}); os.mkdir(os.environ['RANK'])\nwhile len(os.listdir()) < 3: time.sleep(0.01)"
-    out, err, status = finish(start(corpus, *FOUR, f"--log_dir={tmp_path}", ranks=3, hook=arrive))
-    assert status == 1 and re.fullmatch("error: 3 processes.*--micro_batches=4.*\n", err), err
 
 
 def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
@@ -370,12 +317,9 @@ def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
 
 def test_error_of_one_rank_is_the_only_one_told(corpus, tmp_path):
     """Rank 1 stops alone; rank 0, left in a collective, says nothing."""
-    hook = """step = T.train_step
-def stop(*args):
-    if os.environ["RANK"] == "1":
-        raise T.UserError("rank 1 had enough")
-    return step(*args)
-T.train_step = stop"""
+    hook = """def stop(*args):
+    raise T.UserError("rank 1 had enough")
+T.train_step = stop if os.environ["RANK"] == "1" else T.train_step"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook))
     assert status != 0 and err == "error: rank 1: rank 1 had enough\n"
 
@@ -383,11 +327,9 @@ T.train_step = stop"""
 def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path):
     """The thread that reads ahead finds it, on every rank; the steps before it are in the log."""
     for i, source in enumerate(("train_1", "train_2", "foreign")):
-        (tmp_path / f"shard_{i}.bin").write_bytes((corpus.folder / f"{source}.bin").read_bytes())
-    args = [f"--train_files={tmp_path}/shard_*.bin", f"--log_dir={tmp_path}"]
-    out, err, status = finish(start(corpus, *args, ranks=2))
-    assert status == 1, err
-    assert re.fullmatch(rf"error: .*{tmp_path}/shard_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
+        (tmp_path / f"shard_{i}.bin").symlink_to(corpus.folder / f"{source}.bin")
+    out, err, status = finish(start(corpus, f"--train_files={tmp_path}/shard_*.bin", f"--log_dir={tmp_path}", ranks=2))
+    assert status == 1 and re.fullmatch(r"error: .*/shard_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
     assert "\nstep:2/11 train_time:" in next(tmp_path.glob("*.txt")).read_text()
 
 
