@@ -179,8 +179,8 @@ class Schedule:
     cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
     lr_floor: float = 0.15  # factor of the learning rate at the end of the cool-down and after it
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
-    muon_warmup: int = 300  # steps in which Muon's momentum rises linearly
-    muon_cooldown: int = 50  # last steps of the run, in which Muon's momentum falls back linearly
+    muon_warmup: int | float = 300  # steps in which Muon's momentum rises linearly; below 1: fraction of the run
+    muon_cooldown: int | float = 50  # last steps, in which the momentum falls back linearly; below 1: fraction
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,10 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
+    # Exponential averages of the weights over the end of the run (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
+    # column `average` of param_table has the time constants. The run ends with weights between the last ones and the
+    # averages.
+    average_blend: tuple[float, ...] = (0.0,)  # 0: last weights, 1: averages; further values are only validated
 
 
 @dataclass(frozen=True)
@@ -333,7 +337,8 @@ def check_config(config, world=1):
         if not ok:
             raise UserError(message)
 
-    may_be_zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer")
+    may_be_zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer",
+                   "muon_warmup", "muon_cooldown")
     for key, value in flatten(config).items():
         least = int(key not in may_be_zero)
         require(type(value) is not int or value >= least, f"--{key}={value}: must be {least} or more")
@@ -370,6 +375,10 @@ def check_config(config, world=1):
             f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
     require(len(schedule.muon_momentum) == 2,
             f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after the warm-up")
+    for key in "muon_warmup", "muon_cooldown":
+        value = getattr(schedule, key)
+        require(0 <= value < 1 or type(value) is int,
+                f"--{key}={value}: a number of steps, or below 1 a fraction of the run")
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
@@ -537,6 +546,7 @@ class Param(NamedTuple):
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
     matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix of a layer
+    average: float = 0.0  # time constant of the average of the weights, as a fraction of the run; 0: no average
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -576,20 +586,22 @@ def param_table(model: Model) -> tuple[Param, ...]:
     table = [
         # Each layer: Q, K, V, O, all (D, D).
         Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
-              init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0)),
+              init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0), average=0.12),
         # W1 (up) and W2 (down), both (4D, D). K9 (PR 168, nanochat PR 492)
         Param("mlp_bank", (mlp_rows, 2, 4 * D, D), "normuon", "sharded", reduce_order=1, update_order=6,
-              init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0)),
+              init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0), average=0.06),
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
               init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, 0.95), lr_mul=75.0,
-              wd_mul=5.0),
+              wd_mul=5.0, average=0.06),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200).
         Param("lm_head", (D, V), "adam", "sharded", reduce_order=3, update_order=3,
-              init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, 0.95), wd_mul=150.0),
+              init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, 0.95), wd_mul=150.0,
+              average=0.12),
         # init_weights sets embed to the transposed lm_head.
-        Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, 0.95), wd_mul=150.0),
+        Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, 0.95), wd_mul=150.0,
+              average=0.12),
         Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce_order=4, update_order=2,
-              betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0),
+              betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0, average=0.06),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
@@ -812,17 +824,36 @@ class GPT(nn.Module):
 
 # ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
 
-def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps):
+def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=None):
     """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. The numbers may be tensors of p's shape.
 
-    Cautious: decay only weights that the update moves towards zero.
+    Cautious: decay only weights that the update moves towards zero. average (like p, fp32) moves towards the new
+    weights, at average_rate (1: becomes equal).
     """
     grad = grad.float()
     m.mul_(beta1).add_(grad * (1 - beta1))
     v.mul_(beta2).add_(grad * grad * (1 - beta2))
     w = p.float()
     u = step_size * m / (v.sqrt() + eps)
-    p.copy_(w - u - weight_decay * w * (u * w > 0))
+    w = w - u - weight_decay * w * (u * w > 0)
+    if average is not None:
+        average.add_((w - average) * average_rate)
+    p.copy_(w)
+
+
+def blended(last, state, factor, sum_over_ranks=lambda x: None):
+    """Weights between the last ones (factor 0) and their average (factor 1), in the dtype of `last`.
+
+    state: the optimizer state of the parameter, or of a rank's part of it. The weights keep the norm of the last
+    weights: averaging removes noise, and with the noise some norm (PR 349). sum_over_ranks: adds up a tensor in place.
+    """
+    if not factor:
+        return last
+    w = kernels.join_master(last.view(torch.int16), state["mantissa"]) if "mantissa" in state else last.float()
+    new = w.lerp(state["average"], factor)
+    squares = torch.stack((w.square().sum(), new.square().sum()))
+    sum_over_ranks(squares)
+    return (new * (squares[0] / squares[1]).sqrt()).to(last.dtype)
 
 
 class SparseRows:
@@ -923,7 +954,9 @@ class NorMuonAndAdam:
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
-        self.state = {}  # label -> {"m", "v", and of a bank "mantissa", the lower 16 bits of its fp32 weights}
+        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; "average"
+        self.state = {}
+        self.last_weights = {}  # label -> copy of the shard before `blend`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
@@ -938,6 +971,8 @@ class NorMuonAndAdam:
                 self.state[label] = {"m": m, "v": torch.zeros_like(m[:, :, :1]), "mantissa": mantissa}
                 rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
                 self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
+            if row.average and any(self.config.average_blend):
+                self.state[label]["average"] = torch.zeros_like(m)
 
         replicated = {label: row for label, row in self.table.items() if row.comms == "replicated"}
         self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
@@ -1054,8 +1089,10 @@ class NorMuonAndAdam:
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
         y = kernels.polar_express(X, scale, self.ops)
         lr = self.config.muon_lr * plan.lr_factor
+        rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
-                              self.config.muon_wd * lr, self.config.muon_beta2)  # the decay has no factor per matrix
+                              self.config.muon_wd * lr,  # the decay has no factor per matrix
+                              self.config.muon_beta2, state["average"] if rate else None, rate)
 
     def _update_adam(self, name, plan, grad):
         if name == "replicated":
@@ -1069,12 +1106,29 @@ class NorMuonAndAdam:
         lr = self.config.adam_lr * plan.lr_factor * lr_mul
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         weight_decay = torch.as_tensor(lr * lr * self.config.adam_wd * wd_mul)
-        self.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps)
+        rate = plan.average_rates.get(name)
+        average = (state["average"], torch.tensor(rate)) if rate else (None, None)
+        self.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps,
+                         *average)
         if name == "replicated":
             self.replicated.unpack_weights(p)
 
+    @torch.no_grad()
+    def blend(self, plan, factor):
+        """Set the weights between the last ones (factor 0) and their averages (factor 1). All ranks must call this."""
+        for label, state in self.state.items():
+            if "average" not in state or label == "embed" and plan.tied:
+                continue
+            shard = self.shards[label]
+            last = self.last_weights.setdefault(label, shard.clone())
+            shard.copy_(blended(last, state, factor, dist.all_reduce if self.rt.world > 1 else lambda x: None))
+            if self.rt.world > 1:
+                all_gather(self.buffers[label][0], shard)
+        if plan.tied:
+            self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
+
     def state_dict(self):
-        """{label: {"m", "v", "mantissa", "grad"}}: full tensors on the CPU, which fit any number of ranks.
+        """{label: {"m", "v", "mantissa", "average", "grad"}}: full tensors on the CPU, which fit any number of ranks.
 
         All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
         parameter of Adam waits for the second of its two gradients, that is before an odd step.
@@ -1113,6 +1167,7 @@ class StepPlan(NamedTuple):
     max_doc_len: int
     lr_factor: float
     momentum: float  # momentum of NorMuon
+    average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
     mtp_weights: tuple[float, ...]
     adam: bool  # whether Adam updates: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
     tied: bool  # whether embedding and head share their weights
@@ -1126,7 +1181,18 @@ class StepPlan(NamedTuple):
     @property
     def update_key(self):
         """Steps with equal keys run the same operations of the optimizer."""
-        return self.adam, self.tied, self.split
+        return self.adam, self.tied, self.split, frozenset(self.average_rates)
+
+
+def average_rates(config, step, total) -> dict[str, float]:
+    """{label: rate} of the averages that move in a step. An average begins three time constants before the end."""
+    rates = {}
+    for param in param_table(config.model) if any(config.optim.average_blend) else ():
+        period, tau = (2 if param.optim == "adam" else 1), max(1.0, param.average * total)
+        start = max(0.0, total - 3 * tau)
+        if param.average and step >= start and (period == 1 or step % 2 == 1):
+            rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period  # 1: the first copies
+    return rates
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
@@ -1143,15 +1209,14 @@ def make_plan(config: Config, step: int) -> StepPlan:
     decay_start = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
     t = min(1.0, max(0.0, (step - decay_start) / (schedule.scheduled_steps - decay_start)))  # K11
     low, high = schedule.muon_momentum
-    if step < schedule.muon_warmup:
-        warmth = step / schedule.muon_warmup
-    else:
-        warmth = 1 - max(0, step - (total - schedule.muon_cooldown)) / schedule.muon_cooldown
+    warmup, cooldown = (round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
+    warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     split_step = starts[schedule.split_stage - 1] | 1  # the first odd step of the stage
     return StepPlan(
         step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.system.micro_batches,
         max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
         momentum=low + (high - low) * warmth,
+        average_rates=average_rates(config, step, total),
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         adam=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
@@ -1163,11 +1228,15 @@ LESS_MEMORY = ("raise --micro_batches (16, 32: smaller forward passes), lower --
                " --cuda_graphs=false")
 
 
-def state_bytes(model: Model) -> tuple[int, int]:
+def state_bytes(config: Config) -> tuple[int, int]:
     """(bytes of all weights, bytes of the optimizer state of all ranks), without NorMuon's small second moments."""
-    each = {"adam": 4 + 4, "normuon": 4 + 2}  # m and v; m and mantissa
-    sizes = [(math.prod(param.shape), param) for param in param_table(model)]
-    return sum(n * param.dtype.itemsize for n, param in sizes), sum(n * each[param.optim] for n, param in sizes)
+    weights = state = 0
+    for param in param_table(config.model):
+        size = math.prod(param.shape)
+        weights += size * param.dtype.itemsize
+        state += size * (8 if param.optim == "adam" else 6)  # fp32 m and v; fp32 m, int16 mantissa
+        state += 4 * size * (param.average > 0 and any(config.optim.average_blend))
+    return weights, state
 
 
 def estimate_memory(config, world) -> tuple[float, float]:
@@ -1178,7 +1247,7 @@ def estimate_memory(config, world) -> tuple[float, float]:
     activations that autograd keeps per layer, is fitted to them. 18, the number of activations in a validation, is
     counted.
     """
-    (weights, state), system, V = state_bytes(config.model), config.system, config.model.padded_vocab
+    (weights, state), system, V = state_bytes(config), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
     # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
@@ -1248,7 +1317,7 @@ def require_disk(config) -> str:
         return "rank 0 writes"
     system, size, purpose = config.system, 2**20, "the log"
     if system.save or system.save_every:
-        weights, state = state_bytes(config.model)
+        weights, state = state_bytes(config)
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
         size, purpose = size + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients, state
@@ -1531,7 +1600,7 @@ class Trainer:
 
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
-        system, clock = self.config.system, Clock(self.seconds_before)
+        system, clock, blends = self.config.system, Clock(self.seconds_before), self.config.optim.average_blend
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1542,11 +1611,18 @@ class Trainer:
                     self.profiler.stop()
             last = step == self.total
             validates = last or step % system.val_every == 0
+            if last and any(blends):
+                self.optimizer.blend(plan, blends[0])
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
             if validates or saves:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     self.check_losses(keep=0)
+                    for factor in blends[1:] if last else ():
+                        self.optimizer.blend(plan, factor)
+                        loss = validate(self.forward, self.head, self.validation, self.attn[-1], self.rt)
+                        self.log.line(f"average_blend:{factor:g} val_loss:{loss:.4f}")
+                        self.optimizer.blend(plan, blends[0])
                     if validates:
                         loss = self.validate(step, plan, seconds)
                     if saves:
@@ -1594,6 +1670,8 @@ class Trainer:
 
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. Every rank must call this."""
+        if self.optimizer.last_weights:
+            self.optimizer.blend(self.plans[step], 0.0)
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -1899,16 +1899,17 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #   polar_express(X, scale, ops)
 #       X ← aX + (bP + cPP)X,  P = XXᵀ,  five times        by the products of section 6
 #
-#   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2)     R >= C
+#   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)     R >= C
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
 #       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10))                      rows normalised, norm of the matrix kept
 #       w ← w − [y' w ≥ 0] w weight_decay lr' − y' lr',  lr' = lr matrix_lr
+#       average ← average + average_rate (w − average)                    if there is an average
 #
 #   p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, updated in place, truncated not
-#   rounded; v (n, R, 1) fp32 in place; y (n, R, C) bf16 or fp32; all contiguous; matrix_lr (n, 1, 1) fp32; the rest
-#   floats.
-#   12 bytes per bf16 element: y is read twice, because the norms need all of y; weights are read and written. Two
-#   launches for the whole bank, the first with partial sums as above.
+#   rounded; v (n, R, 1) fp32 in place; y (n, R, C) bf16 or fp32; average (n, R, C) fp32 in place, or None; all
+#   contiguous; matrix_lr (n, 1, 1) fp32; the rest floats.
+#   12 bytes per bf16 element, 20 with an average: y is read twice, because the norms need all of y; weights are read
+#   and written. Two launches for the whole bank, the first with partial sums as above.
 #
 #   H200, µs at 5·768², 40·768², 3·3072·768, 24·3072·768:
 #   fused_momentum 15.2, 75.6, 27.9, 169.6 (94 % of the copy rate);
@@ -1940,8 +1941,8 @@ def join_master(p_bits, mantissa):
     return ((p_bits.int() << 16) | (mantissa.int() & 0xFFFF)).view(torch.float32)
 
 
-def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
-    """Updates p_bits, mantissa and v in place."""
+def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
+    """Updates p_bits, mantissa, v and average in place."""
     q = y.float().square().mean(-1, keepdim=True)
     v.lerp_(q, 1 - beta2)
     r = v.clamp(min=1e-10).rsqrt()
@@ -1950,6 +1951,8 @@ def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2)
     w = join_master(p_bits, mantissa)
     lr = lr * matrix_lr
     w = w - (y * w >= 0) * w * (weight_decay * lr) - y * lr  # K7: a zero update decays here, not in Adam
+    if average is not None:
+        average.add_((w - average) * average_rate)
     bits = w.view(torch.int32)
     p_bits.copy_((bits >> 16).to(torch.int16))  # K8: truncation
     mantissa.copy_(bits.to(torch.int16))
@@ -2003,8 +2006,8 @@ def _row_squares_kernel(Y, V, Partial, R, C, beta2, ROWS: tl.constexpr, BLOCK_C:
 
 
 @triton.jit
-def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, R, C, blocks, lr, weight_decay, ROWS: tl.constexpr,
-                   BLOCK_C: tl.constexpr, BLOCKS: tl.constexpr):
+def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, Average, R, C, blocks, lr, weight_decay, average_rate,
+                   ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKS: tl.constexpr):
     matrix = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCKS)
     partial = Partial + matrix * 2 * blocks + i
@@ -2026,6 +2029,9 @@ def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, R, C, blocks, lr, weigh
         lower = tl.load(Mantissa + offsets, mask=mask, other=0).to(tl.int32)
         w = ((upper << 16) | (lower & 0xFFFF)).to(tl.float32, bitcast=True)
         w = w - tl.where(y * w >= 0, w * decay, 0.0) - y * lr  # K7: a zero update decays here, not in Adam
+        if Average is not None:
+            average = tl.load(Average + offsets, mask=mask, other=0.0)
+            tl.store(Average + offsets, average + (w - average) * tl.cast(average_rate, tl.float32), mask=mask)
         bits = w.to(tl.int32, bitcast=True)
         tl.store(P + offsets, (bits >> 16).to(tl.int16), mask=mask)  # K8: truncation
         tl.store(Mantissa + offsets, bits.to(tl.int16), mask=mask)
@@ -2081,8 +2087,8 @@ def polar_express(X, scale, ops):
     return X
 
 
-def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
-    """Updates p_bits, mantissa and v in place. lr, weight_decay, beta2: floats.
+def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
+    """Updates p_bits, mantissa, v and average in place. lr, weight_decay, beta2, average_rate: floats.
 
     Raises a ValueError if an argument is wrong.
     """
@@ -2094,13 +2100,15 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2):
             ("y", y, y.shape, y.dtype), ("v", v, (n, R, 1), torch.float32),
             ("matrix_lr", matrix_lr, (n, 1, 1), torch.float32)):
         _check("normuon_tail", name, tensor, shape, dtype, y.device)
+    if average is not None:
+        _check("normuon_tail", "average", average, y.shape, torch.float32, y.device)
     if _takes_ref(y):
-        return normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2)
+        return normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
     blocks = triton.cdiv(R, ROW_SQUARES_LAUNCH["ROWS"])
     partial = torch.empty(n, 2, blocks, dtype=torch.float32, device=y.device)
     _row_squares_kernel[(blocks, n)](y, v, partial, R, C, beta2, **ROW_SQUARES_LAUNCH)
     _update_kernel[(triton.cdiv(R, UPDATE_LAUNCH["ROWS"]), n)](
-        p_bits, mantissa, y, v, partial, matrix_lr, R, C, blocks, lr, weight_decay,
+        p_bits, mantissa, y, v, partial, matrix_lr, average, R, C, blocks, lr, weight_decay, average_rate,
         BLOCKS=triton.next_power_of_2(blocks), **UPDATE_LAUNCH)
 
 

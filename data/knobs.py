@@ -61,13 +61,16 @@ def parse_value(key, text, kind, example):
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if kind == int | None:
             return None if text.lower() == "none" else whole(text)
+        if kind == int | float:
+            return whole(text) if re.fullmatch(r"[+-]?\d+", text) else finite(text)
         if kind is str:
             return text
         if kind is int:
             return whole(text)
         return finite(text) if kind is float else tuple(finite(part) for part in text.split(","))
     except (ValueError, KeyError):
-        expected = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none"}.get(
+        expected = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none",
+                    int | float: "a number"}.get(
             kind, "words that are fields of Layer" if dataclasses.is_dataclass(kind) else "comma-separated numbers")
         raise UserError(f"--{key}={text}: expected {expected}, for example --{key}={render(example)}") from None
 

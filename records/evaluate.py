@@ -50,6 +50,11 @@ def load_model(path, knobs):
     T.check_weights(state, config.model)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
+    if state["step"] == T.stage_starts(config.schedule)[-1]:  # the end of the run, whose result is the blended weights
+        for label, moments in state["optimizer"].items():
+            if "average" in moments:
+                last = state["model"][label].view_as(moments["average"])
+                last.copy_(T.blended(last, moments, config.optim.average_blend[0]))
     model.load_state_dict(state["model"])
     return config, model, ops
 

@@ -148,9 +148,9 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     state = sum(part.nbytes for label in optimizer.table for part in optimizer.state[label].values())
     weights = sum(p.nbytes for p in model.parameters())
     # without the second moments of rows; 0.4 %
-    assert T.state_bytes(config.model) == pytest.approx((weights, state), rel=0.01)
+    assert T.state_bytes(config) == pytest.approx((weights, state), rel=0.01)
     # the gradients of an even step wait
-    each = weights + sum(T.state_bytes(config.model))
+    each = weights + sum(T.state_bytes(config))
     for args, count in ([], 0), (["--save=true"], 1), (["--save_every=50"], 2), (["--save_every=20", "--keep=0"], 5):
         for missing in 0, 1:
             size = MiB + count * each - missing

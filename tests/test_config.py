@@ -120,6 +120,9 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
         "model_dim", "num_heads", "vocab_size", "bigram_tables", "stage1.batch_tokens", "val_batch_tokens",
         "val_tokens", "val_every", "tokens_per_doc", "split_stage")},
     "--muon_momentum=0.9": "muon_momentum",
+    "--muon_warmup=1.5": "--muon_warmup=1.5: a number of steps, or below 1 a fraction",
+    "--muon_cooldown=-1": "--muon_cooldown=-1: must be 0 or more",
+    "--muon_warmup=x": "--muon_warmup=x: expected a number",
     "--cooldown_frac=1.5": "cooldown_frac",
     "--extension_steps=-1": "extension_steps",
     "--run_label=a/b": "--run_label=a/b.*a file",
@@ -204,6 +207,17 @@ def test_every_step_of_the_record_against_the_oracle():
         assert len(got.mtp_weights) == len(oracles.mtp_weights(step))
         assert got.mtp_weights == pytest.approx(oracles.mtp_weights(step), abs=1e-12)
         assert got.adam is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
+
+
+def test_momentum_over_fractions_of_the_run():
+    """The same as over so many steps; 0 is neither a rise nor a fall."""
+    def momenta(*knobs):
+        config = T.parse_config(["--preset=record74", "--scheduled_steps=90", "--extension_steps=10", *knobs])
+        return [T.make_plan(config, step).momentum for step in range(101)]
+
+    assert momenta("--muon_warmup=0.2", "--muon_cooldown=0.05") == momenta("--muon_warmup=20", "--muon_cooldown=5")
+    assert momenta("--muon_warmup=0", "--muon_cooldown=0") == [0.95] * 101
+    assert momenta("--muon_warmup=20", "--muon_cooldown=5")[10:100:89] == pytest.approx([0.9, 0.87])
 
 
 @pytest.mark.parametrize("scheduled, stage, split", [

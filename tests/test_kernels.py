@@ -238,6 +238,22 @@ def test_normuon_tail(shape, dtype, device, poisoned_empty):
         assert (error > exact).sum() <= 1e-4 * w.numel(), name
 
 
+def test_normuon_tail_moves_the_average(device, poisoned_empty):
+    """Towards the new weights; the weights are the same bits as without an average."""
+    start = tail_input((2, 24, 10), BF16 if ON_GPU else FP32, device)
+    scalars = dict(lr=0.25, weight_decay=0.5, beta2=0.95)
+    plain = [x.clone() for x in start]
+    tk.normuon_tail(*plain[:4], matrix_lr=plain[4], **scalars)
+    _, (p_bits, mantissa, v, y, matrix_lr) = zip(*map(framed_flat, start))
+    old = torch.randn(2, 24, 10, device=device)
+    buffer, average = framed_flat(old)
+    tk.normuon_tail(p_bits, mantissa, v, y, matrix_lr=matrix_lr, **scalars, average=average, average_rate=0.25)
+    assert_only_view_written(buffer, average)
+    assert all(map(torch.equal, plain, (p_bits, mantissa, v, y, matrix_lr)))
+    expected = old.double().lerp(join(p_bits, mantissa).double(), 0.25)
+    assert (average.double() - expected).abs().max() <= 4 * torch.finfo(FP32).eps * expected.abs().max()
+
+
 def test_normuon_tail_ties_and_truncation(device):
     """A zero update decays the weight, also in a zero matrix; an update that increases |w| does not. Bits truncate."""
     w = torch.tensor([[[0.5, -0.5], [0.5, 0.5]], [[1.0, 1.0], [1.0, 1.0]]], device=device)
@@ -332,6 +348,7 @@ def tail_arguments(**changes):
     ("normuon_tail", tail_arguments(y=t(1, 2, 3)), r"\(n, R, C\) with R >= C, got shape \(1, 2, 3\)"),
     ("normuon_tail", tail_arguments(v=t(1, 1, 2)), r"v must be .* shape \(1, 3, 1\) .* got .* shape \(1, 1, 2\)"),
     ("normuon_tail", tail_arguments(p_bits=t(1, 3, 2, dtype=BF16)), "p_bits must be contiguous torch.int16"),
+    ("normuon_tail", tail_arguments(average=t(1, 3, 2, dtype=BF16)), "average must be contiguous torch.float32"),
     ("normuon_tail", tail_arguments(mantissa=t(1, 2, 3, dtype=INT16).mT), r"mantissa must .* strides \(6, 1, 3\)"),
     ("transpose_copy", (t(2), t(2)), r"src must be \(M, N\), got shape \(2,\)"),
     ("transpose_copy", (t(2, 3), t(2, 3)), r"dst must be .* shape \(3, 2\) on cpu, got .* shape \(2, 3\)"),
