@@ -179,8 +179,8 @@ class Schedule:
     cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
     lr_floor: float = 0.15  # factor of the learning rate at the end of the cool-down and after it
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
-    muon_warmup: int | float = 300  # steps in which Muon's momentum rises linearly; below 1: fraction of the run
-    muon_cooldown: int | float = 50  # last steps, in which the momentum falls back linearly; below 1: fraction
+    muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
+    muon_cooldown: int | float = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Optim:
     # Exponential averages of the weights over the end of the run (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run ends with weights between the last ones and the
     # averages.
-    average_blend: tuple[float, ...] = (0.0,)  # 0: last weights, 1: averages; further values are only validated
+    average_blend: tuple[float, ...] = (0.0,)  # end with 0: last weights, 1: averages; also validate further values
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,10 @@ def check_config(config, world=1):
     for key in "muon_warmup", "muon_cooldown":
         value = getattr(schedule, key)
         require(0 <= value < 1 or type(value) is int,
-                f"--{key}={value}: a number of steps, or below 1 a fraction of the run")
+                f"--{key}={value}: must be a whole number of steps, or from 0 to below 1, a part of the run")
+    blends = config.optim.average_blend
+    require(blends and all(0 <= x <= 1 for x in blends),
+            f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
@@ -546,7 +549,7 @@ class Param(NamedTuple):
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
     matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix of a layer
-    average: float = 0.0  # time constant of the average of the weights, as a fraction of the run; 0: no average
+    average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0: no average
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -827,8 +830,8 @@ class GPT(nn.Module):
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=None):
     """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. The numbers may be tensors of p's shape.
 
-    Cautious: decay only weights that the update moves towards zero. average (like p, fp32) moves towards the new
-    weights, at average_rate (1: becomes equal).
+    Cautious: decay only weights that the update moves towards zero. average (fp32, shape of p) moves towards the new
+    weights by the share average_rate.
     """
     grad = grad.float()
     m.mul_(beta1).add_(grad * (1 - beta1))
@@ -842,18 +845,18 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, avera
 
 
 def blended(last, state, factor, sum_over_ranks=lambda x: None):
-    """Weights between the last ones (factor 0) and their average (factor 1), in the dtype of `last`.
+    """A mixture of the last weights (factor 0) and their average (factor 1), in the dtype of `last`.
 
-    state: the optimizer state of the parameter, or of a rank's part of it. The weights keep the norm of the last
-    weights: averaging removes noise, and with the noise some norm (PR 349). sum_over_ranks: adds up a tensor in place.
+    The parameter as a whole keeps its norm: averaging removes noise, and with the noise some norm (PR 349). state: the
+    optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds up a tensor in place.
     """
     if not factor:
         return last
     w = kernels.join_master(last.view(torch.int16), state["mantissa"]) if "mantissa" in state else last.float()
     new = w.lerp(state["average"], factor)
-    squares = torch.stack((w.square().sum(), new.square().sum()))
+    squares = torch.stack((w.norm(), new.norm())).square()
     sum_over_ranks(squares)
-    return (new * (squares[0] / squares[1]).sqrt()).to(last.dtype)
+    return new.mul_((squares[0] / squares[1].clamp(min=1e-30)).sqrt()).to(last.dtype)  # all weights may be zero
 
 
 class SparseRows:
@@ -954,7 +957,8 @@ class NorMuonAndAdam:
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
-        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; "average"
+        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; with
+        # --average_blend also "average"
         self.state = {}
         self.last_weights = {}  # label -> copy of the shard before `blend`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
@@ -1115,13 +1119,18 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def blend(self, plan, factor):
-        """Set the weights between the last ones (factor 0) and their averages (factor 1). All ranks must call this."""
+        """Replace the weights by a mixture of the last ones (factor 0) and their averages (factor 1).
+
+        All ranks must call this, and only after the last step.
+        """
         for label, state in self.state.items():
             if "average" not in state or label == "embed" and plan.tied:
                 continue
             shard = self.shards[label]
-            last = self.last_weights.setdefault(label, shard.clone())
-            shard.copy_(blended(last, state, factor, dist.all_reduce if self.rt.world > 1 else lambda x: None))
+            if label not in self.last_weights:
+                self.last_weights[label] = shard.clone()
+            sum_over_ranks = dist.all_reduce if self.rt.world > 1 else lambda x: None
+            shard.copy_(blended(self.last_weights[label], state, factor, sum_over_ranks))
             if self.rt.world > 1:
                 all_gather(self.buffers[label][0], shard)
         if plan.tied:
@@ -1191,7 +1200,7 @@ def average_rates(config, step, total) -> dict[str, float]:
         period, tau = (2 if param.optim == "adam" else 1), max(1.0, param.average * total)
         start = max(0.0, total - 3 * tau)
         if param.average and step >= start and (period == 1 or step % 2 == 1):
-            rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period  # 1: the first copies
+            rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period  # first a copy
     return rates
 
 

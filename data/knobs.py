@@ -62,7 +62,7 @@ def parse_value(key, text, kind, example):
         if kind == int | None:
             return None if text.lower() == "none" else whole(text)
         if kind == int | float:
-            return whole(text) if re.fullmatch(r"[+-]?\d+", text) else finite(text)
+            return whole(text) if text.strip("+- _0123456789") == "" else finite(text)
         if kind is str:
             return text
         if kind is int:

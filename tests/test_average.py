@@ -17,12 +17,18 @@ LONGER = """table = T.param_table  # four times the time constants, since the ru
 T.param_table = lambda model: tuple(row._replace(average=4 * row.average) for row in table(model))"""
 
 
+@pytest.fixture
+def longer(monkeypatch):
+    monkeypatch.setattr(T, "param_table", T.param_table)  # undoes the next line after the test
+    exec(LONGER, {"T": T})
+
+
 def blend_losses(text):
     return dict(re.findall(r"^average_blend:(\S+) val_loss:(\S+)$", text, re.M))
 
 
 def test_rates():
-    """Windows of three time constants; the first movement copies; head and embeddings move at odd steps."""
+    """A window has three time constants. The first movement copies. Head and embeddings move at odd steps."""
     config = T.parse_config(["--preset=record74", BLENDS])
     plans, total = [T.make_plan(config, step) for step in range(1491)], 1490
     assert not any(T.make_plan(T.RECORD74, step).average_rates for step in (1000, 1489))
@@ -34,53 +40,55 @@ def test_rates():
         assert first == 1 and others == pytest.approx([1 - (1 - 1 / (fraction * total)) ** period] * len(others))
 
 
-def test_values(corpus, tmp_path, monkeypatch):
-    """The averages equal fp64 recursions over the weights; a blend lies between, with the norm of the last weights."""
-    step, expected = T.NorMuonAndAdam.step, {}
+def test_a_blend_keeps_the_norm():
+    """In fp64; two ranks with a part each give the same, and zeros stay zeros."""
+    last, average = torch.randn(8, 6).bfloat16(), torch.randn(8, 6)
+    mixed = last.double().lerp(average.double(), 0.25)
+    expected = mixed * (last.double().norm() / mixed.norm())
+    assert (T.blended(last, {"average": average}, 0.25).double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+    squares = torch.stack((last.double().square().sum(), mixed.square().sum())).float()
+    parts = [T.blended(last[rows], {"average": average[rows]}, 0.25, lambda x: x.copy_(squares))
+             for rows in (slice(0, 3), slice(3, 8))]
+    assert torch.equal(torch.cat(parts), T.blended(last, {"average": average}, 0.25))
+    zeros = torch.zeros(2, 2)
+    assert torch.equal(T.blended(zeros, {"average": zeros}, 0.5), zeros)
 
-    def full(optimizer, label):
-        shard, state = optimizer.shards[label], optimizer.state[label]
-        if "mantissa" not in state:
-            return shard.double()
-        return triton_kernels.join_master(shard.view(torch.int16), state["mantissa"]).double()
+
+@pytest.mark.parametrize("split_stage", [2, 3])
+def test_values(corpus, tmp_path, longer, monkeypatch, split_stage):
+    """The averages equal fp64 recursions over the weights. The embedding inherits that of the head at the split."""
+    step, expected = T.NorMuonAndAdam.step, {}
 
     def followed(optimizer, plan):
         step(optimizer, plan)
         for label, rate in plan.average_rates.items():
             if label != "embed" or not plan.tied:
+                shard, state = optimizer.shards[label].detach(), optimizer.state[label]
+                if "mantissa" in state:
+                    shard = triton_kernels.join_master(shard.view(torch.int16), state["mantissa"])
                 old = expected.get(label, torch.zeros(()))
-                expected[label] = old + rate * (full(optimizer, label) - old)
+                expected[label] = old + rate * (shard.double() - old)
+        if plan.split:
+            expected["embed"] = expected["lm_head"].t()
         if plan.step == STEPS - 1:
-            check(optimizer, plan)
-
-    def check(optimizer, plan):
-        assert expected.keys() == {label for label, state in optimizer.state.items() if "average" in state}
-        last = {label: shard.clone() for label, shard in optimizer.shards.items()}
-        for label, average in expected.items():
-            got, exact = optimizer.state[label]["average"].double(), "mantissa" in optimizer.state[label]
-            assert (got - average).norm() <= (1e-6 if exact else 2**-8) * average.norm()  # tables are rounded to bf16
-        for factor in 0.5, 1.0, 0.0:
-            weights = {label: full(optimizer, label) for label in expected}
-            optimizer.blend(plan, factor)
+            assert expected.keys() == {label for label, state in optimizer.state.items() if "average" in state}
             for label, average in expected.items():
-                blended = weights[label].lerp(average, factor) if factor == 0.5 else average
-                got = optimizer.shards[label].double()
-                if factor == 0:
-                    assert torch.equal(optimizer.shards[label], last[label])
-                else:
-                    direction = torch.cosine_similarity(got.flatten(), blended.flatten(), 0)
-                    norm = got.norm() / last[label].double().norm()  # the bf16 weights of banks are truncated
-                    assert direction > 1 - 1e-5 and norm == pytest.approx(1, abs=0.006)
+                error = (optimizer.state[label]["average"].double() - average).norm() / average.norm()
+                assert error <= (1e-6 if "mantissa" in optimizer.state[label] else 2**-8)  # tables are rounded to bf16
+            last = {label: shard.clone() for label, shard in optimizer.shards.items()}
+            optimizer.blend(plan, 1.0)
+            changed = {label for label, shard in optimizer.shards.items() if not torch.equal(shard, last[label])}
+            assert changed == expected.keys()
+            optimizer.blend(plan, 0.0)
+            assert all(torch.equal(shard, last[label]) for label, shard in optimizer.shards.items())
 
     monkeypatch.setattr(T.NorMuonAndAdam, "step", followed)
-    train(corpus, tmp_path, BLENDS, "--split_stage=2")
+    train(corpus, tmp_path, BLENDS, f"--split_stage={split_stage}")
 
 
-def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, monkeypatch):
-    """A run ends with the first blend; a resumed run is the same bit for bit; the last checkpoint holds the last
-    weights, and its evaluation the blended ones; two ranks agree with one."""
-    monkeypatch.setattr(T, "param_table", T.param_table)  # undoes the next line at the end
-    exec(LONGER, {"T": T})
+def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
+    """A run ends with the first blend, and a resumed run is the same bit for bit. The last checkpoint holds the last
+    weights, and its evaluation blends them. Two ranks agree with one."""
     whole = train(corpus, tmp_path / "whole", BLENDS, "--save_every=1", "--keep=0")
     plain = train(corpus, tmp_path / "plain", "--save=true")
     losses, (final, last) = blend_losses(whole.text), (run.val[str(STEPS)] for run in (whole, plain))
@@ -102,3 +110,12 @@ def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, monkeypatch):
     assert float(two.val[str(STEPS)]) == pytest.approx(float(final), abs=2e-3)
     assert [float(x) for x in blend_losses(two.text).values()] == pytest.approx([float(x) for x in losses.values()],
                                                                                abs=2e-3)
+
+
+def test_tied_to_the_end(corpus, tmp_path, capsys, longer):
+    """The embedding stays the transposed head, in the run and in the evaluation of its checkpoint."""
+    run = train(corpus, tmp_path, "--average_blend=1", "--split_stage=4", "--extension_steps=0", "--save=true")
+    assert T.make_plan(T.parse_config([*corpus.args, "--split_stage=4", "--extension_steps=0"]), 9).tied
+    capsys.readouterr()
+    assert evaluate.main([str(run.saved[9])]) == 0
+    assert f"val_loss: {run.val['9']}" in capsys.readouterr().out
