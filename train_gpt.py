@@ -761,8 +761,8 @@ class GPT(nn.Module):
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
 
-        # Unbind each bank once: the backward pass is then one stack. To index a bank per layer would add a bank of
-        # zeros per layer (PR 233).
+        # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
+        # bank of zeros per layer (PR 233).
         attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
         mlp_weights = self.mlp_bank.to(dtype).view(-1, 4 * D, D).unbind(0)
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
@@ -1627,11 +1627,8 @@ class Trainer:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     self.check_losses(keep=0)
-                    for factor in blends[1:] if last else ():
-                        self.optimizer.blend(plan, factor)
-                        loss = validate(self.forward, self.head, self.validation, self.attn[-1], self.rt)
-                        self.log.line(f"average_blend:{factor:g} val_loss:{loss:.4f}")
-                        self.optimizer.blend(plan, blends[0])
+                    if last:
+                        self.validate_other_blends(plan)
                     if validates:
                         loss = self.validate(step, plan, seconds)
                     if saves:
@@ -1667,6 +1664,16 @@ class Trainer:
                       f" step_avg:{train_ms / max(step, 1):.2f}ms")
         require_finite(loss, f"validation loss before step {step}")
         return loss
+
+    def validate_other_blends(self, plan):
+        """Log the final validation loss with all values of --average_blend but the first, then return to the first."""
+        first, *others = self.config.optim.average_blend
+        for factor in others:
+            self.optimizer.blend(plan, factor)
+            loss = validate(self.forward, self.head, self.validation, self.attn[-1], self.rt)
+            self.log.line(f"average_blend:{factor:g} val_loss:{loss:.4f}")
+        if others:
+            self.optimizer.blend(plan, first)
 
     def check_losses(self, keep):
         """Raises UserError at a training loss that is not finite. The GPU may still compute the last `keep` steps, so

@@ -10,9 +10,9 @@ A group is a label and its logs: files, folders (their *.txt and *.log) or patte
 before them. The program reads the logs of train_gpt.py and of the public speedrun, which have the same step lines after
 the sources. It names runs without a last step, and files with two mixed runs, and leaves them out of all numbers.
 
-sd is the standard deviation over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is the
-speedrun's one-sided t-test: the chance of losses this low if their true mean were the target. Welch's two-sided t-test
-compares groups.
+sd is the standard deviation over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is
+the speedrun's one-sided t-test: the chance of losses this low if their true mean were the target. Welch's two-sided
+t-test compares groups.
 
 --exchange=SHORT,LONG says what a change is worth in tokens and in seconds. SHORT and LONG are two groups with the same
 settings and different lengths. They give the exchange rate, which is the loss that one e-fold of tokens saves, and the
@@ -539,7 +539,8 @@ def report(groups, target, markdown, names=None) -> str:
               "loss": (4, {label: [run.loss for run in runs] for label, runs in used.items()})}
     warnings = [f"{label}, {run.name}: {note}" for label, runs in groups.items() for run in runs for note in run.notes]
 
-    summary = [["", "runs", "steps", *(head for what in finals for head in (what, "sd", "±")), f"p(loss ≤ {target:g})"]]
+    columns = [head for what in finals for head in (what, "sd", "±")]
+    summary = [["", "runs", "steps", *columns, f"p(loss ≤ {target:g})"]]
     for label, runs in used.items():
         loss = sample(finals["loss"][1][label])
         p, totals = p_below(loss, target), "/".join(map(str, sorted({run.total for run in runs})))

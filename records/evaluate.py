@@ -5,7 +5,8 @@
 
 Temperature 0 takes the likeliest token; top_k limits the choice to the k likeliest tokens (0: no limit). Both commands
 also take the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=... (less memory).
-All other settings come from the checkpoint. Both commands use a GPU if there is one.
+All other settings come from the checkpoint. Both commands use a GPU if there is one. After the last step of a run with
+averages, they use the weights with which the run ended, a blend of the last weights and the averages.
 Contents: the model of a checkpoint; text; validation and HellaSwag; export; the two commands.
 """
 
