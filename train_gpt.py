@@ -218,7 +218,7 @@ class System:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # seed of the initial weights
-    micro_batches: int = 8  # forward passes per step, all ranks together (0: the fewest of 8 to 128 that fit)
+    micro_batches: int = 8  # forward passes per step, all ranks together (0: the fewest that fit the GPU)
     val_every: int = 250  # steps between validations
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -852,11 +852,18 @@ def blended(last, state, factor, sum_over_ranks=lambda x: None):
     """
     if not factor:
         return last
-    w = kernels.join_master(last.view(torch.int16), state["mantissa"]) if "mantissa" in state else last.float()
-    new = w.lerp(state["average"], factor)
-    squares = torch.stack((w.norm(), new.norm())).square()
+    tensors = [last, state["average"], *([state["mantissa"]] if "mantissa" in state else [])]
+
+    def parts():
+        """(last weights, mixture) of some rows at a time: fp32 copies of a whole table would take gigabytes."""
+        for w, average, *mantissa in zip(*(x.split(max(1, 2**24 // last[0].numel())) for x in tensors)):
+            w = kernels.join_master(w.view(torch.int16), *mantissa) if mantissa else w.float()
+            yield w, w.lerp(average, factor)
+
+    squares = sum(torch.stack((w.norm(), new.norm())).square() for w, new in parts())
     sum_over_ranks(squares)
-    return new.mul_((squares[0] / squares[1].clamp(min=1e-30)).sqrt()).to(last.dtype)  # all weights may be zero
+    scale = (squares[0] / squares[1].clamp(min=1e-30)).sqrt()  # all weights may be zero
+    return torch.cat([new.mul_(scale).to(last.dtype) for _, new in parts()])
 
 
 class SparseRows:
@@ -1264,8 +1271,9 @@ def estimate_memory(config, world) -> tuple[float, float]:
     training = 14.2 * len(config.model.layers) * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces
-    # Weights, gradients, and a copy of the initial weights during warm-up.
-    allocated = (2 + system.compile) * weights + state / world + fixed + max(training, validation)
+    # Weights, gradients, and a copy of the weights: the initial ones during warm-up, the last ones beside the blend.
+    copies = 2 + (system.compile or any(config.optim.average_blend))
+    allocated = copies * weights + state / world + fixed + max(training, validation)
     return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 
 
@@ -1279,20 +1287,39 @@ def memory_report(config, device, world) -> tuple[str, bool]:
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
+def possible_micro_batches(config) -> list[int]:
+    """The numbers of micro-batches, up to 128, that divide the batches of all stages into rows of up to 49152 tokens.
+
+    The kernels are tuned and tested for these lengths.
+    """
+    batches = [stage.batch_tokens for stage in config.schedule.stages]
+    counts = [n for n in range(1, 129) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
+    if not counts:
+        raise UserError(f"--micro_batches=0: no number up to 128 divides batches of {render(tuple(batches))} tokens into"
+                        " multiples of 16, at most 49152 each; give a number")
+    return counts
+
+
 def choose_micro_batches(config, device, world) -> Config:
-    """With --micro_batches=0: choose the fewest of 8, 16, ... 128 that fit the GPU, else the most."""
-    for count in () if config.system.micro_batches else (8, 16, 32, 64, 128):
-        candidate = with_system(config, micro_batches=count)
-        try:
-            check_config(candidate, world)
-        except UserError:
-            if count == 8:
-                raise
-            break  # `count` does not divide the batches
-        config = candidate
+    """With --micro_batches=0: choose the fewest that fit the GPU, else the most of `possible_micro_batches`."""
+    for count in () if config.system.micro_batches else possible_micro_batches(config):
+        config = with_system(config, micro_batches=count)
         if memory_report(config, device, world)[1]:
             break
     return config
+
+
+def restart_with_more_micro_batches(config):
+    """Start this process again, with at least twice as many micro-batches. Returns if there is no such number.
+
+    The estimate of the memory was too low, or another program took memory. Only a new process has all memory back. It
+    does not restart again, because it is given the number.
+    """
+    count = config.system.micro_batches
+    if more := [n for n in possible_micro_batches(config) if n >= 2 * count]:
+        print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={more[0]}",
+              file=sys.stderr, flush=True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={more[0]}"])
 
 
 def torch_version() -> tuple[int, ...]:
@@ -1605,6 +1632,11 @@ class Trainer:
             for param, value in zip(self.model.parameters(), initial):
                 param.copy_(value)
         self.optimizer.load_state_dict({})
+        if any(self.config.optim.average_blend):
+            del initial  # `blend` keeps a copy of the weights, too
+            for factor in (0.5, 0.0):  # there and back
+                self.optimizer.blend(self.plans[-1], factor)
+            self.optimizer.last_weights.clear()
         self.head.refresh()
 
     def run(self) -> tuple[float, Clock]:
@@ -1787,6 +1819,7 @@ def main(argv) -> int:
         if "--check" in argv:
             from records.check import check_table
             return check_table(config, world, show=local == 0)
+        automatic = not config.system.micro_batches
         config = check_start(config, world)
         profiler = sample = None
         if config.system.profile:
@@ -1796,7 +1829,12 @@ def main(argv) -> int:
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        train(config, rt, Log(config, rt), argv, watch, profiler, sample)
+        try:
+            train(config, rt, Log(config, rt), argv, watch, profiler, sample)
+        except torch.OutOfMemoryError:
+            if automatic:
+                restart_with_more_micro_batches(config)
+            raise
         dist.destroy_process_group()
         return 0
     except (UserError, RuntimeError) as error:

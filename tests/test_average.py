@@ -50,6 +50,10 @@ def test_a_blend_keeps_the_norm():
     parts = [T.blended(last[rows], {"average": average[rows]}, 0.25, lambda x: x.copy_(squares))
              for rows in (slice(0, 3), slice(3, 8))]
     assert torch.equal(torch.cat(parts), T.blended(last, {"average": average}, 0.25))
+    last, average = torch.randn(3, 2**23), torch.randn(3, 2**23)  # two parts
+    mixed = last.lerp(average, 0.25)
+    expected = mixed * (last.double().norm() / mixed.double().norm()).float()
+    assert torch.allclose(T.blended(last, {"average": average}, 0.25), expected, rtol=1e-3)  # torch sums norms in fp32
     zeros = torch.zeros(2, 2)
     assert torch.equal(T.blended(zeros, {"average": zeros}, 0.5), zeros)
 

@@ -316,8 +316,19 @@ def test_single_takes_what_fits(gpus, free, micro_batches):
     assert rows["memory"][1] == ("yes" if free > 8000 else "maybe")
     chosen = T.choose_micro_batches(T.parse_config(["--preset=single"]), GPU, 1)
     assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
-    config = T.parse_config(["--preset=single", "--stage1.batch_tokens=640", "--scheduled_steps=90"])
-    assert T.choose_micro_batches(config, GPU, 1).system.micro_batches == 8  # the only number that divides
+
+
+def test_micro_batches_that_divide():
+    """Rows of up to 49152 tokens, in multiples of 16, for every stage."""
+    def possible(*batches):
+        stages = (f"--stage{i}.batch_tokens={tokens}" for i, tokens in enumerate(batches, 1))
+        return T.possible_micro_batches(T.parse_config(["--preset=single", *stages]))
+
+    assert possible() == [8, 16, 32, 64, 128]
+    assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+    assert possible(32, 64, 96, 96) == [1, 2]
+    with pytest.raises(UserError, match="^--micro_batches=0: no number up to 128 .*393216,393224 "):
+        possible(131072, 262144, 393216, 393224)
 
 
 def test_too_little_memory(gpus, monkeypatch):
