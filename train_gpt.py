@@ -190,6 +190,7 @@ class Optim:
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
+    table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
@@ -545,7 +546,7 @@ class Param(NamedTuple):
     reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
     update_order: int = 0  # the updates run in this order
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
-    betas: tuple[float, float] | None = None  # adam
+    betas: tuple[float, float | None] | None = None  # adam; the second of a table is table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
     matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix of a layer
@@ -594,17 +595,17 @@ def param_table(model: Model) -> tuple[Param, ...]:
         Param("mlp_bank", (mlp_rows, 2, 4 * D, D), "normuon", "sharded", reduce_order=1, update_order=6,
               init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0), average=0.06),
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
-              init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, 0.95), lr_mul=75.0,
+              init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, None), lr_mul=75.0,
               wd_mul=5.0, average=0.06),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200).
         Param("lm_head", (D, V), "adam", "sharded", reduce_order=3, update_order=3,
-              init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, 0.95), wd_mul=150.0,
+              init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, None), wd_mul=150.0,
               average=0.12),
         # init_weights sets embed to the transposed lm_head.
-        Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, 0.95), wd_mul=150.0,
+        Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, None), wd_mul=150.0,
               average=0.12),
         Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce_order=4, update_order=2,
-              betas=(0.75, 0.95), lr_mul=75.0, wd_mul=5.0, average=0.06),
+              betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, average=0.06),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
@@ -1111,7 +1112,7 @@ class NorMuonAndAdam:
             beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
         else:
             p, state, row = self.shards[name], self.state[name], self.table[name]
-            (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
+            beta1, beta2, lr_mul, wd_mul = row.betas[0], self.config.table_beta2, row.lr_mul, row.wd_mul
         t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
         # Mostly 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation.
         lr = self.config.adam_lr * plan.lr_factor * lr_mul

@@ -308,14 +308,14 @@ TABLE = {
     "skip_lambda": (*SMOOTH, 5, 0), "smear_gate": (*SMOOTH, 0.01, 0), "skip_gate": (*SMOOTH, 0.05, 0),
     "attn_gate_bank": (*SMOOTH, 1, 1),
     "ve_gate_bank": (*SMOOTH, 1, 1),
-    "lm_head": ("adam", "sharded", (0.5, 0.95), 1, 150),
-    "bigram_embed": ("adam", "sharded_sparse", (0.75, 0.95), 75, 5),
+    "lm_head": ("adam", "sharded", (0.5, None), 1, 150),
+    "bigram_embed": ("adam", "sharded_sparse", (0.75, None), 75, 5),
     "post_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
     "x0_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
     "bigram_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
     "resid_lambdas": ("adam", "replicated", (0.9, 0.95), 5, 0),
-    "value_embeds": ("adam", "sharded", (0.75, 0.95), 75, 5),
-    "embed": ("adam", "sharded", (0.5, 0.95), 1, 150),
+    "value_embeds": ("adam", "sharded", (0.75, None), 75, 5),
+    "embed": ("adam", "sharded", (0.5, None), 1, 150),
 }
 
 
