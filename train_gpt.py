@@ -717,10 +717,9 @@ class GPT(nn.Module):
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         for param in self.table:
             tensor = self.get_parameter(param.label)
+            tensor.fill_(0.0 if callable(param.init) else param.init)
             if callable(param.init):
                 param.init(tensor, generator)
-            else:
-                tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings):
@@ -845,26 +844,26 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, avera
     p.copy_(w)
 
 
-def blended(last, state, factor, sum_over_ranks=lambda x: None):
-    """A mixture of the last weights (factor 0) and their average (factor 1), in the dtype of `last`.
+@torch.no_grad()
+def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
+    """Replace the last weights p by a mixture of them and their average; factor is the part of the average, above 0.
 
     The parameter as a whole keeps its norm: averaging removes noise, and with the noise some norm (PR 349). state: the
     optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds up a tensor in place.
     """
-    if not factor:
-        return last
-    tensors = [last, state["average"], *([state["mantissa"]] if "mantissa" in state else [])]
+    tensors = [p, state["average"], *([state["mantissa"]] if "mantissa" in state else [])]
 
     def parts():
-        """(last weights, mixture) of some rows at a time: fp32 copies of a whole table would take gigabytes."""
-        for w, average, *mantissa in zip(*(x.split(max(1, 2**24 // last[0].numel())) for x in tensors)):
-            w = kernels.join_master(w.view(torch.int16), *mantissa) if mantissa else w.float()
-            yield w, w.lerp(average, factor)
+        """(part of p, its last weights, mixture), some rows at a time: fp32 copies of a whole table take gigabytes."""
+        for part, average, *mantissa in zip(*(x.split(max(1, 2**24 // p[0].numel())) for x in tensors)):
+            w = kernels.join_master(part.view(torch.int16), *mantissa) if mantissa else part.float()
+            yield part, w, w.lerp(average, factor)
 
-    squares = sum(torch.stack((w.norm(), new.norm())).square() for w, new in parts())
+    squares = sum(torch.stack((w.norm(), mixture.norm())).square() for _, w, mixture in parts())
     sum_over_ranks(squares)
     scale = (squares[0] / squares[1].clamp(min=1e-30)).sqrt()  # all weights may be zero
-    return torch.cat([new.mul_(scale).to(last.dtype) for _, new in parts()])
+    for part, _, mixture in parts():
+        part.copy_(mixture.mul_(scale))
 
 
 class SparseRows:
@@ -968,7 +967,7 @@ class NorMuonAndAdam:
         # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; with
         # --average_blend also "average"
         self.state = {}
-        self.last_weights = {}  # label -> copy of the shard before `blend`
+        self.last_weights = {}  # label -> copy of the shard on the CPU, from `keep_last_weights`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
@@ -1125,20 +1124,25 @@ class NorMuonAndAdam:
         if name == "replicated":
             self.replicated.unpack_weights(p)
 
+    def keep_last_weights(self):
+        """Copy the weights to the CPU, so that `blend` can start from them again."""
+        self.last_weights = {label: self.shards[label].to("cpu", copy=True) for label, state in self.state.items()
+                             if "average" in state}
+
     @torch.no_grad()
     def blend(self, plan, factor):
         """Replace the weights by a mixture of the last ones (factor 0) and their averages (factor 1).
 
-        All ranks must call this, and only after the last step.
+        All ranks must call this, and only after the last step; a second time only after `keep_last_weights`.
         """
         for label, state in self.state.items():
             if "average" not in state or label == "embed" and plan.tied:
                 continue
             shard = self.shards[label]
-            if label not in self.last_weights:
-                self.last_weights[label] = shard.clone()
-            sum_over_ranks = dist.all_reduce if self.rt.world > 1 else lambda x: None
-            shard.copy_(blended(self.last_weights[label], state, factor, sum_over_ranks))
+            if label in self.last_weights:
+                shard.copy_(self.last_weights[label])
+            if factor:
+                blend_weights(shard, state, factor, dist.all_reduce if self.rt.world > 1 else lambda x: None)
             if self.rt.world > 1:
                 all_gather(self.buffers[label][0], shard)
         if plan.tied:
@@ -1272,9 +1276,7 @@ def estimate_memory(config, world) -> tuple[float, float]:
     training = 14.2 * len(config.model.layers) * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces
-    # Weights, gradients, and a copy of the weights: the initial ones during warm-up, the last ones beside the blend.
-    copies = 2 + (system.compile or any(config.optim.average_blend))
-    allocated = copies * weights + state / world + fixed + max(training, validation)
+    allocated = 2 * weights + state / world + fixed + max(training, validation)  # 2: the weights and their gradients
     return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 
 
@@ -1283,6 +1285,7 @@ def memory_report(config, device, world) -> tuple[str, bool]:
     if device.type == "cpu":
         return "not estimated for a CPU", True
     (allocated, reserved), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
+    reserved += 850  # outside PyTorch: kernels, NCCL (H200)
     found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}")
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
@@ -1546,10 +1549,7 @@ class Trainer:
         self.loader = self.new_loader(self.plans[:-1], config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
-        self.model.init_weights(config.system.seed)
-        if rt.world > 1:
-            for param in self.model.parameters():
-                dist.broadcast(param.detach(), 0)
+        self.init_weights()
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
@@ -1565,6 +1565,13 @@ class Trainer:
         self.mtp_table = torch.tensor(weights, device=rt.device)  # (steps + 1, width)
         self.synchronize()
         watch.lap("model")
+
+    def init_weights(self):
+        """`GPT.init_weights`, and the weights of rank 0 for all ranks."""
+        self.model.init_weights(self.config.system.seed)
+        if self.rt.world > 1:
+            for param in self.model.parameters():
+                dist.broadcast(param.detach(), 0)
 
     def forward(self, tokens, cu_seqlens, row_ids, attn):
         """`GPT.forward`, with its layers compiled."""
@@ -1607,11 +1614,10 @@ class Trainer:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 
     def warm_up(self):
-        """Run one step of each kind to compile and capture it, then restore the initial weights and state."""
+        """Run one step of each kind to compile and capture it, then draw the initial weights again."""
         torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
         steps = warmup_steps(self.plans[self.first_step:-1])
         self.log.line(f"Sampling steps {steps} for warmup")
-        initial = [param.detach().clone() for param in self.model.parameters()]
         one_micro_step = with_system(self.config, micro_batches=self.rt.world)
         loader = self.new_loader([self.plans[step] for step in steps], one_micro_step)
         self.synchronize()
@@ -1628,16 +1634,11 @@ class Trainer:
             self.step(loader, self.plans[step], 1)
             self.synchronize()
             self.watch.lap(f"step {step}")
-        self.log.line("Resetting Model")
-        with torch.no_grad():
-            for param, value in zip(self.model.parameters(), initial):
-                param.copy_(value)
-        self.optimizer.load_state_dict({})
         if any(self.config.optim.average_blend):
-            del initial  # `blend` keeps a copy of the weights, too
-            for factor in (0.5, 0.0):  # there and back
-                self.optimizer.blend(self.plans[-1], factor)
-            self.optimizer.last_weights.clear()
+            self.optimizer.blend(self.plans[-1], 0.5)
+        self.log.line("Resetting Model")
+        self.init_weights()
+        self.optimizer.load_state_dict({})
         self.head.refresh()
 
     def run(self) -> tuple[float, Clock]:
@@ -1654,6 +1655,10 @@ class Trainer:
             last = step == self.total
             validates = last or step % system.val_every == 0
             if last and any(blends):
+                if len(blends) > 1 or system.save or system.save_every:  # these need the last weights again
+                    self.synchronize()
+                    with clock.paused("validation"):
+                        self.optimizer.keep_last_weights()
                 self.optimizer.blend(plan, blends[0])
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
             if validates or saves:

@@ -51,12 +51,12 @@ def load_model(path, knobs):
     T.check_weights(state, config.model)
     config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
-    if state["step"] == T.stage_starts(config.schedule)[-1]:  # the result of a finished run is the blended weights
+    factor = config.optim.average_blend[0]
+    if factor and state["step"] == T.stage_starts(config.schedule)[-1]:  # the result of a finished run is a blend
         tied = T.make_plan(config, state["step"]).tied
         for label, moments in state["optimizer"].items():
             if "average" in moments and not (label == "embed" and tied):
-                last = state["model"][label].view_as(moments["average"])
-                last.copy_(T.blended(last, moments, config.optim.average_blend[0]))
+                T.blend_weights(state["model"][label].view_as(moments["average"]), moments, factor)
         if tied:
             state["model"]["embed"].copy_(state["model"]["lm_head"].t())
     model.load_state_dict(state["model"])

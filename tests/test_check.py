@@ -216,7 +216,8 @@ sys.exit(T.main(sys.argv[1:]))"""
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
-# On H200s, all MiB at the peak: ranks, micro-batches -> allocated, reserved (records/2026-11-20_one_to_eight)
+# On H200s, all MiB at the peak: ranks, micro-batches -> allocated, reserved (records/2026-11-20_one_to_eight). These runs
+# kept a copy of the initial weights during the warm-up.
 PEAKS = {(1, 8): (23470, 39806), (2, 8): (21471, 38066), (4, 8): (20472, 36786), (8, 8): (20035, 36386),
          (1, 16): (15898, None)}
 
@@ -224,9 +225,10 @@ PEAKS = {(1, 8): (23470, 39806), (2, 8): (21471, 38066), (4, 8): (20472, 36786),
 @pytest.mark.parametrize("ranks, micro_batches", PEAKS)
 def test_memory_estimate(ranks, micro_batches):
     """Within 2 %: seen 0.2 % and 1.6 %."""
-    found = T.estimate_memory(T.parse_config([f"--micro_batches={micro_batches}"], ranks), ranks)
-    for estimate, measured in zip(found, PEAKS[ranks, micro_batches]):
-        assert measured is None or abs(estimate / measured - 1) < 0.02
+    config = T.parse_config([f"--micro_batches={micro_batches}"], ranks)
+    copy = T.state_bytes(config)[0] / 2**20
+    for estimate, measured in zip(T.estimate_memory(config, ranks), PEAKS[ranks, micro_batches]):
+        assert measured is None or abs((estimate + copy) / measured - 1) < 0.02
 
 
 @pytest.fixture
@@ -269,7 +271,7 @@ def test_two_gpus(gpus, monkeypatch):
     assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
     assert rows["device"][0] == "NVIDIA H200, ranks 2, hardware sm_90, fp8 yes, tma yes"
     assert rows["kernels"][0].endswith("head:fp8") and "attention:triton" in rows["kernels"][0]
-    memory = r"140000 MiB of the GPU are free, about 21\d{3} to 37\d{3} needed \(estimate\) with --micro_batches=8"
+    memory = r"140000 MiB of the GPU are free, about 20\d{3} to 37\d{3} needed \(estimate\) with --micro_batches=8"
     assert re.fullmatch(memory, rows["memory"][0])
     gpus.count = 1
     status, rows = gpus.check()
@@ -334,6 +336,7 @@ def test_micro_batches_that_divide():
 def test_too_little_memory(gpus, monkeypatch):
     """A warning, once per machine, since it is an estimate. What the advice names, helps. A start measures nothing."""
     allocated, reserved = T.estimate_memory(T.Config(), 1)
+    reserved += 850  # outside PyTorch
     gpus.free = int(reserved + 2)
     assert gpus.check()[1]["memory"][1] == "yes"
     gpus.free = int(reserved - 2)
