@@ -167,6 +167,9 @@ class Stage:
 class Schedule:
     """Length and stages of the run, and the values that depend on the step; `make_plan` evaluates them."""
 
+    # --train_tokens and --minutes change the length of a preset: `fit_length` derives batches, rates and steps.
+    train_tokens: int | float = 0  # tokens of the whole run (0: as the other knobs say)
+    minutes: float = 0.0  # training time; the steps are timed before the run (0: as the other knobs say)
     scheduled_steps: int = 1450  # the shares of the stages divide these steps
     extension_steps: int = 40  # steps of the last stage: lowest learning rate, widest windows
     stages: tuple[Stage, ...] = (  # counted from 1
@@ -260,6 +263,21 @@ PRESETS = {
     # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
     # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
+    # The best short run for one GPU: 27.0M tokens in 37.8 s on an H200, to a loss of 3.378 on the corpus of the records
+    # (records/2026-11-22_short_runs). --train_tokens and --minutes give it another length.
+    "short": Config(
+        Model(),
+        Schedule(
+            scheduled_steps=800, extension_steps=24, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.91),
+            muon_warmup=0.2, muon_cooldown=0.03,
+            stages=(
+                Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
+                Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
+                Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
+                Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
+        Optim(adam_lr=0.009, table_beta2=0.98, muon_beta2=0.9, average_blend=(0.5,)),
+        Data(val_batch_tokens=65536),
+        System(micro_batches=0)),
     # `record` in small: width and windows 1/8, tokens per step 1/32, about 1/16 of the steps. Its tokens are bytes.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96),
@@ -323,7 +341,7 @@ def parse_config(argv, world=1) -> Config:
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset)
     else:
-        config, first_step = override(PRESETS[preset or "record"], overrides), 0
+        config, first_step = fit_length(PRESETS[preset or "record"], overrides, world), 0
         if 0 < config.system.micro_batches < world:
             config = with_system(config, micro_batches=world)
     check_config(config, world)
@@ -339,7 +357,7 @@ def check_config(config, world=1):
             raise UserError(message)
 
     may_be_zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer",
-                   "muon_warmup", "muon_cooldown")
+                   "muon_warmup", "muon_cooldown", "train_tokens")
     for key, value in flatten(config).items():
         least = int(key not in may_be_zero)
         require(type(value) is not int or value >= least, f"--{key}={value}: must be {least} or more")
@@ -374,12 +392,15 @@ def check_config(config, world=1):
             f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1 and cover a scheduled step")
     require(schedule.split_stage <= len(stages),
             f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
+    require(schedule.minutes >= 0, f"--minutes={schedule.minutes}: must be 0 or more")
     require(len(schedule.muon_momentum) == 2,
             f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after the warm-up")
     for key in "muon_warmup", "muon_cooldown":
         value = getattr(schedule, key)
         require(0 <= value < 1 or type(value) is int,
                 f"--{key}={value}: must be a whole number of steps, or from 0 to below 1, a part of the run")
+    for key in "table_beta2", "muon_beta2":
+        require(0 <= getattr(config.optim, key) < 1, f"--{key}={getattr(config.optim, key)}: must be from 0 to below 1")
     blends = config.optim.average_blend
     require(blends and all(0 <= x <= 1 for x in blends),
             f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
@@ -426,6 +447,83 @@ def stage_starts(schedule: Schedule) -> list[int]:
     shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
     starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
     return [*starts, schedule.scheduled_steps + schedule.extension_steps]
+
+
+# ---- Length of the run -----------------------------------------------------------------------------------------------
+
+SECONDS_PER_TOKEN = {"cuda": 1.4e-6, "cpu": 200e-6}  # about, of the presets on one H200 and on two cores
+SHORTEST_RUN = 20  # steps
+
+
+def sum_over_steps(schedule: Schedule, values):
+    """Sum over all steps of a value that each stage has."""
+    return sum(value * steps for value, steps in zip(values, np.diff(stage_starts(schedule)).tolist(), strict=True))
+
+
+def total_tokens(schedule: Schedule) -> int:
+    """Tokens of the whole run."""
+    return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
+
+
+def with_steps(schedule: Schedule, costs, budget, extension=None) -> Schedule:
+    """The schedule with the even number of steps whose total cost is nearest to the budget.
+
+    costs: the cost of a step in each stage. extension: steps of the last stage; None: as large a part as now.
+    """
+    part = schedule.extension_steps / schedule.scheduled_steps
+
+    def candidate(scheduled):
+        last = round(part * scheduled) if extension is None else extension
+        return dataclasses.replace(schedule, scheduled_steps=scheduled + (scheduled + last) % 2, extension_steps=last)
+
+    fixed = (extension or 0) * costs[-1]
+    near = round((budget - fixed) / (sum_over_steps(candidate(10**6), costs) - fixed) * 10**6)
+    candidates = map(candidate, range(max(2, near - 4), max(2, near) + 5))
+    return min(candidates, key=lambda candidate: abs(sum_over_steps(candidate, costs) - budget))
+
+
+def round_batch(tokens) -> int:
+    """The nearest 2 ** k or 3 * 2 ** k, by ratio: these numbers have many divisors."""
+    return min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
+
+
+def fit_length(preset: Config, overrides, world) -> Config:
+    """The preset with `overrides` {knob: text}, for a run of --train_tokens or --minutes if one of these is set.
+
+    A batch far below the critical batch costs few tokens, and the critical batch grows in proportion to the tokens of
+    the run. But each step has a fixed cost, of the optimizer and of communication. One H200 could train on 2800 tokens
+    in its time, and G of them on about G ** 0.8 times as many. So the best batch grows with the root of tokens and
+    fixed cost (records/2026-11-22_short_runs), and the rates grow with batch ** 0.35. A preset is made for as many GPUs
+    as it has micro-batches. What `overrides` sets stays as it is.
+    """
+    config = override(preset, overrides)
+    schedule, per_token = config.schedule, SECONDS_PER_TOKEN.get(config.system.device, 1.0)
+    tokens = schedule.minutes * 60 * world / per_token or schedule.train_tokens
+    if tokens <= 0:  # `check_config` refuses what is negative
+        return config
+    if schedule.minutes and schedule.train_tokens:
+        raise UserError("--minutes and --train_tokens set the same thing: give one of them")
+    gpus = world / max(1, preset.system.micro_batches)
+    growth, stages = (tokens / total_tokens(preset.schedule) * gpus**0.8) ** 0.5, []
+    for i, stage in enumerate(schedule.stages, 1):
+        if f"stage{i}.batch_tokens" not in overrides:
+            batch = round_batch(stage.batch_tokens * growth)
+            if f"stage{i}.lr_mul" not in overrides:
+                rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
+                stage = dataclasses.replace(stage, lr_mul=rate)
+            stage = dataclasses.replace(stage, batch_tokens=batch)
+        stages.append(stage)
+    schedule = dataclasses.replace(schedule, stages=tuple(stages))
+    if "scheduled_steps" not in overrides:
+        extension = schedule.extension_steps if "extension_steps" in overrides else None
+        schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
+        if schedule.scheduled_steps < SHORTEST_RUN:
+            knob = "minutes" if schedule.minutes else "train_tokens"
+            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps of"
+                            f" {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    if not schedule.minutes:
+        schedule = dataclasses.replace(schedule, train_tokens=total_tokens(schedule))
+    return dataclasses.replace(config, schedule=schedule)
 
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
@@ -1481,9 +1579,10 @@ def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_ste
     return loss
 
 
-def warmup_steps(plans) -> list[int]:
-    """The first step with each key. The warm-up runs these steps to compile and capture all graphs."""
-    seen, steps = set(), []
+def warmup_steps(plans, seen) -> list[int]:
+    """The first step with each key that is not in `seen`, to which it adds the keys. The warm-up runs these steps to
+    compile and capture all graphs."""
+    steps = []
     for plan in plans:
         keys = {("forward", plan.forward_key), ("update", plan.update_key)}
         if not keys <= seen:
@@ -1537,16 +1636,12 @@ class Trainer:
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
         compiler = lambda f: torch.compile(f, dynamic=False, fullgraph=True) if config.system.compile else f
-        self.total = stage_starts(config.schedule)[-1]
         self.micro_steps = config.system.micro_batches // rt.world
-        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
-        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
-        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
         self.clock_ms = []  # training time at the end of every step
 
         self.validation = ValidationData(config, rt)
-        self.loader = self.new_loader(self.plans[:-1], config)
+        self.set_length(config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
         self.init_weights()
@@ -1560,11 +1655,19 @@ class Trainer:
         number = (lambda x: x) if self.static_settings else torch.tensor
         self.attn = attention_settings(config, rt.device, self.dtype, number)
         self.profiler = profiler(self) if config.system.profile else None
-        width = max(len(plan.mtp_weights) for plan in self.plans)
-        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
-        self.mtp_table = torch.tensor(weights, device=rt.device)  # (steps + 1, width)
         self.synchronize()
         watch.lap("model")
+
+    def set_length(self, config):
+        """Plan the steps of a config, which may differ from the last one only in the number of steps."""
+        self.config, self.total = config, stage_starts(config.schedule)[-1]
+        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
+        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
+        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
+        width = max(len(plan.mtp_weights) for plan in self.plans)
+        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
+        self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
+        self.loader = self.new_loader(self.plans[:-1], config)
 
     def init_weights(self):
         """`GPT.init_weights`, and the weights of rank 0 for all ranks."""
@@ -1614,12 +1717,9 @@ class Trainer:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 
     def warm_up(self):
-        """Run one step of each kind to compile and capture it, then draw the initial weights again."""
+        """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of
+        step 0."""
         torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
-        steps = warmup_steps(self.plans[self.first_step:-1])
-        self.log.line(f"Sampling steps {steps} for warmup")
-        one_micro_step = with_system(self.config, micro_batches=self.rt.world)
-        loader = self.new_loader([self.plans[step] for step in steps], one_micro_step)
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
@@ -1630,16 +1730,59 @@ class Trainer:
                 kernels_ready.result()
         self.synchronize()
         self.watch.lap("evaluation")
-        for step in steps:
-            self.step(loader, self.plans[step], 1)
-            self.synchronize()
-            self.watch.lap(f"step {step}")
+        self.warm_up_steps(seen := set())
+        if self.config.schedule.minutes:
+            self.fit_minutes()
+            self.warm_up_steps(seen)
         if any(self.config.optim.average_blend):
             self.optimizer.blend(self.plans[-1], 0.5)
         self.log.line("Resetting Model")
         self.init_weights()
         self.optimizer.load_state_dict({})
         self.head.refresh()
+
+    def warm_up_steps(self, seen):
+        """Run the first step with each key that is not in `seen`, with one micro-batch."""
+        steps = warmup_steps(self.plans[self.first_step:-1], seen)
+        self.log.line(f"Sampling steps {steps} for warmup")
+        one_micro_step = with_system(self.config, micro_batches=self.rt.world)
+        loader = self.new_loader([self.plans[step] for step in steps], one_micro_step)
+        for step in steps:
+            self.step(loader, self.plans[step], 1)
+            self.synchronize()
+            self.watch.lap(f"step {step}")
+
+    def fit_minutes(self):
+        """Give the run as many steps as --minutes asks for. Changes weights and optimizer state.
+
+        The time of a step is measured in the middle of each stage, on rank 0. Afterwards minutes is 0 and train_tokens
+        holds the choice, so that a resumed run keeps it.
+        """
+        schedule, seconds = self.config.schedule, []
+        starts = stage_starts(schedule)
+        for start, end in zip(starts, starts[1:]):
+            middle = (start + end) // 4 * 2
+            plans = self.plans[middle:middle + 2] * 3  # an even and an odd step; Adam takes part in the odd one
+            loader = self.new_loader(plans, self.config)
+            for number, plan in enumerate(plans):
+                if number == 2:
+                    self.synchronize()
+                    began = time.perf_counter()
+                self.step(loader, plan, self.micro_steps)
+            self.synchronize()
+            seconds.append((time.perf_counter() - began) / (len(plans) - 2))
+        seconds = torch.tensor(seconds, dtype=torch.float64, device=self.rt.device)
+        if self.rt.world > 1:
+            dist.broadcast(seconds, 0)
+        fitted = with_steps(schedule, seconds.tolist(), 60 * schedule.minutes)
+        if fitted.scheduled_steps < SHORTEST_RUN:
+            raise UserError(f"--minutes={schedule.minutes:g}: only {fitted.scheduled_steps} steps take less time; a run"
+                            f" has at least {SHORTEST_RUN}")
+        schedule = dataclasses.replace(fitted, minutes=0.0, train_tokens=total_tokens(fitted))
+        self.set_length(dataclasses.replace(self.config, schedule=schedule))
+        keys = "minutes", "train_tokens", "scheduled_steps", "extension_steps"
+        self.log.line("length: " + " ".join(f"{key}={getattr(schedule, key)}" for key in keys))
+        self.watch.lap("length")
 
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
@@ -1763,7 +1906,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
     watch.lap("log")
     trainer = Trainer(config, rt, log, ops, watch, sources, resumed, profiler)
     ready = time.perf_counter()
-    if system.compile:
+    if system.compile or config.schedule.minutes:
         log.line("Compiling model and warming up kernels (minutes on first execution)")
         trainer.warm_up()
     if resumed:

@@ -97,9 +97,9 @@ def expected_time(config, world):
         return "not known for this model or these kernels"
     tokens = np.diff(T.stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages]
     if device.type == "cpu":
-        return f"{172e-6 * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
+        return f"{T.SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
     rate = work.ceilings()["bf16"] / 1e12
-    minutes = tokens / 60 * 1.36e-6 / world * 790 / rate
+    minutes = tokens / 60 * T.SECONDS_PER_TOKEN["cuda"] / world * 790 / rate
     if T.capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions and no FP8 either (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"

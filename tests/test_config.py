@@ -114,13 +114,14 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,inf": "--muon_momentum=0.9,inf: expected comma-separated numbers",
     "--compile=yes": "expected bool, for example --compile=True",
-    "--preset=h100": "preset=h100.*record74, record, single, cpu",
+    "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
     # numbers that would crash later
     **{f"--{knob}=0": knob for knob in (
         "model_dim", "num_heads", "vocab_size", "bigram_tables", "stage1.batch_tokens", "val_batch_tokens",
         "val_tokens", "val_every", "tokens_per_doc", "split_stage")},
     "--muon_momentum=0.9": "muon_momentum",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
+    "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
     "--average_blend=0.5,2": "--average_blend=0.5,2.0: must be numbers from 0",
     "--muon_cooldown=-1": "--muon_cooldown=-1: must be 0 or more",
     "--muon_warmup=x": "--muon_warmup=x: expected a number",
@@ -235,7 +236,7 @@ def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
 def test_warmup_meets_every_stage_and_every_kind_of_update(preset):
     config = T.PRESETS[preset]
     plans = [T.make_plan(config, step) for step in range(T.stage_starts(config.schedule)[-1])]
-    warmup = [plans[step] for step in T.warmup_steps(plans)]
+    warmup = [plans[step] for step in T.warmup_steps(plans, set())]
     for kind in (lambda p: p.stage), (lambda p: (p.adam, p.tied, p.split)):
         assert set(map(kind, warmup)) == set(map(kind, plans))
     assert len(warmup) < 10

@@ -212,7 +212,8 @@ KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4")))
          "--stage2.long_window=30", "--adam_lr=0.008", "--muon_lr=0.023"]
 SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1", "seed": "7",
-    "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9", "adam_eps": "1e-3"}
+    "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9", "adam_eps": "1e-3",
+    "table_beta2": "0.9", "muon_beta2": "0.9"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all
 NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share"}
@@ -240,7 +241,7 @@ def other_values(config):
             for field, old in vars(value).items():
                 if field not in ("attention", "skip_from"):
                     yield f"{key}.{field}", T.render(not old)
-        elif key not in free and key != "vocab_size":  # that of the data
+        elif key not in {*free, "vocab_size", "train_tokens", "minutes"}:  # of the data; of a preset (test_length.py)
             other = tuple(2 * x or 0.5 for x in value) if isinstance(value, tuple) else 2 * value
             yield key, SIZES.get(key) or T.render(other)
 

@@ -49,7 +49,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     trainer.warm_up()
     assert counter.frame_count == GRAPHS
     assert list(watch) == ["imports", "data", "model", "evaluation",
-                           *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1]))]
+                           *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1], set()))]
     for step in range(trainer.total):  # the run itself meets nothing new
         trainer.step(trainer.loader, trainer.plans[step], 1)
     for view in trainer.attn:

@@ -1,0 +1,118 @@
+"""The length of a run as one number: --train_tokens and --minutes."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import train_gpt as T
+from data.files import UserError
+from records import compare, rerun
+from test_checkpoint import train
+from test_run import corpus, finish, start  # noqa: F401 (corpus is a fixture)
+
+TOKENS = [int(x) for x in np.geomspace(1e6, 1e10, 60)]
+# A step takes 1, 2, 3, 4 s in the four stages on rank 0, Adam's steps a second more; three times as long on rank 1.
+FAKE_CLOCK = """
+now, step = [T.started], T.train_step
+T.time = type("FakeTime", (), {"perf_counter": lambda: now[0]})
+def slow(micro_step, optimizer, loader, plan, *rest):
+    now[0] += (1 + plan.stage + plan.adam) * (1 + 2 * optimizer.rt.rank)
+    return step(micro_step, optimizer, loader, plan, *rest)
+T.train_step = slow
+"""
+
+
+def schedule(*args, world=1):
+    return T.parse_config(args, world).schedule
+
+
+@pytest.mark.parametrize("preset, world", [("record", 8), ("record", 1), ("record", 16), ("short", 1), ("cpu", 1)])
+def test_rule(preset, world):
+    """As many tokens as an even number of steps allows. Batches and rates grow with the root of the tokens."""
+    args = f"--preset={preset}", f"--micro_batches={world}"
+    found = [schedule(*args, f"--train_tokens={tokens}", world=world) for tokens in TOKENS]
+    for tokens, s in zip(TOKENS, found):
+        assert abs(T.total_tokens(s) - tokens) <= 1.5 * max(stage.batch_tokens for stage in s.stages)
+        assert s.train_tokens == T.total_tokens(s) and (s.scheduled_steps + s.extension_steps) % 2 == 0
+    for shorter, longer in zip(found, found[1:]):
+        for a, b in zip(shorter.stages, longer.stages):
+            assert a.batch_tokens <= b.batch_tokens and a.lr_mul <= b.lr_mul
+            assert b.lr_mul / a.lr_mul == pytest.approx((b.batch_tokens / a.batch_tokens) ** 0.35, rel=1e-3)
+    assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
+
+
+@pytest.mark.parametrize("preset, world", [("record74", 8), ("short", 1)])
+def test_own_length_changes_nothing(preset, world):
+    config = T.PRESETS[preset]
+    tokens = T.total_tokens(config.schedule)
+    fitted = T.parse_config([f"--preset={preset}", f"--train_tokens={tokens}"], world)
+    assert fitted == dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, train_tokens=tokens))
+
+
+def test_more_gpus_take_larger_batches():
+    batches = [schedule("--preset=short", f"--micro_batches={world}", "--train_tokens=27e6", world=world).stages[0]
+               .batch_tokens for world in (1, 2, 4, 8)]
+    assert batches == [32768, 49152, 65536, 65536]
+    assert schedule("--train_tokens=396e6", world=8).stages == T.RECORD74.schedule.stages
+    assert schedule("--train_tokens=396e6", world=1).stages[0].batch_tokens == 65536  # record on one GPU
+
+
+def test_pieces_set_by_hand_stay():
+    s = schedule("--preset=short", "--train_tokens=50e6", "--stage2.batch_tokens=8192", "--stage3.lr_mul=0.123456",
+                 "--extension_steps=6")
+    assert [stage.batch_tokens for stage in s.stages] == [49152, 8192, 49152, 49152]
+    assert s.stages[1].lr_mul == 0.75 and s.stages[2].lr_mul == 0.123456 and s.extension_steps == 6
+    assert abs(T.total_tokens(s) - 50e6) < 65536
+    s = schedule("--preset=short", "--train_tokens=50e6", "--scheduled_steps=300")
+    assert s.scheduled_steps == 300 and s.train_tokens == T.total_tokens(s)  # which the log shows
+
+
+@pytest.mark.parametrize("args", [["--preset=short", "--train_tokens=13e6"], ["--train_tokens=3e7"],
+                                  ["--preset=cpu", "--train_tokens=5e5", "--stages=6", "--stage2.share=0.5"]])
+@pytest.mark.parametrize("base", ["record", "short"])
+def test_the_settings_in_a_log_give_the_same_run(args, base):
+    config = T.parse_config(args)
+    logged = [f"--{key}={T.render(value)}" for key, value in T.flatten(config).items()]
+    assert T.parse_config([f"--preset={base}", *logged]) == config
+
+
+@pytest.mark.parametrize("args, message", [
+    ("--train_tokens=1000", r"--train_tokens=1000: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer"),
+    ("--minutes=0.0001", r"--minutes=0.0001: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer"),
+    ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"), ("--minutes=-0.5", "--minutes=-0.5: must be 0 or more"),
+    ("--minutes=1 --train_tokens=1e6", "--minutes and --train_tokens set the same thing: give one of them"),
+    ("--train_tokens=1e15", "--scheduled_steps=[0-9]+: a run has at most 1000000 steps, the extension included"),
+    ("--train_tokens=many", "--train_tokens=many: expected a number.*")])
+def test_lengths_that_do_not_work(args, message):
+    with pytest.raises(UserError) as error:
+        T.parse_config(["--preset=short", *args.split()])
+    assert re.fullmatch(message, str(error.value)), error.value
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_minutes(corpus, tmp_path, ranks):  # noqa: F811
+    """Within 3 % of the clock of rank 0, with its own length in log and checkpoint. All ranks take the same steps."""
+    args = "--minutes=1.5", "--save_every=20", "--keep=0", "--sample_tokens=0"
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", *args, ranks=ranks, hook=FAKE_CLOCK))
+    assert status == 0 and err == "", err
+    (log,) = tmp_path.glob("*.txt")
+    run, text = compare.read_run(log), log.read_text().split("=" * 100 + "\n")[-1]
+    assert float(re.search("^train_seconds: (.*)$", text, re.M)[1]) == pytest.approx(90, rel=0.03)
+    chosen = {key: run.facts[key] for key in ("minutes", "train_tokens", "scheduled_steps", "extension_steps")}
+    assert chosen["minutes"] == "0.0" and int(chosen["train_tokens"]) == run.tokens
+    assert int(chosen["scheduled_steps"]) + int(chosen["extension_steps"]) == run.total > 20 and run.total % 2 == 0
+    assert chosen.items() <= rerun.settings(run, {}).items()
+    assert not run.notes, run.notes
+    if ranks == 1:  # the checkpoint knows the length
+        (first,) = tmp_path.glob("*/state_step000020.pt")
+        resumed = train(SimpleNamespace(args=[]), tmp_path / "resumed", f"--resume={first}")
+        assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f} " in resumed.text
+
+
+def test_minutes_that_are_too_few(corpus, tmp_path):  # noqa: F811
+    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", "--minutes=0.5", hook=FAKE_CLOCK))
+    assert status == 1 and re.fullmatch("error: --minutes=0.5: only [0-9]+ steps take less time; a run has at least 20\n",
+                                        err), err
