@@ -263,8 +263,8 @@ PRESETS = {
     # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
     # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # The best short run for one GPU: 27.0M tokens in 37.8 s on an H200, to a loss of 3.378 on the corpus of the records
-    # (records/2026-11-22_short_runs). --train_tokens and --minutes give it another length.
+    # The best short run for one GPU: 27.0M tokens, about 39 s on an H200 (records/2026-11-22_short_runs). Give it another
+    # length with --train_tokens or --minutes.
     "short": Config(
         Model(),
         Schedule(
@@ -430,7 +430,6 @@ def check_config(config, world=1):
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
             " and --val_batch_tokens a multiple of 16")
     if not system.micro_batches:  # `choose_micro_batches` chooses and checks the number
-        require(world == 1, f"--micro_batches=0 (--preset=single) is for one process; {world} of them need a number")
         return
     require(system.micro_batches % world == 0,
             f"{world} processes do not divide --micro_batches={system.micro_batches}: use a divisor of it"
@@ -1389,24 +1388,27 @@ def memory_report(config, device, world) -> tuple[str, bool]:
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
-def possible_micro_batches(config) -> list[int]:
+def possible_micro_batches(config, world) -> list[int]:
     """The numbers of micro-batches, up to 128, that divide the batches of all stages into rows of up to 49152 tokens.
 
     The kernels are tuned and tested for these lengths.
     """
     batches = [stage.batch_tokens for stage in config.schedule.stages]
-    counts = [n for n in range(1, 129) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
+    counts = [n for n in range(world, 129, world) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
     if not counts:
         raise UserError(f"--micro_batches=0: no number up to 128 divides batches of {render(tuple(batches))} tokens into"
-                        " multiples of 16, at most 49152 each; give a number")
+                        f" multiples of 16, at most 49152 each, for {world} processes; give a number")
     return counts
 
 
 def choose_micro_batches(config, device, world) -> Config:
-    """With --micro_batches=0: choose the fewest that fit the GPU, else the most of `possible_micro_batches`."""
-    for count in () if config.system.micro_batches else possible_micro_batches(config):
+    """With --micro_batches=0: choose the fewest that fit the GPU, else the most of `possible_micro_batches`.
+
+    Several ranks take the fewest: they share the batch, and their GPUs may have different amounts of free memory.
+    """
+    for count in () if config.system.micro_batches else possible_micro_batches(config, world):
         config = with_system(config, micro_batches=count)
-        if memory_report(config, device, world)[1]:
+        if world > 1 or memory_report(config, device, world)[1]:
             break
     return config
 
@@ -1418,7 +1420,7 @@ def restart_with_more_micro_batches(config):
     does not restart again, because it is given the number.
     """
     count = config.system.micro_batches
-    if more := [n for n in possible_micro_batches(config) if n >= 2 * count]:
+    if more := [n for n in possible_micro_batches(config, 1) if n >= 2 * count]:
         print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={more[0]}",
               file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={more[0]}"])
@@ -1968,7 +1970,7 @@ def main(argv) -> int:
         if "--check" in argv:
             from records.check import check_table
             return check_table(config, world, show=local == 0)
-        automatic = not config.system.micro_batches
+        automatic = world == 1 and not config.system.micro_batches
         config = check_start(config, world)
         profiler = sample = None
         if config.system.profile:

@@ -151,7 +151,6 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",
     # several processes
     ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
-    ("--preset=single", 2): "^--micro_batches=0 .* is for one process; 2 of them need a number$",
     ("", 12): "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes$"}
 
 
