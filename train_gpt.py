@@ -18,7 +18,7 @@ Expected results: --preset=cpu reaches 1.96 nats per byte of the source of Pytho
 commit 5eb7088). No run has used FineWeb yet.
 
 Contents, top to bottom:
-    config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value; rules
+    config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
     runtime    ranks, device, capabilities of the GPU
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     optimizer  Adam's rule, exchange of sparse gradients, NorMuonAndAdam
@@ -84,6 +84,7 @@ from data.knobs import config_from_dict, flatten, help_text, override, read_argu
 from data.loader import (
     Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
 from data.log import Log, loaded_sources, published, write_header
+from data.rules import SHORTEST_RUN, check_config, fit_length, stage_starts, stage_steps, total_tokens, with_steps
 
 IMPORT_SECONDS = time.perf_counter() - started
 
@@ -157,7 +158,7 @@ class Stage:
     max_doc_len: int  # tokens; a longer document loses its tail
     short_window: int  # tokens that most layers look back
     long_window: int  # tokens that the long-window layers look back
-    lr_mul: float  # factor of all learning rates, about (batch / first batch) ** 0.5 to 0.6
+    lr_mul: float  # factor of all learning rates; larger batches take larger rates
     mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
     mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
     share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
@@ -295,6 +296,8 @@ PRESETS = {
                sample_prompt="def ")),
 }
 
+MADE_FOR_GPUS = {"short": 1, "cpu": 1}  # the batches of the other presets are those of 8 GPUs
+
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
 
@@ -322,7 +325,8 @@ def resumed_config(overrides, preset) -> tuple[Config, int]:
     differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
                  for key in new | old if key not in free and new.get(key) != old.get(key)]
     if differing:
-        advice = f"; leave out --preset={preset}, the checkpoint brings its settings" if preset else ""
+        wrong = [f"--preset={preset}"] * bool(preset) + [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
+        advice = f"; leave out {' and '.join(wrong)}, the checkpoint brings its settings" if wrong else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
     check_weights(state, config.model)
     step, total = state["step"], stage_starts(config.schedule)[-1]
@@ -341,188 +345,16 @@ def parse_config(argv, world=1) -> Config:
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset)
     else:
-        config, first_step = fit_length(PRESETS[preset or "record"], overrides, world), 0
+        base = PRESETS[preset or "record"]
+        config, first_step = override(base, overrides), 0
         if 0 < config.system.micro_batches < world:
             config = with_system(config, micro_batches=world)
+        check_config(config, world)
+        config = fit_length(config, overrides.keys(), (base.schedule, MADE_FOR_GPUS.get(preset, 8)), world)
     check_config(config, world)
     if config.system.profile and config.system.profiled.start < first_step:
         raise UserError(f"--profile={config.system.profile}: the run goes on at step {first_step}")
     return config
-
-
-def check_config(config, world=1):
-    """Raises UserError when a value is out of range, or when two values do not fit together."""
-    def require(ok, message):
-        if not ok:
-            raise UserError(message)
-
-    may_be_zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer",
-                   "muon_warmup", "muon_cooldown", "train_tokens")
-    for key, value in flatten(config).items():
-        least = int(key not in may_be_zero)
-        require(type(value) is not int or value >= least, f"--{key}={value}: must be {least} or more")
-    model, schedule, system, data = config.model, config.schedule, config.system, config.data
-    stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
-
-    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the number of heads must be even, and their"
-            " width a multiple of 8")
-    require(2 <= model.vocab_size <= 65536,
-            f"--vocab_size={model.vocab_size}: must be 2 to 65536, as shards hold 16-bit tokens")
-    require(model.backout_layer is None or model.backout_layer < len(layers),
-            f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
-    require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")
-    for i, layer in enumerate(layers):
-        require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
-                f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
-        require(layer.skip_from is None or 0 <= layer.skip_from < i,
-                f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
-        require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
-                f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two")
-
-    require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
-            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"
-            " which is the extension, must be 0, all others above 0")
-    require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps,"
-            " the extension included")
-    starts = stage_starts(schedule)
-    require(all(a < b for a, b in zip(starts, starts[1:-1])),
-            f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one step")
-    require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
-            f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1 and cover a scheduled step")
-    require(schedule.split_stage <= len(stages),
-            f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
-    require(schedule.minutes >= 0, f"--minutes={schedule.minutes}: must be 0 or more")
-    require(len(schedule.muon_momentum) == 2,
-            f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after the warm-up")
-    for key in "muon_warmup", "muon_cooldown":
-        value = getattr(schedule, key)
-        require(0 <= value < 1 or type(value) is int,
-                f"--{key}={value}: must be a whole number of steps, or from 0 to below 1, a part of the run")
-    for key in "table_beta2", "muon_beta2":
-        require(0 <= getattr(config.optim, key) < 1, f"--{key}={getattr(config.optim, key)}: must be from 0 to below 1")
-    blends = config.optim.average_blend
-    require(blends and all(0 <= x <= 1 for x in blends),
-            f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
-    for i, stage in enumerate(stages, 1):
-        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-
-    require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")
-    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile),
-            f"--profile={system.profile}: expected START:COUNT, for example 20:4")
-    require(system.profiled.stop <= total, f"--profile={system.profile}: the run has steps 0 to {total - 1}")
-    pauses = system.val_every, system.save_every or total
-    require(not any(step % every == 0 for step in system.profiled[1:] for every in pauses),
-            f"--profile={system.profile}: a validation or a checkpoint comes in between; take other steps, or change"
-            f" --val_every={system.val_every} or --save_every={system.save_every}")
-    require("/" not in system.run_label and "\\" not in system.run_label,
-            f"--run_label={system.run_label}: it names a file, not a folder")
-    require(system.device in ("cuda", "cpu"), f"--device={system.device}: cuda or cpu")
-    require(system.dtype in ("bfloat16", "float32"), f"--dtype={system.dtype}: bfloat16 or float32")
-    plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
-    require(plain_attention or system.dtype == "bfloat16",
-            f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32,"
-            " 64, 128, ... channels; or add --kernels=attention:torch")
-    require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
-    require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
-            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
-            " and --val_batch_tokens a multiple of 16")
-    if not system.micro_batches:  # `choose_micro_batches` chooses and checks the number
-        return
-    require(system.micro_batches % world == 0,
-            f"{world} processes do not divide --micro_batches={system.micro_batches}: use a divisor of it"
-            + ("" if system.resume else ", or a larger number"))
-    for i, stage in enumerate(stages, 1):
-        require(stage.batch_tokens % (16 * system.micro_batches) == 0,
-                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of"
-                f" 16 * --micro_batches={system.micro_batches}"
-                + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
-
-
-def stage_starts(schedule: Schedule) -> list[int]:
-    """[first step of every stage, number of steps of the run]."""
-    shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
-    starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
-    return [*starts, schedule.scheduled_steps + schedule.extension_steps]
-
-
-# ---- Length of the run -----------------------------------------------------------------------------------------------
-
-SECONDS_PER_TOKEN = {"cuda": 1.4e-6, "cpu": 200e-6}  # about, of the presets on one H200 and on two cores
-SHORTEST_RUN = 20  # steps
-
-
-def sum_over_steps(schedule: Schedule, values):
-    """Sum over all steps of a value that each stage has."""
-    return sum(value * steps for value, steps in zip(values, np.diff(stage_starts(schedule)).tolist(), strict=True))
-
-
-def total_tokens(schedule: Schedule) -> int:
-    """Tokens of the whole run."""
-    return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
-
-
-def with_steps(schedule: Schedule, costs, budget, extension=None) -> Schedule:
-    """The schedule with the even number of steps whose total cost is nearest to the budget.
-
-    costs: the cost of a step in each stage. extension: steps of the last stage; None: as large a part as now.
-    """
-    part = schedule.extension_steps / schedule.scheduled_steps
-
-    def candidate(scheduled):
-        last = round(part * scheduled) if extension is None else extension
-        return dataclasses.replace(schedule, scheduled_steps=scheduled + (scheduled + last) % 2, extension_steps=last)
-
-    fixed = (extension or 0) * costs[-1]
-    near = round((budget - fixed) / (sum_over_steps(candidate(10**6), costs) - fixed) * 10**6)
-    candidates = map(candidate, range(max(2, near - 4), max(2, near) + 5))
-    return min(candidates, key=lambda candidate: abs(sum_over_steps(candidate, costs) - budget))
-
-
-def round_batch(tokens) -> int:
-    """The nearest 2 ** k or 3 * 2 ** k, by ratio: these numbers have many divisors."""
-    return min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
-
-
-def fit_length(preset: Config, overrides, world) -> Config:
-    """The preset with `overrides` {knob: text}, for a run of --train_tokens or --minutes if one of these is set.
-
-    A batch far below the critical batch costs few tokens, and the critical batch grows in proportion to the tokens of
-    the run. But each step has a fixed cost, of the optimizer and of communication. One H200 could train on 2800 tokens
-    in its time, and G of them on about G ** 0.8 times as many. So the best batch grows with the root of tokens and
-    fixed cost (records/2026-11-22_short_runs), and the rates grow with batch ** 0.35. A preset is made for as many GPUs
-    as it has micro-batches. What `overrides` sets stays as it is.
-    """
-    config = override(preset, overrides)
-    schedule, per_token = config.schedule, SECONDS_PER_TOKEN.get(config.system.device, 1.0)
-    tokens = schedule.minutes * 60 * world / per_token or schedule.train_tokens
-    if tokens <= 0:  # `check_config` refuses what is negative
-        return config
-    if schedule.minutes and schedule.train_tokens:
-        raise UserError("--minutes and --train_tokens set the same thing: give one of them")
-    gpus = world / max(1, preset.system.micro_batches)
-    growth, stages = (tokens / total_tokens(preset.schedule) * gpus**0.8) ** 0.5, []
-    for i, stage in enumerate(schedule.stages, 1):
-        if f"stage{i}.batch_tokens" not in overrides:
-            batch = round_batch(stage.batch_tokens * growth)
-            if f"stage{i}.lr_mul" not in overrides:
-                rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
-                stage = dataclasses.replace(stage, lr_mul=rate)
-            stage = dataclasses.replace(stage, batch_tokens=batch)
-        stages.append(stage)
-    schedule = dataclasses.replace(schedule, stages=tuple(stages))
-    if "scheduled_steps" not in overrides:
-        extension = schedule.extension_steps if "extension_steps" in overrides else None
-        schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
-        if schedule.scheduled_steps < SHORTEST_RUN:
-            knob = "minutes" if schedule.minutes else "train_tokens"
-            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps of"
-                            f" {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
-    if not schedule.minutes:
-        schedule = dataclasses.replace(schedule, train_tokens=total_tokens(schedule))
-    return dataclasses.replace(config, schedule=schedule)
 
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
@@ -1230,7 +1062,8 @@ class NorMuonAndAdam:
     def blend(self, plan, factor):
         """Replace the weights by a mixture of the last ones (factor 0) and their averages (factor 1).
 
-        All ranks must call this, and only after the last step; a second time only after `keep_last_weights`.
+        All ranks must call this. Training cannot go on afterwards. Call `keep_last_weights` before the first of several
+        blends.
         """
         for label, state in self.state.items():
             if "average" not in state or label == "embed" and plan.tied:
@@ -1382,7 +1215,7 @@ def memory_report(config, device, world) -> tuple[str, bool]:
     if device.type == "cpu":
         return "not estimated for a CPU", True
     (allocated, reserved), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
-    reserved += 850  # outside PyTorch: kernels, NCCL (H200)
+    reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
     found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}")
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
@@ -1397,14 +1230,14 @@ def possible_micro_batches(config, world) -> list[int]:
     counts = [n for n in range(world, 129, world) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
     if not counts:
         raise UserError(f"--micro_batches=0: no number up to 128 divides batches of {render(tuple(batches))} tokens into"
-                        f" multiples of 16, at most 49152 each, for {world} processes; give a number")
+                        f" multiples of 16, at most 49152 each, for {world} processes; change the batches")
     return counts
 
 
 def choose_micro_batches(config, device, world) -> Config:
     """With --micro_batches=0: choose the fewest that fit the GPU, else the most of `possible_micro_batches`.
 
-    Several ranks take the fewest: they share the batch, and their GPUs may have different amounts of free memory.
+    Several ranks take the fewest: all must choose the same number, but the free memory of their GPUs may differ.
     """
     for count in () if config.system.micro_batches else possible_micro_batches(config, world):
         config = with_system(config, micro_batches=count)
@@ -1473,7 +1306,7 @@ def check_start(config, world) -> Config:
     device = find_device(config)
     config = choose_kernels(config, device)[0]
     config = choose_micro_batches(config, device, world)
-    found, enough = survey_training_data(config, np.diff(stage_starts(config.schedule)))
+    found, enough = survey_training_data(config)
     survey_validation_data(config)
     require_caches(config, device)
     require_disk(config)
@@ -1737,7 +1570,7 @@ class Trainer:
             self.fit_minutes()
             self.warm_up_steps(seen)
         if any(self.config.optim.average_blend):
-            self.optimizer.blend(self.plans[-1], 0.5)
+            self.optimizer.blend(self.plans[-1], 0.5)  # the first blend loads kernels, which takes time
         self.log.line("Resetting Model")
         self.init_weights()
         self.optimizer.load_state_dict({})
@@ -1745,7 +1578,8 @@ class Trainer:
 
     def warm_up_steps(self, seen):
         """Run the first step with each key that is not in `seen`, with one micro-batch."""
-        steps = warmup_steps(self.plans[self.first_step:-1], seen)
+        if not (steps := warmup_steps(self.plans[self.first_step:-1], seen)):
+            return
         self.log.line(f"Sampling steps {steps} for warmup")
         one_micro_step = with_system(self.config, micro_batches=self.rt.world)
         loader = self.new_loader([self.plans[step] for step in steps], one_micro_step)
@@ -1761,27 +1595,31 @@ class Trainer:
         holds the choice, so that a resumed run keeps it.
         """
         schedule, seconds = self.config.schedule, []
-        starts = stage_starts(schedule)
-        for start, end in zip(starts, starts[1:]):
-            middle = (start + end) // 4 * 2
-            plans = self.plans[middle:middle + 2] * 3  # an even and an odd step; Adam takes part in the odd one
+        for start, steps in zip(stage_starts(schedule), stage_steps(schedule)):
+            middle = (start + steps // 2) // 2 * 2
+            plans = self.plans[middle:middle + 2] * 3 if steps else []  # Adam takes part in the second step of a pair
             loader = self.new_loader(plans, self.config)
-            for number, plan in enumerate(plans):
-                if number == 2:
-                    self.synchronize()
-                    began = time.perf_counter()
-                self.step(loader, plan, self.micro_steps)
+            for group in plans[:2], plans[2:]:  # the first pair is not timed
+                self.synchronize()
+                began = time.perf_counter()
+                for plan in group:
+                    self.step(loader, plan, self.micro_steps)
             self.synchronize()
-            seconds.append((time.perf_counter() - began) / (len(plans) - 2))
+            seconds.append((time.perf_counter() - began) / 4)
         seconds = torch.tensor(seconds, dtype=torch.float64, device=self.rt.device)
         if self.rt.world > 1:
             dist.broadcast(seconds, 0)
         fitted = with_steps(schedule, seconds.tolist(), 60 * schedule.minutes)
         if fitted.scheduled_steps < SHORTEST_RUN:
-            raise UserError(f"--minutes={schedule.minutes:g}: only {fitted.scheduled_steps} steps take less time; a run"
-                            f" has at least {SHORTEST_RUN}")
+            raise UserError(f"--minutes={schedule.minutes:g}: this machine makes only {fitted.scheduled_steps} steps in"
+                            f" that time; a run needs {SHORTEST_RUN}")
         schedule = dataclasses.replace(fitted, minutes=0.0, train_tokens=total_tokens(fitted))
-        self.set_length(dataclasses.replace(self.config, schedule=schedule))
+        config = dataclasses.replace(self.config, schedule=schedule)
+        check_config(config, self.rt.world)  # --profile may ask for steps that the run does not have
+        self.set_length(config)
+        found, enough = survey_training_data(config)
+        if not enough:
+            self.log.line(f"warning: {found}")
         keys = "minutes", "train_tokens", "scheduled_steps", "extension_steps"
         self.log.line("length: " + " ".join(f"{key}={getattr(schedule, key)}" for key in keys))
         self.watch.lap("length")
@@ -1890,11 +1728,12 @@ class Trainer:
         torch.set_rng_state(state["rng"])
 
 
-def train(config, rt, log, argv, watch, profiler=None, sample=None):
+def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=False):
     """Train, from the log's header to the results.
 
     profiler: the class Profiler of records/trace.py, for --profile. sample: the function of this name in
-    records/evaluate.py, for --sample_tokens.
+    records/evaluate.py, for --sample_tokens. automatic: the script has chosen the number of micro-batches, so it may
+    choose a larger one if the memory is not enough.
     """
     config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
@@ -1906,11 +1745,17 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
     log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {system.micro_batches // rt.world}")
     resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
-    trainer = Trainer(config, rt, log, ops, watch, sources, resumed, profiler)
-    ready = time.perf_counter()
-    if system.compile or config.schedule.minutes:
-        log.line("Compiling model and warming up kernels (minutes on first execution)")
-        trainer.warm_up()
+    try:
+        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, profiler)
+        ready = time.perf_counter()
+        if system.compile:
+            log.line("Compiling model and warming up kernels (minutes on first execution)")
+        if system.compile or config.schedule.minutes:
+            trainer.warm_up()
+    except RuntimeError as error:
+        if automatic and is_out_of_memory(error):
+            restart_with_more_micro_batches(config)
+        raise
     if resumed:
         trainer.load_state_dict(resumed)
         log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
@@ -1940,11 +1785,17 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None):
         trainer.save(trainer.total, clock.counted)
 
 
+def is_out_of_memory(error) -> bool:
+    """Whether PyTorch, CUDA, Triton or cuBLAS found too little GPU memory."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(
+        re.search("CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(error)))
+
+
 def error_message(error) -> str | None:
     """One line for an error that the user or the machine has caused; None for a bug."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
     if re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
         return f"lost the connection to another process, which may say why ({one_line(error)})"
@@ -1980,12 +1831,7 @@ def main(argv) -> int:
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        try:
-            train(config, rt, Log(config, rt), argv, watch, profiler, sample)
-        except torch.OutOfMemoryError:
-            if automatic:
-                restart_with_more_micro_batches(config)
-            raise
+        train(config, rt, Log(config, rt), argv, watch, profiler, sample, automatic)
         dist.destroy_process_group()
         return 0
     except (UserError, RuntimeError) as error:

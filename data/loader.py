@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.files import UserError, find_files, read_shard, read_shard_header
+from data.rules import stage_steps
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
@@ -107,11 +108,10 @@ class Shard:
         return self.starts[cursor:cursor + last + 1], lengths[:last + 1], cursor + last + 1
 
 
-def survey_training_data(config, stage_steps) -> tuple[str, bool]:
+def survey_training_data(config) -> tuple[str, bool]:
     """(a line about the training data, whether the data certainly lasts for the run).
 
-    Reads all headers and the beginning of the first shard. stage_steps: number of steps of every stage. Raises
-    UserError when no run can train on these files.
+    Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
     """
     files, stages = find_files(config.data.train_files), config.schedule.stages
     counts, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
@@ -122,7 +122,10 @@ def survey_training_data(config, stage_steps) -> tuple[str, bool]:
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
                         " --micro_batches")
     kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
-    trained, required = (stage_steps @ tokens for tokens in (batches, batches / kept))
+    steps = np.array(stage_steps(config.schedule))
+    if config.schedule.minutes:  # the number of steps is not known yet
+        steps = np.minimum(steps, 1)
+    trained, required = (steps @ tokens for tokens in (batches, batches / kept))
     found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
              f" about {required:,.0f}: {required / available:.2f} passes")
     if config.data.data_end == "wrap" or required <= available:

@@ -156,7 +156,7 @@ def report_command(name: str, separator: int) -> None:
     try:
         arguments = training_arguments(name, separator)
         config = train_gpt.parse_config(arguments)
-        found, _ = loader.survey_training_data(config, np.diff(train_gpt.stage_starts(config.schedule)))
+        found, _ = loader.survey_training_data(config)
         loader.survey_validation_data(config)
     except UserError as error:
         print(f"warning: no run can start on this: {error}")

@@ -10,13 +10,13 @@ import os
 import platform
 import textwrap
 
-import numpy as np
 import torch
 
 import train_gpt as T
 from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError
+from data.rules import SECONDS_PER_TOKEN
 from records import work
 
 
@@ -47,7 +47,7 @@ def check_kernels(config, world):
 
 def check_training_data(config, world):
     """Reads all headers and the beginning of the first shard."""
-    found, lasts = loader.survey_training_data(config, np.diff(T.stage_starts(config.schedule)))
+    found, lasts = loader.survey_training_data(config)
     if not lasts:
         raise CheckWarning(found)
     return found
@@ -92,14 +92,16 @@ def check_memory(config, world):
 def expected_time(config, world):
     """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (README)."""
     device, schedule = T.find_device(config), config.schedule
+    if schedule.minutes:
+        return f"{schedule.minutes:g} minutes, as --minutes says"
     model = T.PRESETS["cpu" if device.type == "cpu" else "record74"].model
     if config.model != model or config.system.kernels != "auto":
         return "not known for this model or these kernels"
-    tokens = np.diff(T.stage_starts(schedule)) @ [stage.batch_tokens for stage in schedule.stages]
+    tokens = T.total_tokens(schedule)
     if device.type == "cpu":
-        return f"{T.SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
+        return f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
     rate = work.ceilings()["bf16"] / 1e12
-    minutes = tokens / 60 * T.SECONDS_PER_TOKEN["cuda"] / world * 790 / rate
+    minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / world * 790 / rate
     if T.capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions and no FP8 either (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"

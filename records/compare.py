@@ -133,7 +133,7 @@ def read_run(path: Path) -> Run:
             break
         if line.startswith("kernels: "):
             run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
-        elif line.startswith("length: "):  # of --minutes, chosen after the header
+        elif line.startswith("length: "):  # what --minutes has chosen, after the header
             run.facts |= dict(pair.split("=", 1) for pair in line.split()[1:] if "=" in pair)
         elif "step:" in STEP.sub("", line) or not (STEP.search(line) or OTHER.match(line)):
             unread.append(f"{number} '{line.strip()[:60]}'")

@@ -55,7 +55,8 @@ def test_a_blend_keeps_the_norm():
     parts = [blended(last[rows], average[rows], 0.25, lambda x: x.copy_(squares))
              for rows in (slice(0, 3), slice(3, 8))]
     assert torch.equal(torch.cat(parts), blended(last, average, 0.25))
-    last, average = torch.randn(3, 2**23), torch.randn(3, 2**23)  # two parts
+    last, average = torch.randn(3, 2**23), torch.randn(3, 2**23)  # two parts, which alone would have other norms
+    average[2] *= 4
     mixed = last.lerp(average, 0.25)
     expected = mixed * (last.double().norm() / mixed.double().norm()).float()
     assert torch.allclose(blended(last, average, 0.25), expected, rtol=1e-3)  # torch sums norms in fp32

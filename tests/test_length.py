@@ -44,7 +44,7 @@ def test_rule(preset, world):
     assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
 
 
-@pytest.mark.parametrize("preset, world", [("record74", 8), ("short", 1)])
+@pytest.mark.parametrize("preset, world", [("record74", 8), ("single", 8), ("short", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset]
     tokens = T.total_tokens(config.schedule)
@@ -57,7 +57,9 @@ def test_more_gpus_take_larger_batches():
                .batch_tokens for world in (1, 2, 4, 8)]
     assert batches == [32768, 49152, 65536, 65536]
     assert schedule("--train_tokens=396e6", world=8).stages == T.RECORD74.schedule.stages
-    assert schedule("--train_tokens=396e6", world=1).stages[0].batch_tokens == 65536  # record on one GPU
+    for preset in "record", "single":
+        s = schedule(f"--preset={preset}", "--train_tokens=396e6")  # on one GPU
+        assert s.stages[0].batch_tokens == 65536 and s.muon_warmup == round(300 * s.scheduled_steps / 1450)
 
 
 def test_pieces_set_by_hand_stay():
@@ -82,8 +84,11 @@ def test_the_settings_in_a_log_give_the_same_run(args, base):
 @pytest.mark.parametrize("args, message", [
     ("--train_tokens=1000", r"--train_tokens=1000: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer"),
     ("--minutes=0.0001", r"--minutes=0.0001: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer"),
-    ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"), ("--minutes=-0.5", "--minutes=-0.5: must be 0 or more"),
-    ("--minutes=1 --train_tokens=1e6", "--minutes and --train_tokens set the same thing: give one of them"),
+    ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"), ("--minutes=-0.5", "--minutes=-0.5: must be from 0 to .*"),
+    ("--minutes=1e308", "--minutes=1e[+]308: must be from 0 to 1000000"),
+    ("--train_tokens=-1e6", "--train_tokens=-1000000.0: must be from 0 to .*"),
+    *((f"--minutes=1 --{knob}=30", "--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, .*")
+      for knob in ("train_tokens", "scheduled_steps", "extension_steps")),
     ("--train_tokens=1e15", "--scheduled_steps=[0-9]+: a run has at most 1000000 steps, the extension included"),
     ("--train_tokens=many", "--train_tokens=many: expected a number.*")])
 def test_lengths_that_do_not_work(args, message):
@@ -92,27 +97,56 @@ def test_lengths_that_do_not_work(args, message):
     assert re.fullmatch(message, str(error.value)), error.value
 
 
+@pytest.fixture
+def free(corpus):  # noqa: F811
+    """A corpus whose arguments leave the number of steps open."""
+    args = [arg for arg in corpus.args if not arg.startswith(("--scheduled_steps", "--extension_steps"))]
+    return SimpleNamespace(folder=corpus.folder, args=[*args, "--sample_tokens=0"])
+
+
+def chosen_length(log):
+    text = log.read_text().split("=" * 100 + "\n")[-1]
+    return text, re.findall(r"^length: minutes=0.0 (.*)$", text, re.M)[0].split()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_minutes(corpus, tmp_path, ranks):  # noqa: F811
-    """Within 3 % of the clock of rank 0, with its own length in log and checkpoint. All ranks take the same steps."""
-    args = "--minutes=1.5", "--save_every=20", "--keep=0", "--sample_tokens=0"
-    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", *args, ranks=ranks, hook=FAKE_CLOCK))
+def test_minutes(free, tmp_path, ranks):
+    """Within 3 % of the clock of rank 0, with its length in log and checkpoint. All ranks take the same steps."""
+    args = f"--log_dir={tmp_path}", "--minutes=2", "--save_every=20", "--keep=0"
+    out, err, status = finish(start(free, *args, ranks=ranks, hook=FAKE_CLOCK))
     assert status == 0 and err == "", err
     (log,) = tmp_path.glob("*.txt")
-    run, text = compare.read_run(log), log.read_text().split("=" * 100 + "\n")[-1]
-    assert float(re.search("^train_seconds: (.*)$", text, re.M)[1]) == pytest.approx(90, rel=0.03)
-    chosen = {key: run.facts[key] for key in ("minutes", "train_tokens", "scheduled_steps", "extension_steps")}
-    assert chosen["minutes"] == "0.0" and int(chosen["train_tokens"]) == run.tokens
-    assert int(chosen["scheduled_steps"]) + int(chosen["extension_steps"]) == run.total > 20 and run.total % 2 == 0
-    assert chosen.items() <= rerun.settings(run, {}).items()
+    run, (text, length) = compare.read_run(log), chosen_length(log)
+    assert float(re.search("^train_seconds: (.*)$", text, re.M)[1]) == pytest.approx(120, rel=0.03)
+    tokens, scheduled, extension = (int(pair.partition("=")[2]) for pair in length)
+    assert tokens == run.tokens and scheduled + extension == run.total > 20 and run.total % 2 == 0
+    assert {"minutes=0.0", *length} <= {f"{key}={value}" for key, value in rerun.settings(run, {}).items()}
     assert not run.notes, run.notes
-    if ranks == 1:  # the checkpoint knows the length
+    if ranks == 1:  # the timed steps leave no trace, and a resumed run goes on to the same end
+        assert compare.read_run(log).losses == plain_losses(free, tmp_path / "plain", text, length)
         (first,) = tmp_path.glob("*/state_step000020.pt")
         resumed = train(SimpleNamespace(args=[]), tmp_path / "resumed", f"--resume={first}")
         assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f} " in resumed.text
 
 
-def test_minutes_that_are_too_few(corpus, tmp_path):  # noqa: F811
-    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", "--minutes=0.5", hook=FAKE_CLOCK))
-    assert status == 1 and re.fullmatch("error: --minutes=0.5: only [0-9]+ steps take less time; a run has at least 20\n",
-                                        err), err
+def plain_losses(free, folder, text, length):
+    """Losses of a run with the length of another run and the batches and rates of its stages."""
+    log = next(folder.parent.glob("*.txt"))
+    knobs = [f"--{key}={value}" for key, value in compare.read_run(log).facts.items()
+             if re.fullmatch(r"stage\d.(batch_tokens|lr_mul)|muon_(warmup|cooldown)", key)]
+    found = train(free, folder, *knobs, *(f"--{pair}" for pair in length), "--save_every=20", "--keep=0")
+    return {int(step): float(loss) for step, loss in found.val.items()}
+
+
+def test_minutes_that_are_too_few(free, tmp_path):
+    args = f"--log_dir={tmp_path}", "--minutes=0.8"
+    _, err, status = finish(start(free, *args, hook=FAKE_CLOCK))
+    message = r"error: --minutes=0.8: this machine makes only \d+ steps in that time; a run needs 20\n"
+    assert status == 1 and re.fullmatch(message, err), err
+
+
+def test_minutes_and_steps_to_profile(free, tmp_path):
+    """The machine may be too slow for the steps of --profile."""
+    args = f"--log_dir={tmp_path}", "--minutes=2", "--profile=1000:2", "--val_every=5000"
+    _, err, status = finish(start(free, *args, hook=FAKE_CLOCK))
+    assert status == 1 and re.fullmatch(r"error: --profile=1000:2: the run has steps 0 to \d+\n", err), err

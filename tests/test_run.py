@@ -306,18 +306,19 @@ def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"], "memory.*--micro_batches")
 
 
-NO_MEMORY = """step = T.train_step
-def fails(micro_step, optimizer, loader, plan, attn, weights, micro_steps, *rest):
-    if micro_steps < ENOUGH:
-        raise T.torch.OutOfMemoryError("CUDA out of memory")
-    return step(micro_step, optimizer, loader, plan, attn, weights, micro_steps, *rest)
-T.train_step = fails"""
+NO_MEMORY = """init = T.Trainer.__init__
+def fails(self, config, *rest):
+    if config.system.micro_batches < ENOUGH:
+        raise MESSAGE
+    init(self, config, *rest)
+T.Trainer.__init__ = fails"""
 
 
-@pytest.mark.parametrize("enough, status", [(2, 0), (3, 1)])
-def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status):
+@pytest.mark.parametrize("enough, status, error", [
+    (2, 0, "T.torch.OutOfMemoryError('CUDA out of memory')"), (3, 1, "RuntimeError('Triton Error [CUDA]: out of memory')")])
+def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error):
     """With --micro_batches=0, and with twice as many. The second process trains, or says the remedy."""
-    hook = NO_MEMORY.replace("ENOUGH", str(enough))
+    hook = NO_MEMORY.replace("ENOUGH", str(enough)).replace("MESSAGE", error)
     _, err, code = finish(start_interpreter(corpus, f"--log_dir={tmp_path}", "--micro_batches=0", hook=hook))
     again = "out of GPU memory with --micro_batches=1: starting again with --micro_batches=2\n"
     assert code == status and re.fullmatch(again + status * "error: out of GPU memory: .*\n", err), err

@@ -1,0 +1,203 @@
+"""Rules about settings: which values a run accepts, and which batches, rates and steps suit the length of a run."""
+
+import dataclasses
+import math
+import re
+from itertools import accumulate
+
+from data.files import UserError
+from data.knobs import flatten, render
+
+SECONDS_PER_TOKEN = {"cuda": 1.4e-6, "cpu": 200e-6}  # roughly, for the presets on one H200 and on two CPU cores
+SHORTEST_RUN = 20  # steps
+
+
+# ---- Steps -----------------------------------------------------------------------------------------------------------
+
+def stage_starts(schedule) -> list[int]:
+    """[first step of every stage, number of steps of the run]."""
+    shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
+    starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
+    return [*starts, schedule.scheduled_steps + schedule.extension_steps]
+
+
+def stage_steps(schedule) -> list[int]:
+    """Number of steps of every stage."""
+    starts = stage_starts(schedule)
+    return [end - start for start, end in zip(starts, starts[1:])]
+
+
+def sum_over_steps(schedule, costs):
+    """Total cost of a run. costs: the cost of a step in every stage."""
+    return sum(cost * steps for cost, steps in zip(costs, stage_steps(schedule), strict=True))
+
+
+def total_tokens(schedule) -> int:
+    """Tokens of the whole run."""
+    return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
+
+
+# ---- Length of the run -----------------------------------------------------------------------------------------------
+
+def with_steps(schedule, costs, budget, extension=None):
+    """The schedule with the even number of steps whose total cost is nearest to the budget.
+
+    costs: the cost of a step in every stage. extension: steps of the last stage; None: they keep their ratio to the
+    scheduled steps.
+    """
+    ratio = schedule.extension_steps / schedule.scheduled_steps
+
+    def candidate(scheduled):
+        last = round(ratio * scheduled) if extension is None else extension
+        return dataclasses.replace(schedule, scheduled_steps=scheduled + (scheduled + last) % 2, extension_steps=last)
+
+    fixed = (extension or 0) * costs[-1]
+    near = round((budget - fixed) / (sum_over_steps(candidate(10**6), costs) - fixed) * 10**6)
+    candidates = map(candidate, range(max(2, near - 4), max(2, near) + 5))
+    return min(candidates, key=lambda candidate: abs(sum_over_steps(candidate, costs) - budget))
+
+
+def round_batch(tokens, unit) -> int:
+    """The multiple of `unit` above the 2 ** k or 3 * 2 ** k that is nearest by ratio: these have many divisors."""
+    nearest = min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
+    return -(-nearest // unit) * unit
+
+
+def fit_length(config, by_hand, made_for, world):
+    """The config with batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
+
+    The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
+    tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
+    time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
+    root of tokens times fixed cost, and the rates grow with batch ** 0.35 (records/2026-11-22_short_runs).
+
+    by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
+    of GPUs that it is made for).
+    """
+    schedule, (native, gpus) = config.schedule, made_for
+    if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
+        raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
+    tokens = schedule.train_tokens
+    if schedule.minutes:
+        tokens = schedule.minutes * 60 * world / SECONDS_PER_TOKEN[config.system.device]
+    if not tokens:
+        return config
+    growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5
+    unit, stages = 16 * (config.system.micro_batches or world), []
+    for i, stage in enumerate(schedule.stages, 1):
+        if f"stage{i}.batch_tokens" not in by_hand:
+            batch = round_batch(stage.batch_tokens * growth, unit)
+            if f"stage{i}.lr_mul" not in by_hand:
+                rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
+                stage = dataclasses.replace(stage, lr_mul=rate)
+            stage = dataclasses.replace(stage, batch_tokens=batch)
+        stages.append(stage)
+    schedule = dataclasses.replace(schedule, stages=tuple(stages))
+    if "scheduled_steps" not in by_hand:
+        extension = schedule.extension_steps if "extension_steps" in by_hand else None
+        schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
+        if schedule.scheduled_steps < SHORTEST_RUN:
+            knob = "minutes" if schedule.minutes else "train_tokens"
+            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps of"
+                            f" {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    for key in {"muon_warmup", "muon_cooldown"} - by_hand:
+        if (old := getattr(schedule, key)) >= 1:  # a number of steps
+            new = round(old * schedule.scheduled_steps / native.scheduled_steps)
+            schedule = dataclasses.replace(schedule, **{key: new})
+    if not schedule.minutes:
+        schedule = dataclasses.replace(schedule, train_tokens=total_tokens(schedule))
+    return dataclasses.replace(config, schedule=schedule)
+
+
+# ---- Accepted values -------------------------------------------------------------------------------------------------
+
+def check_config(config, world=1):
+    """Raises UserError when a value is out of range, or when two values do not fit together."""
+    def require(ok, message):
+        if not ok:
+            raise UserError(message)
+
+    may_be_zero = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer",
+                   "muon_warmup", "muon_cooldown", "train_tokens")
+    for key, value in flatten(config).items():
+        least = int(key not in may_be_zero)
+        require(type(value) is not int or value >= least, f"--{key}={value}: must be {least} or more")
+    model, schedule, system, data = config.model, config.schedule, config.system, config.data
+    stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
+
+    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the number of heads must be even, and their"
+            " width a multiple of 8")
+    require(2 <= model.vocab_size <= 65536,
+            f"--vocab_size={model.vocab_size}: must be 2 to 65536, as shards hold 16-bit tokens")
+    require(model.backout_layer is None or model.backout_layer < len(layers),
+            f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
+    require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")
+    for i, layer in enumerate(layers):
+        require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
+                f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
+        require(layer.skip_from is None or 0 <= layer.skip_from < i,
+                f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
+        require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
+                f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two")
+
+    require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
+            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"
+            " which is the extension, must be 0, all others above 0")
+    require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps,"
+            " the extension included")
+    starts = stage_starts(schedule)
+    require(all(a < b for a, b in zip(starts, starts[1:-1])),
+            f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one step")
+    require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
+            f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1 and cover a scheduled step")
+    require(schedule.split_stage <= len(stages),
+            f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
+    for key, most in ("minutes", 10**6), ("train_tokens", 10**15):
+        require(0 <= getattr(schedule, key) <= most, f"--{key}={getattr(schedule, key)}: must be from 0 to {most}")
+    require(len(schedule.muon_momentum) == 2,
+            f"--muon_momentum={render(schedule.muon_momentum)}: two numbers, before and after the warm-up")
+    for key in "muon_warmup", "muon_cooldown":
+        value = getattr(schedule, key)
+        require(0 <= value < 1 or type(value) is int,
+                f"--{key}={value}: must be a whole number of steps, or from 0 to below 1, a part of the run")
+    for key in "table_beta2", "muon_beta2":
+        require(0 <= getattr(config.optim, key) < 1, f"--{key}={getattr(config.optim, key)}: must be from 0 to below 1")
+    blends = config.optim.average_blend
+    require(blends and all(0 <= x <= 1 for x in blends),
+            f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
+    for i, stage in enumerate(stages, 1):
+        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
+
+    require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile),
+            f"--profile={system.profile}: expected START:COUNT, for example 20:4")
+    require(system.profiled.stop <= total, f"--profile={system.profile}: the run has steps 0 to {total - 1}")
+    pauses = system.val_every, system.save_every or total
+    require(not any(step % every == 0 for step in system.profiled[1:] for every in pauses),
+            f"--profile={system.profile}: a validation or a checkpoint comes in between; take other steps, or change"
+            f" --val_every={system.val_every} or --save_every={system.save_every}")
+    require("/" not in system.run_label and "\\" not in system.run_label,
+            f"--run_label={system.run_label}: it names a file, not a folder")
+    require(system.device in ("cuda", "cpu"), f"--device={system.device}: cuda or cpu")
+    require(system.dtype in ("bfloat16", "float32"), f"--dtype={system.dtype}: bfloat16 or float32")
+    plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
+    require(plain_attention or system.dtype == "bfloat16",
+            f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
+    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32,"
+            " 64, 128, ... channels; or add --kernels=attention:torch")
+    require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
+    require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
+            f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
+            " and --val_batch_tokens a multiple of 16")
+    if not system.micro_batches:  # `choose_micro_batches` chooses and checks the number
+        return
+    require(system.micro_batches % world == 0,
+            f"{world} processes do not divide --micro_batches={system.micro_batches}: use a divisor of it"
+            + ("" if system.resume else ", or a larger number"))
+    for i, stage in enumerate(stages, 1):
+        require(stage.batch_tokens % (16 * system.micro_batches) == 0,
+                f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of"
+                f" 16 * --micro_batches={system.micro_batches}"
+                + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
