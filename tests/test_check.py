@@ -26,10 +26,10 @@ DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at
 
 @pytest.fixture
 def folder(tmp_path):
-    """Good and bad data for --preset=cpu; the rows of its batches have up to 1536 tokens."""
+    """Good and bad data for --preset=cpu; the rows of its batches have 1024 tokens."""
     for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [97] * 40000, "val_2": [97] * 25537,
                          "val_short": [97] * 65536, "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
-                         "below_1": [256] * 1536, "below_2": [256] * 1535}.items():
+                         "below_1": [256] * 1024, "below_2": [256] * 1023}.items():
         write_shard(tmp_path / f"{name}.bin", tokens)
     write_shard(tmp_path / "longer.bin", DOCUMENT * 3, count=1801)
     return tmp_path
@@ -89,9 +89,9 @@ def test_a_machine_without_gpu(check, monkeypatch):
 
 
 def test_training_data_in_passes(check):
-    """30 steps of 4096, 30 of 8192, 36 of 12288 tokens, from documents of which 448, then 512 of 600 are kept."""
-    need = 30 * 4096 * 600 / 448 + (30 * 8192 + 36 * 12288) * 600 / 512
-    found = "2 files, 3,000 tokens; the run takes 811,008, with what is cut off long documents about"
+    """720 steps of 1024 tokens, from documents of which 448 of 600 are kept in the first 232 steps, then 512."""
+    need = 232 * 1024 * 600 / 448 + 488 * 1024 * 600 / 512
+    found = "2 files, 3,000 tokens; the run takes 737,280, with what is cut off long documents about"
     assert check()[1]["training data"] == (f"{found} {need:,.0f}: {need / 3000:.2f} passes", "yes")
 
 
@@ -100,7 +100,7 @@ BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, an
     "--train_files={d}/[tl][ro]*.bin": ("training data", "longer.bin.*1801 tokens.*1800"),  # beside two good ones
     "--train_files={d}/foreign.bin": ("training data", "foreign.bin.*257.*--vocab_size"),
     "--train_files={d}/other.bin": ("training data", "other.bin.*no document separator.*256"),
-    "--train_files={d}/below_*.bin": ("training data", "below_.*.bin.* 1536 tokens.* 1537:.*--micro_batches"),
+    "--train_files={d}/below_*.bin": ("training data", "below_.*.bin.* 1024 tokens.* 1025:.*--micro_batches"),
     "--data_end=stop": ("training data", "2 files, 3,000 tokens.*--data_end=wrap"),
     "--val_files={d}/val_short.bin": ("validation data", "65536 tokens.*65537: lower --val_tokens"),
     "--log_dir={d}/val_1.bin": ("disk", "val_1.bin.*--log_dir"),
@@ -151,7 +151,7 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     assert T.state_bytes(config) == pytest.approx((weights, state), rel=0.01)
     # the gradients of an even step wait
     each = weights + sum(T.state_bytes(config))
-    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=50"], 2), (["--save_every=20", "--keep=0"], 5):
+    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=400"], 2), (["--save_every=150", "--keep=0"], 5):
         for missing in 0, 1:
             size = MiB + count * each - missing
             monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size))

@@ -206,7 +206,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
           r"--resume=\S+/state_step000005\.pt: that run has another config;"
           r" stage2\.mtp_end: here 1\.0,0\.5, in the checkpoint 1\.0,0\.0;"
           r" muon_lr: here 0\.25, in the checkpoint 0\.008; seed: here 3, in the checkpoint 1337;"
-          r" leave out --preset=cpu, the checkpoint brings its settings$")
+          r" leave out --preset=record74, the checkpoint brings its settings$")
 
 
 def test_every_knob_is_learned_or_free(monkeypatch):

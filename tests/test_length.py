@@ -139,9 +139,9 @@ def plain_losses(free, folder, text, length):
 
 
 def test_minutes_that_are_too_few(free, tmp_path):
-    args = f"--log_dir={tmp_path}", "--minutes=0.8"
+    args = f"--log_dir={tmp_path}", "--minutes=0.6"
     _, err, status = finish(start(free, *args, hook=FAKE_CLOCK))
-    message = r"error: --minutes=0.8: this machine makes only \d+ steps in that time; a run needs 20\n"
+    message = r"error: --minutes=0.6: this machine makes only \d+ steps in that time; a run needs 20\n"
     assert status == 1 and re.fullmatch(message, err), err
 
 

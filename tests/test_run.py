@@ -34,7 +34,9 @@ STAGES = ((512, 48, 8, 16), (768, 96, 16, 32), (1024, 96, 24, 48), (896, 128, 32
 STEPS, VAL_STEPS, ADAM_STEPS, TRAIN_TOKENS = 11, [0, 3, 6, 9, 11], [1, 3, 5, 7, 9], 3 * (512 + 768 + 1024) + 2 * 896
 # three pieces: two ranks share them unevenly, the last of four has none
 VAL_TOKENS, VAL_BATCH, FINAL_WINDOW = 2304, 768, 96
-TINY = ["--preset=cpu", "--model_dim=48", "--scheduled_steps=9", "--extension_steps=2", "--micro_batches=2",
+TINY = ["--preset=record74", "--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", "--vocab_size=257",
+        "--model_dim=48", "--muon_warmup=20", "--muon_cooldown=6", "--scheduled_steps=9", "--extension_steps=2",
+        "--micro_batches=2",
         f"--final_window={FINAL_WINDOW}", f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}",
         "--val_every=3", "--sample_tokens=0",
         "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
@@ -135,7 +137,7 @@ def oracle_loss(model, val):
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
-    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log"))
+    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log", "rules"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
@@ -254,7 +256,7 @@ def test_log_opens_with_sources_versions_and_config(runs):
     assert (f"Running Python {sys.version}\nRunning PyTorch {torch.__version__} compiled for CUDA"
             f" {torch.version.cuda}\nRunning Triton version {kernels.triton.__version__}\n") in header
     found = dict(re.findall(r"^([\w.]+): (.*)$", header, re.M))
-    assert re.match("train_gpt.py --preset=cpu --model_dim=48 .*--run_label=one", found["command"])
+    assert re.match("train_gpt.py --preset=record74 --device=cpu .*--run_label=one", found["command"])
     assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"])
     assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624"
     assert "/tmp" not in header and str(ROOT) not in header
