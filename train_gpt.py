@@ -1,8 +1,8 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
-the files that a run reads and writes, and the rules of its settings. The method is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
-McCormick, and all earlier records).
+the files that a run reads and writes, and the rules of its settings. The method is that of NanoGPT-speedrun record 74
+(modded-nanogpt PR 233, Chris McCormick, and all earlier records).
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
@@ -264,8 +264,8 @@ PRESETS = {
     # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
     # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # The best short run for one GPU: 27.0M tokens, about 39 s on an H200 (records/2026-11-22_short_runs). Give it another
-    # length with --train_tokens or --minutes.
+    # The best short run for one GPU: 27.0M tokens, about 39 s on an H200 (records/2026-11-22_short_runs). Give it
+    # another length with --train_tokens or --minutes.
     "short": Config(
         Model(),
         Schedule(
@@ -327,8 +327,9 @@ def resumed_config(overrides, preset) -> tuple[Config, int]:
     differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
                  for key in new | old if key not in free and new.get(key) != old.get(key)]
     if differing:
-        wrong = [f"--preset={preset}"] * bool(preset) + [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
-        advice = f"; leave out {' and '.join(wrong)}, the checkpoint brings its settings" if wrong else ""
+        given = [f"--preset={preset}"] * bool(preset)
+        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
+        advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
     check_weights(state, config.model)
     step, total = state["step"], stage_starts(config.schedule)[-1]
@@ -1231,8 +1232,8 @@ def possible_micro_batches(config, world) -> list[int]:
     batches = [stage.batch_tokens for stage in config.schedule.stages]
     counts = [n for n in range(world, 129, world) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
     if not counts:
-        raise UserError(f"--micro_batches=0: no number up to 128 divides batches of {render(tuple(batches))} tokens into"
-                        f" multiples of 16, at most 49152 each, for {world} processes; change the batches")
+        raise UserError(f"--micro_batches=0: no number up to 128 divides batches of {render(tuple(batches))} tokens"
+                        f" into multiples of 16, at most 49152 each, for {world} processes; change the batches")
     return counts
 
 
@@ -1572,7 +1573,7 @@ class Trainer:
             self.fit_minutes()
             self.warm_up_steps(seen)
         if any(self.config.optim.average_blend):
-            self.optimizer.blend(self.plans[-1], 0.5)  # the first blend loads kernels, which takes time
+            self.optimizer.blend(self.plans[-1], 0.5)  # the first blend loads kernels, which must not be on the clock
         self.log.line("Resetting Model")
         self.init_weights()
         self.optimizer.load_state_dict({})

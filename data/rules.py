@@ -98,8 +98,8 @@ def fit_length(config, by_hand, made_for, world):
         schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
         if schedule.scheduled_steps < SHORTEST_RUN:
             knob = "minutes" if schedule.minutes else "train_tokens"
-            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps of"
-                            f" {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps"
+                            f" of {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
     for key in {"muon_warmup", "muon_cooldown"} - by_hand:
         if (old := getattr(schedule, key)) >= 1:  # a number of steps
             new = round(old * schedule.scheduled_steps / native.scheduled_steps)

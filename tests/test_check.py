@@ -216,8 +216,8 @@ sys.exit(T.main(sys.argv[1:]))"""
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
-# On H200s, all MiB at the peak: ranks, micro-batches -> allocated, reserved (records/2026-11-20_one_to_eight). These runs
-# kept a copy of the initial weights during the warm-up.
+# On H200s, all MiB at the peak: ranks, micro-batches -> allocated, reserved (records/2026-11-20_one_to_eight). These
+# runs kept a copy of the initial weights during the warm-up.
 PEAKS = {(1, 8): (23470, 39806), (2, 8): (21471, 38066), (4, 8): (20472, 36786), (8, 8): (20035, 36386),
          (1, 16): (15898, None)}
 

@@ -82,9 +82,10 @@ def test_the_settings_in_a_log_give_the_same_run(args, base):
 
 
 @pytest.mark.parametrize("args, message", [
-    ("--train_tokens=1000", r"--train_tokens=1000: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer"),
-    ("--minutes=0.0001", r"--minutes=0.0001: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer"),
-    ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"), ("--minutes=-0.5", "--minutes=-0.5: must be from 0 to .*"),
+    *((length, rf"{length}: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer")
+      for length in ("--train_tokens=1000", "--minutes=0.0001")),
+    ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"),
+    ("--minutes=-0.5", "--minutes=-0.5: must be from 0 to .*"),
     ("--minutes=1e308", "--minutes=1e[+]308: must be from 0 to 1000000"),
     ("--train_tokens=-1e6", "--train_tokens=-1000000.0: must be from 0 to .*"),
     *((f"--minutes=1 --{knob}=30", "--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, .*")

@@ -317,7 +317,8 @@ T.Trainer.__init__ = fails"""
 
 
 @pytest.mark.parametrize("enough, status, error", [
-    (2, 0, "T.torch.OutOfMemoryError('CUDA out of memory')"), (3, 1, "RuntimeError('Triton Error [CUDA]: out of memory')")])
+    (2, 0, "T.torch.OutOfMemoryError('CUDA out of memory')"),
+    (3, 1, "RuntimeError('Triton Error [CUDA]: out of memory')")])
 def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error):
     """With --micro_batches=0, and with twice as many. The second process trains, or says the remedy."""
     hook = NO_MEMORY.replace("ENOUGH", str(enough)).replace("MESSAGE", error)
