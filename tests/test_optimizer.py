@@ -73,9 +73,8 @@ def test_adam_matches_torch_without_decay():
 
 
 def small_config():
-    config = T.PRESETS["cpu"]
-    return dataclasses.replace(config, model=T.Model(vocab_size=120, model_dim=48),
-                               schedule=dataclasses.replace(config.schedule, scheduled_steps=8, extension_steps=2))
+    schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
+    return dataclasses.replace(T.Config(), model=T.Model(vocab_size=120, model_dim=48), schedule=schedule)
 
 
 def make_model(config, seed=0):

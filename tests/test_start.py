@@ -30,8 +30,8 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     stages = ((64, 24, 8, 16), (96, 48, 16, 32), (128, 48, 24, 40), (128, 64, 32, 48))
     keys = "batch_tokens", "max_doc_len", "short_window", "long_window"
     config = T.parse_config([
-        "--preset=cpu", "--compile=true", "--kernels=attention:triton,mlp:triton", "--model_dim=32", "--num_heads=2",
-        "--micro_batches=1",
+        "--preset=record74", "--device=cpu", "--dtype=float32", "--fp8=false", "--vocab_size=257", "--micro_batches=1",
+        "--kernels=attention:triton,mlp:triton", "--model_dim=32", "--num_heads=2",
         "--bigram_tables=1", "--scheduled_steps=9", "--extension_steps=2", "--val_tokens=160", "--val_batch_tokens=160",
         f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(stages, 1) for key, value in zip(keys, stage))])

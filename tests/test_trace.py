@@ -389,7 +389,7 @@ def test_cost_of_the_profiler():
 
 @pytest.mark.parametrize("knob, message", [
     ("20", "expected START:COUNT"), ("a:b", "expected START:COUNT"), ("3:0", "expected START:COUNT"),
-    ("94:3", "steps 0 to 95"), ("18:4", "a validation .* in between.*--val_every=20")])
+    ("718:3", "steps 0 to 719"), ("178:4", "a validation .* in between.*--val_every=180")])
 def test_knob(knob, message):
     with pytest.raises(T.UserError, match=f"^--profile={knob}: .*{message}"):
         T.parse_config(["--preset=cpu", f"--profile={knob}"])
