@@ -99,7 +99,7 @@ def test_values(corpus, tmp_path, longer, monkeypatch, split_stage):
 
 def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     """A run ends with the first blend, and a resumed run is the same bit for bit. The last checkpoint holds the last
-    weights, and its evaluation blends them. Two ranks agree with one."""
+    weights, and its evaluation blends them."""
     whole = train(corpus, tmp_path / "whole", BLENDS, "--save_every=1", "--keep=0")
     plain = train(corpus, tmp_path / "plain", "--save=true")
     losses, (final, last) = blend_losses(whole.text), (run.val[str(STEPS)] for run in (whole, plain))
@@ -115,12 +115,19 @@ def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     assert evaluate.main([str(whole.saved[STEPS])]) == 0
     assert f"val_loss: {final}" in capsys.readouterr().out
 
-    out, err, status = finish(start(corpus, BLENDS, f"--log_dir={tmp_path}/two", ranks=2, hook=LONGER))
+    alone = train(corpus, tmp_path / "alone", "--average_blend=0.5")  # needs the last weights only once
+    assert alone.val[str(STEPS)] == final and not blend_losses(alone.text)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_agree(corpus, tmp_path, longer, ranks):
+    args = BLENDS, f"--micro_batches={ranks}"
+    one = train(corpus, tmp_path / "one", *args)
+    _, err, status = finish(start(corpus, *args, f"--log_dir={tmp_path}/many", ranks=ranks, hook=LONGER))
     assert status == 0, err
-    two = read_logs(tmp_path / "two")
-    assert float(two.val[str(STEPS)]) == pytest.approx(float(final), abs=2e-3)
-    assert [float(x) for x in blend_losses(two.text).values()] == pytest.approx([float(x) for x in losses.values()],
-                                                                               abs=2e-3)
+    many = read_logs(tmp_path / "many")
+    losses = [[run.val[str(STEPS)], *blend_losses(run.text).values()] for run in (one, many)]
+    assert len(losses[0]) == 3 and [float(x) for x in losses[1]] == pytest.approx(list(map(float, losses[0])), abs=2e-3)
 
 
 def test_tied_to_the_end(corpus, tmp_path, capsys, longer):
