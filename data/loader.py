@@ -121,11 +121,10 @@ def survey_training_data(config) -> tuple[str, bool]:
         raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
                         " --micro_batches")
+    if config.schedule.minutes:
+        return f"{len(files)} files, {available:,} tokens; --minutes will choose how many the run takes", True
     kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
-    steps = np.array(stage_steps(config.schedule))
-    if config.schedule.minutes:  # the number of steps is not known yet
-        steps = np.minimum(steps, 1)
-    trained, required = (steps @ tokens for tokens in (batches, batches / kept))
+    trained, required = (np.array(stage_steps(config.schedule)) @ tokens for tokens in (batches, batches / kept))
     found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
              f" about {required:,.0f}: {required / available:.2f} passes")
     if config.data.data_end == "wrap" or required <= available:

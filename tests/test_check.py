@@ -93,6 +93,9 @@ def test_training_data_in_passes(check):
     need = 232 * 1024 * 600 / 448 + 488 * 1024 * 600 / 512
     found = "2 files, 3,000 tokens; the run takes 737,280, with what is cut off long documents about"
     assert check()[1]["training data"] == (f"{found} {need:,.0f}: {need / 3000:.2f} passes", "yes")
+    text = "2 files, 3,000 tokens; --minutes will choose how many the run takes"
+    rows = check("--minutes=1", "--data_end=stop")[1]  # stop: more than there are would be refused
+    assert rows["training data"] == (text, "yes") and rows["time"] == ("1 minutes, as --minutes says", "yes")
 
 
 BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, and what it says
