@@ -93,7 +93,7 @@ def expected_time(config, world):
     """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (README)."""
     device, schedule = T.find_device(config), config.schedule
     if schedule.minutes:
-        return f"{schedule.minutes:g} minutes, as --minutes says"
+        return f"{schedule.minutes:g} min, as --minutes says"
     model = T.PRESETS["cpu" if device.type == "cpu" else "record74"].model
     if config.model != model or config.system.kernels != "auto":
         return "not known for this model or these kernels"

@@ -95,7 +95,7 @@ def test_training_data_in_passes(check):
     assert check()[1]["training data"] == (f"{found} {need:,.0f}: {need / 3000:.2f} passes", "yes")
     text = "2 files, 3,000 tokens; --minutes will choose how many the run takes"
     rows = check("--minutes=1", "--data_end=stop")[1]  # stop: more than there are would be refused
-    assert rows["training data"] == (text, "yes") and rows["time"] == ("1 minutes, as --minutes says", "yes")
+    assert rows["training data"] == (text, "yes") and rows["time"] == ("1 min, as --minutes says", "yes")
 
 
 BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, and what it says
