@@ -52,6 +52,7 @@ import time
 started = time.perf_counter()  # the imports take seconds
 
 import dataclasses
+import functools
 import gc
 import math
 import os
@@ -198,9 +199,9 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
-    # Exponential averages of the weights over the end of the run (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
-    # column `average` of param_table has the time constants. The run ends with weights between the last ones and the
-    # averages.
+    # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
+    # column `average` of param_table has the time constants. The run then ends with weights between its last weights
+    # and the averages.
     average_blend: tuple[float, ...] = (0.0,)  # end with 0: last weights, 1: averages; also validate further values
 
 
@@ -264,8 +265,8 @@ PRESETS = {
     # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
     # validation loss is not exactly that of `record`.
     "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # The best short run for one GPU: 27.0M tokens, about 39 s on an H200 (records/2026-11-22_short_runs). Give it
-    # another length with --train_tokens or --minutes.
+    # This is the best short run for one GPU. It takes 27.0M tokens, and about 39 s on an H200
+    # (records/2026-11-22_short_runs). Change its length with --train_tokens or --minutes.
     "short": Config(
         Model(),
         Schedule(
@@ -486,6 +487,7 @@ class Param(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
+@functools.cache  # `make_plan` asks for the table in every step
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
@@ -1470,7 +1472,7 @@ class Trainer:
     """
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, profiler=None):
-        self.config, self.rt, self.log, self.watch, self.sources = config, rt, log, watch, sources
+        self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
         compiler = lambda f: torch.compile(f, dynamic=False, fullgraph=True) if config.system.compile else f

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.files import UserError, find_files, read_shard, read_shard_header
-from data.rules import stage_steps
+from data.rules import sum_over_steps
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
@@ -124,7 +124,7 @@ def survey_training_data(config) -> tuple[str, bool]:
     if config.schedule.minutes:
         return f"{len(files)} files, {available:,} tokens; --minutes will choose how many the run takes", True
     kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
-    trained, required = (np.array(stage_steps(config.schedule)) @ tokens for tokens in (batches, batches / kept))
+    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
     found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
              f" about {required:,.0f}: {required / available:.2f} passes")
     if config.data.data_end == "wrap" or required <= available:

@@ -87,10 +87,9 @@ def fit_length(config, by_hand, made_for, world):
     for i, stage in enumerate(schedule.stages, 1):
         if f"stage{i}.batch_tokens" not in by_hand:
             batch = round_batch(stage.batch_tokens * growth, unit)
-            if f"stage{i}.lr_mul" not in by_hand:
-                rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
-                stage = dataclasses.replace(stage, lr_mul=rate)
-            stage = dataclasses.replace(stage, batch_tokens=batch)
+            rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
+            rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else rate
+            stage = dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate)
         stages.append(stage)
     schedule = dataclasses.replace(schedule, stages=tuple(stages))
     if "scheduled_steps" not in by_hand:

@@ -36,7 +36,8 @@ SHARDS = "train_shards", "val_shards"
 REQUIRED = "ranks", "command", "sources", *SHARDS, "run_label", "device"
 NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
 LEFT_OUT = "save", "save_every", "resume", "profile", "sample_tokens"  # settings on which no loss depends
-REFUSED = "preset", "resume", "profile", "sample_tokens", "minutes", "train_tokens"  # not for a log's code and length
+# The log may not contain the code for the first four of these settings, and its run has a length.
+REFUSED = "preset", "resume", "profile", "sample_tokens", "minutes", "train_tokens"
 DIFFER_ANYWAY = {*LEFT_OUT, "run_label", "log_dir", "command", "commit"}
 # Variables of torchrun, devices of the network, folders and files: no loss depends on them.
 OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|HOME|PATH|FILE))")
