@@ -58,7 +58,7 @@ FAIL = "if run == os.environ['BAD']: sys.exit(print('error: no', file=sys.stderr
 HANG = """
 if run in os.environ["BAD"].split():
     status = os.environ.get("STATUS")
-    signal.signal(signal.SIGINT, (lambda *_: sys.exit(int(status))) if status else signal.SIG_IGN)
+    signal.signal(signal.SIGINT, (lambda *_: os._exit(int(status))) if status else signal.SIG_IGN)
     write(hangs=run)
     time.sleep(60)
 """
