@@ -186,6 +186,9 @@ class Schedule:
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
     muon_cooldown: int | float = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
+    # In the first part of a run, the loss can normalise over a sample of the classes (PR 360, devenpzak).
+    sampled_frac: float = 0.0  # this part of the steps, as long as embedding and head are tied
+    candidates: float = 64.0  # size of the sample / root of the tokens of a forward pass; all its targets must fit in
 
 
 @dataclass(frozen=True)
@@ -258,28 +261,30 @@ class Config:
     system: System = System()
 
 
+def one_gpu(batch_tokens, lr_mul, table_beta2, scheduled_steps, extension_steps) -> Config:
+    """A run for one GPU of 12 GB or more, with settings found in short runs (records/2026-11-22_short_runs)."""
+    return Config(
+        Model(),
+        Schedule(
+            scheduled_steps=scheduled_steps, extension_steps=extension_steps, split_stage=4, cooldown_frac=0.7,
+            muon_momentum=(0.85, 0.91), muon_warmup=0.2, muon_cooldown=0.03, sampled_frac=0.93,
+            stages=(
+                Stage(batch_tokens, 896, 128, 384, lr_mul, (1.0, 0.5), (1.0, 0.0)),
+                Stage(batch_tokens, 2048, 384, 896, lr_mul, (1.0,), (1.0,)),
+                Stage(batch_tokens, 2048, 640, 1408, lr_mul, (1.0,), (1.0,)),
+                Stage(batch_tokens, 2048, 768, 1664, lr_mul, (1.0,), (1.0,), share=0.0))),
+        Optim(adam_lr=0.009, table_beta2=table_beta2, muon_beta2=0.9, average_blend=(0.5,)),
+        # Smaller validation forward passes cut more documents, so the loss is not exactly that of larger ones.
+        Data(val_batch_tokens=65536),
+        System(micro_batches=0))
+
+
 RECORD74 = Config()
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
     "record": RECORD74,  # the best run for 8 GPUs
-    # The best run for one GPU of 12 GB or more. Its smaller validation forward passes cut more documents, so its
-    # validation loss is not exactly that of `record`.
-    "single": Config(data=Data(val_batch_tokens=65536), system=System(micro_batches=0)),
-    # This is the best short run for one GPU. It takes 27.0M tokens, and about 39 s on an H200
-    # (records/2026-11-22_short_runs). Change its length with --train_tokens or --minutes.
-    "short": Config(
-        Model(),
-        Schedule(
-            scheduled_steps=800, extension_steps=24, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.91),
-            muon_warmup=0.2, muon_cooldown=0.03,
-            stages=(
-                Stage(32768, 896, 128, 384, 0.75, (1.0, 0.5), (1.0, 0.0)),
-                Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
-                Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
-                Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
-        Optim(adam_lr=0.009, table_beta2=0.98, muon_beta2=0.9, average_blend=(0.5,)),
-        Data(val_batch_tokens=65536),
-        System(micro_batches=0)),
+    "single": one_gpu(131072, 1.2184, 0.9224, 2666, 80),  # to 3.28 on one GPU: 360M tokens
+    "short": one_gpu(32768, 0.75, 0.98, 800, 24),  # 27.0M tokens; change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, and with other
     # rates than `short`, it learns more (records/2026-11-22_cpu).
     "cpu": Config(
@@ -299,7 +304,7 @@ PRESETS = {
                sample_tokens=200, sample_prompt="def ")),
 }
 
-MADE_FOR_GPUS = {"short": 1, "cpu": 1}  # the batches of the other presets are those of 8 GPUs
+MADE_FOR_GPUS = {"single": 1, "short": 1, "cpu": 1}  # the batches of the other presets are those of 8 GPUs
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
@@ -1125,6 +1130,7 @@ class StepPlan(NamedTuple):
     momentum: float  # momentum of NorMuon
     average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
     mtp_weights: tuple[float, ...]
+    candidates: int  # classes in the loss of a micro-batch; 0: all
     adam: bool  # whether Adam updates: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
     tied: bool  # whether embedding and head share their weights
     split: bool  # whether embedding and head are untied after this step
@@ -1132,7 +1138,7 @@ class StepPlan(NamedTuple):
     @property
     def forward_key(self):
         """Steps with equal keys have the same shapes and windows, so they share one CUDA graph of the micro-step."""
-        return self.stage
+        return self.stage, self.candidates
 
     @property
     def update_key(self):
@@ -1149,6 +1155,13 @@ def average_rates(config, step, total) -> dict[str, float]:
         if param.average and step >= start and (period == 1 or step % 2 == 1):
             rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period  # first a copy
     return rates
+
+
+def num_candidates(config, tokens) -> int:
+    """Number of classes in the sampled loss of a micro-batch: a multiple of 256, as the FP8 products work in tiles of
+    256 classes. 0 when it is not below the number of all classes."""
+    count = 256 * math.ceil(config.schedule.candidates * tokens**0.5 / 256)
+    return count if count < config.model.padded_vocab else 0
 
 
 def make_plan(config: Config, step: int) -> StepPlan:
@@ -1168,12 +1181,16 @@ def make_plan(config: Config, step: int) -> StepPlan:
     warmup, cooldown = (round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     split_step = starts[schedule.split_stage - 1] | 1  # the first odd step of the stage
+    tokens = stage.batch_tokens // config.system.micro_batches
+    # Both gradients of an Adam update come from the same kind of softmax.
+    sampled = step - step % 2 < schedule.sampled_frac * total and step <= split_step
     return StepPlan(
-        step=step, stage=index, micro_batch_tokens=stage.batch_tokens // config.system.micro_batches,
+        step=step, stage=index, micro_batch_tokens=tokens,
         max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
         momentum=low + (high - low) * warmth,
         average_rates=average_rates(config, step, total),
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
+        candidates=num_candidates(config, tokens) if sampled else 0,
         adam=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
 
@@ -1198,10 +1215,9 @@ def state_bytes(config: Config) -> tuple[int, int]:
 def estimate_memory(config, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
 
-    Measured on 1, 2, 4 and 8 H200s, the error is at most 0.3 % and 2 % (records/2026-11-20_one_to_eight: one GPU took
-    23470 and 39806 MiB, eight 20035 and 36386 MiB; one GPU with 16 micro-batches 15898 MiB). 14.2, the number of
-    activations that autograd keeps per layer, is fitted to them. 18, the number of activations in a validation, is
-    counted.
+    Measured on 1, 2 and 4 H200s, the error is at most 0.5 % and 2 % (records/2026-11-22_lengths: the record run took
+    22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). 14.2, the number of activations that autograd keeps
+    per layer, is fitted. 18, the number of activations in a validation, is counted.
     """
     (weights, state), system, V = state_bytes(config), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
@@ -1216,10 +1232,12 @@ def estimate_memory(config, world) -> tuple[float, float]:
 
 
 def memory_report(config, device, world) -> tuple[str, bool]:
-    """(sentence about the needed and the free memory of the GPU, whether the free memory is enough)."""
+    """(sentence about the needed and the free memory of the GPU, whether the free memory is enough). What this process
+    holds counts as free."""
     if device.type == "cpu":
         return "not estimated for a CPU", True
-    (allocated, reserved), free = estimate_memory(config, world), torch.cuda.mem_get_info(device)[0] / 2**20
+    allocated, reserved = estimate_memory(config, world)
+    free = (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / 2**20
     reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
     found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}")
@@ -1251,17 +1269,19 @@ def choose_micro_batches(config, device, world) -> Config:
     return config
 
 
-def restart_with_more_micro_batches(config):
-    """Start this process again, with at least twice as many micro-batches. Returns if there is no such number.
+def restart_with_more_micro_batches(config, device):
+    """Start this process again, with at least twice as many micro-batches, and as many as the memory requires now.
 
     The estimate of the memory was too low, or another program took memory. Only a new process has all memory back. It
-    does not restart again, because it is given the number.
+    does not restart again, because it is given the number. Returns if there is no such number.
     """
     count = config.system.micro_batches
-    if more := [n for n in possible_micro_batches(config, 1) if n >= 2 * count]:
-        print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={more[0]}",
+    more = [n for n in possible_micro_batches(config, 1) if n >= 2 * count]
+    fitting = (n for n in more if memory_report(with_system(config, micro_batches=n), device, 1)[1])
+    if chosen := next(fitting, more[-1] if more else None):
+        print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={chosen}",
               file=sys.stderr, flush=True)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={more[0]}"])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={chosen}"])
 
 
 def torch_version() -> tuple[int, ...]:
@@ -1357,7 +1377,7 @@ class MicroStep:
 
     def __init__(self, forward, head, loss_scale, cuda_graphs):
         self.forward, self.head, self.loss_scale, self.cuda_graphs = forward, head, loss_scale, cuda_graphs
-        self.graphs = {}  # StepPlan.forward_key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
+        self.graphs = {}  # key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
         # Autograd adds gradients on the stream that first used the parameter, so all micro-steps use one stream.
         # Only one graph runs at a time, so the graphs share one memory pool.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if cuda_graphs else (None, None)
@@ -1366,7 +1386,7 @@ class MicroStep:
         with trace_range("forward"):
             h = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
         with trace_range("loss"):
-            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale)
+            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale, candidates=batch.candidates)
         with trace_range("backward"):
             loss.backward()
         return loss.detach()
@@ -1380,9 +1400,11 @@ class MicroStep:
         return loss
 
     def __call__(self, batch, mtp_weights, attn, key, eager=False):
-        """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
+        """key: StepPlan.forward_key. eager: launch the kernels of the graph one by one, so that a trace shows the layer
+        of each kernel."""
         if not self.cuda_graphs:
             return self.run(batch, mtp_weights, attn)
+        key = key, batch.candidates is None  # a micro-batch with too many targets takes all classes
         if key not in self.graphs:
             first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
             batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
@@ -1486,7 +1508,8 @@ class Trainer:
         self.model = GPT(config.model, ops, self.dtype, rt.device)
         self.init_weights()
         self.layers = compiler(self.model.layers)
-        self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy)
+        self.head = kernels.HeadLoss(
+            self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
@@ -1546,13 +1569,15 @@ class Trainer:
         """Compile the Triton kernels: run the model eagerly on a few tokens. Changes weights and optimizer state."""
         torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
         N, attn = 256, self.attn[0]
-        batch = make_batch(np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.config, self.rt.device)
+        tokens, cu, weights = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.mtp_table[0, :1]
         with torch.cuda.stream(self.micro_step.stream):
-            with torch.no_grad():
-                summed_loss(self.model, self.head, batch, attn)
-            for width in {len(plan.mtp_weights) for plan in self.plans}:
+            for count in {0, *(plan.candidates for plan in self.plans)}:
+                batch = make_batch(tokens, cu, self.config, self.rt.device, count)
+                if count == 0:
+                    with torch.no_grad():
+                        summed_loss(self.model, self.head, batch, attn)
                 h = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
-                self.head(h, batch.targets, self.mtp_table[0, :width], 1.0).backward()
+                self.head(h, batch.targets, weights, 1.0, candidates=batch.candidates).backward()
             for label in self.optimizer.matrix_lr:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 
@@ -1759,7 +1784,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
             trainer.warm_up()
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
-            restart_with_more_micro_batches(config)
+            restart_with_more_micro_batches(config, rt.device)
         raise
     if resumed:
         trainer.load_state_dict(resumed)

@@ -1364,6 +1364,10 @@ def mlp(x, W1, W2):
 #   ∂Loss/∂ℓ = loss_scale (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),
 #             S = Σ_k w_k of the terms that are not dropped
 #
+# Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
+# classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
+# (records/2026-11-22_sampled_softmax).
+#
 # FP8 head: e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales; each is quantised straight from fp32.
 # Forward: for a block of rows the logits, their loss and their gradient, block after block. The (N, V) logits never
 # exist as a whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 the gradient overwrites the logits in
@@ -1373,6 +1377,7 @@ def mlp(x, W1, W2):
 #
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
+# Sampled softmax: devenpzak (PR 360).
 # ======================================================================================================================
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
@@ -1437,11 +1442,11 @@ def quantise(x, scale, out=None):
 #
 #   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad)
 #
-#   logits   (n, V) bf16, fp16 or fp32, each row contiguous
-#   targets  (n, P) int64 of any strides, < V (not verified), -1 = no target
-#   weights  (P,) fp32
+#   logits   (n, C) bf16, fp16 or fp32, each row contiguous
+#   targets  (n, K) int64 of any strides, columns of logits, < C (not verified), -1 = no target
+#   weights  (K,) fp32
 #   losses   (n,) fp32, the loss of each row
-#   grad     (n, V) or None: gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype (e5m2, bf16, ...), saturated;
+#   grad     (n, C) or None: gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype (e5m2, bf16, ...), saturated;
 #            may be `logits` itself
 #
 # One program per row reads the row once, 2 bytes per logit, and writes 1 byte: 7.4 GB at N = 49152, 1.74 ms. Measured:
@@ -1452,23 +1457,26 @@ def quantise(x, scale, out=None):
 # The gradient is e u (1 - u) times the factor loss_scale S / Σ. e u (1 - u) is known before the sum Σ and waits for
 # Σ in registers, two fp16 numbers in each. So 512 threads take 50 registers each, and two programs fit an SM: one
 # reads while the other computes.
-# No column is compared with a target: after the row is written, the <= P columns that are targets are overwritten.
+# No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
 
-CE_LAUNCH = dict(SEGMENT=2048, num_warps=16, maxnreg=64)
+# (limit in columns, launch parameters); the first entry that fits is used. Few columns fit the registers of 256
+# threads: at 49152 x 14336, 8 warps take 589 µs (3590 GB/s), 16 warps 786 (records/2026-11-22_sampled_softmax).
+CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
+             (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
 
 
 def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
-    """Losses (n,) fp32 of logits (n, V); fills grad (n, V), if given, with the gradient of the logits / code_scale."""
+    """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale."""
     u = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SCALE)
     z = CAP * u
     lse = z.logsumexp(1, keepdim=True)
-    w = weights * (targets >= 0)  # (n, P)
+    w = weights * (targets >= 0)  # (n, K)
     losses = loss_scale * (w * (lse - z.gather(1, targets.clamp(min=0)))).sum(1)
     if grad is not None:
         dz = w.sum(1, keepdim=True) * torch.exp(z - lse)
-        classes = torch.arange(logits.size(1), device=logits.device)
+        columns = torch.arange(logits.size(1), device=logits.device)
         for k in range(targets.size(1)):
-            dz = dz - torch.where(classes == targets[:, k:k + 1], w[:, k:k + 1], 0.0)
+            dz = dz - torch.where(columns == targets[:, k:k + 1], w[:, k:k + 1], 0.0)
         grad.copy_(dz * (u * (1 - u)) * (loss_scale * CAP / CAP_SCALE / code_scale))
     return losses
 
@@ -1498,9 +1506,9 @@ def _lifted_exp(u, CAP: tl.constexpr):
     return tl.exp2(u * (CAP * LOG2_E) + (LIFT - CAP * LOG2_E))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # one kernel for all numbers of targets
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, code_scale, stride_l, stride_g, stride_tn,
-                          stride_tk, V: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, CAP: tl.constexpr,
+                          stride_tk, count, C: tl.constexpr, BLOCK_K: tl.constexpr, CAP: tl.constexpr,
                           CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr, SEGMENT: tl.constexpr):
     # First pass: read the row in segments, sum the exponentials, and keep the unscaled gradient in registers. The two
     # columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column).
@@ -1511,11 +1519,11 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
     even = 2 * tl.arange(0, SEGMENT // 2)
     total = tl.zeros((SEGMENT // 2,), dtype=tl.float32)
     unscaled = ()  # e u (1 - u) · 2^LIFT of every segment
-    for start in tl.static_range(0, V, SEGMENT):
-        if start + SEGMENT <= V:
+    for start in tl.static_range(0, C, SEGMENT):
+        if start + SEGMENT <= C:
             x = tl.load(Logits + start + col)
         else:
-            x = tl.load(Logits + start + col, mask=start + col < V, other=0.0)
+            x = tl.load(Logits + start + col, mask=start + col < C, other=0.0)
         xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
         da = 1.0 + tl.exp2(_exponent(xa, CAP_SHIFT, CAP_SCALE))
         db = 1.0 + tl.exp2(_exponent(xb, CAP_SHIFT, CAP_SCALE))
@@ -1527,12 +1535,12 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
         ub = r * da
         ea = _lifted_exp(ua, CAP)
         eb = _lifted_exp(ub, CAP)
-        if start + SEGMENT <= V:
+        if start + SEGMENT <= C:
             total += ea
             total += eb
         else:
-            total += tl.where(start + even < V, ea, 0.0)
-            total += tl.where(start + even + 1 < V, eb, 0.0)
+            total += tl.where(start + even < C, ea, 0.0)
+            total += tl.where(start + even + 1 < C, eb, 0.0)
         if Grad is not None:
             ga = ea * (ua - ua * ua)
             gb = eb * (ub - ub * ub)
@@ -1544,8 +1552,8 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
     total = tl.sum(total, axis=0)
 
     # The loss, from the logits of the targets.
-    k = tl.arange(0, BLOCK_P)
-    target = tl.load(Targets + row * stride_tn + k * stride_tk, mask=k < P, other=-1)
+    k = tl.arange(0, BLOCK_K)
+    target = tl.load(Targets + row * stride_tn + k * stride_tk, mask=k < count, other=-1)
     is_target = target >= 0
     weight = tl.load(Weights + k, mask=is_target, other=0.0)
     x = tl.load(Logits + target, mask=is_target, other=0.0)
@@ -1564,7 +1572,7 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
         # Coinciding targets: each gets the sum of their weights, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], weight[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u, CAP) - unit * summed) * (u - u * u)
-        for start in tl.static_range(0, V, SEGMENT):
+        for start in tl.static_range(0, C, SEGMENT):
             if HALF:
                 pair = unscaled[start // SEGMENT]
                 ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -1572,32 +1580,33 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
             else:
                 ga, gb = unscaled[start // SEGMENT]
             g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
-            tl.store(Grad + start + col, g.to(Grad.dtype.element_ty), mask=start + col < V)
+            tl.store(Grad + start + col, g.to(Grad.dtype.element_ty), mask=start + col < C)
         tl.debug_barrier()  # all threads must have written the row
         tl.store(Grad + target, at_target.to(Grad.dtype.element_ty), mask=is_target)
 
 
 def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
-    """Losses (n,) fp32 of logits (n, V); fills grad (n, V), if given, with the gradient of the logits / code_scale.
+    """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale.
 
     Raises a ValueError if an argument is wrong.
     """
-    (n, V), P = logits.shape, weights.numel()
-    _check("cross_entropy", "targets", targets, (n, P), torch.int64, logits.device, contiguous=False)
-    _check("cross_entropy", "weights", weights, (P,), torch.float32, logits.device)
+    (n, C), K = logits.shape, weights.numel()
+    _check("cross_entropy", "targets", targets, (n, K), torch.int64, logits.device, contiguous=False)
+    _check("cross_entropy", "weights", weights, (K,), torch.float32, logits.device)
     if logits.stride(1) != 1:
         raise ValueError(f"cross_entropy: logits must have contiguous rows, got strides {logits.stride()}")
     if grad is not None and (grad.shape != logits.shape or grad.stride(1) != 1):
-        raise ValueError(f"cross_entropy: grad must have contiguous rows and shape {(n, V)}, got shape"
+        raise ValueError(f"cross_entropy: grad must have contiguous rows and shape {(n, C)}, got shape"
                          f" {tuple(grad.shape)}, strides {grad.stride()}")
     if _takes_ref(logits, logits if grad is None else grad, exact=False):
         return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad)
     losses = torch.empty(n, device=logits.device)
-    launch = CE_LAUNCH | dict(SEGMENT=min(CE_LAUNCH["SEGMENT"], triton.next_power_of_2(V)))
+    launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
+    launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
     _cross_entropy_kernel[(n,)](
         logits, targets, weights, losses, grad, loss_scale, code_scale, logits.stride(0),
-        0 if grad is None else grad.stride(0), *targets.stride(), V=V, P=P, BLOCK_P=triton.next_power_of_2(P), CAP=CAP,
-        CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, **launch)
+        0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=max(4, triton.next_power_of_2(K)),
+        CAP=CAP, CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, **launch)
     return losses
 
 
@@ -1606,20 +1615,21 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, head, targets, weights, loss_scale):
-        ctx.head, ctx.loss_scale = head, loss_scale
-        shape, dtype = (h.size(0), weight.size(1)), torch.float8_e5m2 if head.fp8 else head.dtype
-        grad = torch.empty(shape, dtype=dtype, device=h.device)  # of the loss w.r.t. the logits
+    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates):
+        ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
+        columns, dtype = (candidates if sampled else weight[0]).numel(), torch.float8_e5m2 if head.fp8 else head.dtype
+        grad = torch.empty(h.size(0), columns, dtype=dtype, device=h.device)  # of the loss w.r.t. the logits
         if head.fp8:
             x, x_t = quantise(h, X_SCALE)
-            ctx.save_for_backward(grad, x_t, head.codes)
+            codes_t = take_rows(head.codes_t, candidates) if sampled else head.codes_t
+            ctx.save_for_backward(grad, x_t, codes_t if sampled else head.codes, candidates)
 
             def logits(rows):
-                return torch._scaled_mm(x[rows], head.codes_t.t(), head.scale_x, head.scale_w, out_dtype=head.dtype,
+                return torch._scaled_mm(x[rows], codes_t.t(), head.scale_x, head.scale_w, out_dtype=head.dtype,
                                         use_fast_accum=True)
         else:
-            W = weight.to(head.dtype)
-            ctx.save_for_backward(grad, h, W)
+            W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
+            ctx.save_for_backward(grad, h, W, candidates)
 
             def logits(rows):
                 return torch.mm(h[rows], W, out=grad[rows])
@@ -1629,16 +1639,30 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream):
         head = ctx.head
-        grad, x, w = ctx.saved_tensors
+        grad, x, w, candidates = ctx.saved_tensors
+        sampled = candidates is not None
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
             grad_t = transpose_copy(grad, torch.empty(grad.shape[::-1], dtype=grad.dtype, device=grad.device))
+            w = transpose_copy(w, torch.empty(w.shape[::-1], dtype=w.dtype, device=w.device)) if sampled else w
             grad_h = torch._scaled_mm(grad, w.t(), scale_g, head.scale_w, out_dtype=head.dtype)
-            grad_w = torch._scaled_mm(x, grad_t.t(), head.scale_x, scale_g, out_dtype=head.dtype)
+            if sampled:
+                grad_w = torch._scaled_mm(grad_t, x.t(), scale_g, head.scale_x, out_dtype=head.dtype)
+            else:
+                grad_w = torch._scaled_mm(x, grad_t.t(), head.scale_x, scale_g, out_dtype=head.dtype)
         else:
             grad_h = upstream * (grad @ w.t())
-            grad_w = upstream * (x.t() @ grad)
-        return grad_h, grad_w.to(head.weight.dtype), None, None, None, None
+            grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
+        grad_w = grad_w.to(head.weight.dtype)
+        if sampled:  # (P, D), rows of the tied embedding
+            head.embedding.grad.index_add_(0, candidates, grad_w)
+            grad_w = None
+        return grad_h, grad_w, None, None, None, None, None
+
+
+def take_rows(codes, ids):
+    """Rows `ids` of codes (V, D); D is a multiple of 8."""
+    return codes.view(torch.int64).index_select(0, ids).view(codes.dtype)  # PyTorch cannot select FP8
 
 
 def head_rows(classes):
@@ -1652,10 +1676,15 @@ class HeadLoss:
     weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight: the FP8 codes
     are made once per update, not once per micro-step. `exact=True` takes the unquantised weight (validation).
     cross_entropy: the function of that name or cross_entropy_ref, compiled or not.
+
+    candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
+    The gradient is added to rows of embedding.grad, embedding (V, D): the caller adds the transpose of embedding.grad
+    to the gradient of the weight.
     """
 
-    def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy):
+    def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
+        self.embedding = embedding
         self.block = head_rows(weight.size(1))
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
@@ -1667,9 +1696,9 @@ class HeadLoss:
             self.codes, self.codes_t = quantise(self.weight.detach(), W_SCALE, (self.codes, self.codes_t))
             torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a late backward pass raises an error
 
-    def __call__(self, h, targets, weights, loss_scale, exact=False):
+    def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None):
         if not exact:
-            return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale)
+            return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates)
         with torch.no_grad():
             W = self.weight.to(self.dtype)
             return self.blockwise(lambda rows: h[rows] @ W, targets, weights, loss_scale)
@@ -1677,7 +1706,7 @@ class HeadLoss:
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
         """Loss (0-D fp32), one block of rows at a time; `logits(rows)` returns the logits of a slice of rows.
 
-        Fills `grad` (N, V), if given, with the gradient of the logits / code_scale.
+        Fills `grad`, which has the shape of all logits, with the gradient of the logits / code_scale.
         """
         shifted = multi_token_targets(targets, weights.numel())
         blocks = (slice(start, start + self.block) for start in range(0, targets.numel(), self.block))

@@ -28,6 +28,28 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     return hashed
 
 
+SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in these steps visits every class
+
+
+def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int):
+    """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
+
+    The classes are all targets, and the next classes of a sweep through all classes, which micro-batch number `row` of
+    the run begins where the one before it ended. So any number of ranks takes the same candidates. None when there are
+    more distinct targets than candidates. PR 360, devenpzak.
+    """
+    is_target = np.zeros(classes, bool)
+    is_target[targets] = True
+    ids = np.flatnonzero(is_target)
+    if len(ids) > count:
+        return None
+    sweep = (np.arange(classes) + row * count) * SWEEP_STRIDE % classes
+    ids = np.concatenate([ids, sweep[~is_target[sweep]][:count - len(ids)]])
+    positions = np.empty(classes, np.int64)
+    positions[ids] = np.arange(count)
+    return ids, positions[targets]
+
+
 def cu_seqlens_size(tokens: int, tokens_per_doc: int) -> int:
     """Fixed length of cu_seqlens for a micro-batch of `tokens`: documents must not change compiled shapes."""
     return max(128, -(-(tokens // tokens_per_doc) // 128) * 128)
@@ -51,32 +73,42 @@ class Batch(NamedTuple):
     """One micro-batch of packed documents, the input of a forward pass."""
 
     tokens: Tensor  # (N,) int32
-    targets: Tensor  # (N,) int64, the next tokens
+    targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
     row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; not for tables indexed by token id
     touched: dict[str, np.ndarray]  # table -> the same ids on the host, for the exchange of touched rows
+    candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors on the device, in a fixed order."""
-        return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values()]
+        candidates = [] if self.candidates is None else [self.candidates]
+        return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values(), *candidates]
 
     def clone(self):
         """A batch whose tensors are copies."""
         row_ids = {table: ids.clone() for table, ids in self.row_ids.items()}
-        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids, self.touched)
+        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids, self.touched,
+                     None if self.candidates is None else self.candidates.clone())
 
 
-def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device) -> Batch:
-    """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host."""
+def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=0) -> Batch:
+    """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
+
+    count, row: number of candidates (0: all classes), and number of this micro-batch in the run.
+    """
     def on_device(array):
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-    inputs, targets = tokens[:-1], tokens[1:]
+    inputs, targets, candidates = tokens[:-1], tokens[1:].astype(np.int64), None
+    if count and (sampled := sample_candidates(targets, config.model.padded_vocab, count, row)):
+        candidates, targets = map(on_device, sampled)
+    else:
+        targets = on_device(targets)
     touched = {"bigram_embed": bigram_hash(inputs, config.model.bigram_rows)}
-    return Batch(on_device(inputs.astype(np.int32)), on_device(targets.astype(np.int64)), on_device(cu),
-                 {table: on_device(rows) for table, rows in touched.items()}, touched)
+    return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),
+                 {table: on_device(rows) for table, rows in touched.items()}, touched, candidates)
 
 
 class Shard:
@@ -205,21 +237,24 @@ class Loader:
                     current, following = following.result(), self.reader.submit(self._shard, shard + 1)
                 starts, lengths, cursor = packed
                 if rank == self.rt.rank:
-                    batch = self._batch(current, starts, lengths, tokens)
+                    batch = self._batch(current, starts, lengths, self.plans[index], part)
             last_part = self.config.system.micro_batches // self.rt.world - 1
             index, part = (index, part + 1) if part < last_part else (index + 1, 0)
             yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
-    def _batch(self, shard, starts, lengths, tokens):
+    def _batch(self, shard, starts, lengths, plan, part):
         """(Batch on the device, event after its copies or None) of the packed documents. K2."""
+        tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
+        row = plan.step * micro_batches + part * self.rt.world + self.rt.rank
         joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
         if self.stream is None:
-            return make_batch(joined, cu, self.config, self.rt.device), None
+            return make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row), None
         torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         with torch.cuda.stream(self.stream):
-            return make_batch(joined, cu, self.config, self.rt.device), self.stream.record_event()
+            batch = make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row)
+            return batch, self.stream.record_event()
 
 
 def require_validation_tokens(config, available):

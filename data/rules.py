@@ -69,7 +69,9 @@ def fit_length(config, by_hand, made_for, world):
     The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
     tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
     time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
-    root of tokens times fixed cost, and the rates grow with batch ** 0.35 (records/2026-11-22_short_runs).
+    root of tokens times fixed cost (records/2026-11-22_lengths). The rates grow with batch ** 0.35
+    (records/2026-11-22_short_runs). table_beta2 keeps its half-life in tokens: .975 gained .020 in runs of 12288 to
+    36864 tokens per step, and lost .006 with 131072 (records/2026-11-22_lengths).
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for).
@@ -91,6 +93,10 @@ def fit_length(config, by_hand, made_for, world):
             rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else rate
             stage = dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate)
         stages.append(stage)
+    if "table_beta2" not in by_hand:
+        ratio = total_tokens(dataclasses.replace(schedule, stages=tuple(stages))) / total_tokens(schedule)  # of batches
+        beta2 = round(config.optim.table_beta2 ** ratio, 4)
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, table_beta2=beta2))
     schedule = dataclasses.replace(schedule, stages=tuple(stages))
     if "scheduled_steps" not in by_hand:
         extension = schedule.extension_steps if "extension_steps" in by_hand else None
@@ -150,6 +156,8 @@ def check_config(config, world=1):
             f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one step")
     require(0 < schedule.cooldown_frac <= 1 <= schedule.cooldown_frac * schedule.scheduled_steps,
             f"--cooldown_frac={schedule.cooldown_frac}: must be at most 1 and cover a scheduled step")
+    require(0 <= schedule.sampled_frac <= 1, f"--sampled_frac={schedule.sampled_frac}: must be from 0 to 1")
+    require(schedule.candidates > 0, f"--candidates={schedule.candidates}: must be above 0")
     require(schedule.split_stage <= len(stages),
             f"--split_stage={schedule.split_stage}: there are {len(stages)} stages")
     for key, most in ("minutes", 10**6), ("train_tokens", 10**15):

@@ -69,9 +69,11 @@ def calls(run):
                     yield from (("project", N, D, value), ("project_backward", N, D, value, layer["paired"]))
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
+            columns = micro_batch.get("candidates") or V
             for start in range(0, N, run["head_rows"]):
-                yield "cross_entropy", min(run["head_rows"], N - start), V, fp8
-            yield from [("quantise", N * D), ("transpose_bytes", N * V)] * fp8
+                yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
+            yield from [("quantise", N * D), ("transpose_bytes", N * columns)] * fp8
+            yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
             for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
                 yield "embedding_grad", N, D, touched
         for n, R, C in run["banks"]:
@@ -90,7 +92,8 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
     """
     micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
                       "token_ids": batch.tokens.unique().numel(),
-                      "touched": {table: np.unique(rows).size for table, rows in batch.touched.items()}}
+                      "touched": {table: np.unique(rows).size for table, rows in batch.touched.items()},
+                      "candidates": 0 if batch.candidates is None else batch.candidates.numel()}
                      for batch in batches]
     model, each, steps = config.model, len(batches) // len(plans), []
     for i, plan in enumerate(plans):

@@ -248,6 +248,8 @@ def head_cases():
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
     yield case("quantise", f"{D}x{V}", (weight.detach(), tk.W_SCALE), (D * V,), calls=0.5)
+    head.embedding = torch.nn.Parameter(rand(V, D))
+    head.embedding.grad = torch.zeros_like(head.embedding)
     for N, stage in zip(TOKENS, STAGES):
         h = rand(N, D).requires_grad_()
         targets, w = torch.randint(V, (N,), device=DEVICE), weights[:len(stage.mtp_start)]
@@ -267,6 +269,19 @@ def head_cases():
             head(h, targets, w, 0.125).backward()
 
         yield Case("HeadLoss, all of it", str(N), whole, fp8=6 * N * D * V, bytes=7 * N * V)
+
+        P = min(V, T.num_candidates(CONFIG, N) or V)
+        text = (np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int64) % V  # not more distinct ids than text
+        candidates, positions = (torch.from_numpy(x).to(DEVICE) for x in L.sample_candidates(text, V, P, 0))
+        logits, grad = rand(N, P) * 4, torch.empty(N, P, device=DEVICE, dtype=torch.float8_e5m2)
+        args = logits, tk.multi_token_targets(positions, len(w)), w, 0.1, 0.001, grad
+        yield case("cross_entropy", f"{N} rows, {P} candidates", args, (N, P, True))
+
+        def sampled(h=h, targets=positions, w=w, candidates=candidates):
+            h.grad = None
+            head(h, targets, w, 0.125, candidates=candidates).backward()
+
+        yield Case("HeadLoss, sampled", f"{N}, {P} candidates", sampled, fp8=6 * N * D * P, bytes=7 * N * P)
 
 
 def embedding_cases():

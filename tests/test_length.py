@@ -45,7 +45,7 @@ def test_rule(preset, world):
     assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
 
 
-@pytest.mark.parametrize("preset, world", [("record74", 8), ("single", 8), ("short", 1), ("cpu", 1)])
+@pytest.mark.parametrize("preset, world", [("record74", 8), ("single", 1), ("short", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset]
     tokens = T.total_tokens(config.schedule)
@@ -58,9 +58,15 @@ def test_more_gpus_take_larger_batches():
                .batch_tokens for world in (1, 2, 4, 8)]
     assert batches == [32768, 49152, 65536, 65536]
     assert schedule("--train_tokens=396e6", world=8).stages == T.RECORD74.schedule.stages
-    for preset in "record", "single":
-        s = schedule(f"--preset={preset}", "--train_tokens=396e6")  # on one GPU
-        assert s.stages[0].batch_tokens == 65536 and s.muon_warmup == round(300 * s.scheduled_steps / 1450)
+    s = schedule("--preset=record", "--train_tokens=396e6")  # on one GPU
+    assert s.stages[0].batch_tokens == 65536 and s.muon_warmup == round(300 * s.scheduled_steps / 1450)
+
+
+def test_single_is_a_longer_short():
+    """The preset for the whole run on one GPU follows from the short one by the rule."""
+    config, single = T.parse_config(["--preset=short", "--train_tokens=360e6"]), T.PRESETS["single"]
+    assert dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, train_tokens=0)) == single
+    assert T.parse_config(["--preset=short", "--train_tokens=360e6", "--table_beta2=0.9"]).optim.table_beta2 == 0.9
 
 
 def test_pieces_set_by_hand_stay():
