@@ -1404,7 +1404,7 @@ class MicroStep:
         of each kernel."""
         if not self.cuda_graphs:
             return self.run(batch, mtp_weights, attn)
-        key = key, batch.candidates is None  # a micro-batch with too many targets takes all classes
+        key = key, batch.candidates is None  # with too many targets: all classes, a graph that the warm-up did not meet
         if key not in self.graphs:
             first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
             batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()

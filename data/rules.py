@@ -8,7 +8,7 @@ from itertools import accumulate
 from data.files import UserError
 from data.knobs import flatten, render
 
-SECONDS_PER_TOKEN = {"cuda": 1.4e-6, "cpu": 200e-6}  # roughly, for the presets on one H200 and on two CPU cores
+SECONDS_PER_TOKEN = {"cuda": 1.3e-6, "cpu": 200e-6}  # roughly, for the presets on one H200 and on two CPU cores
 SHORTEST_RUN = 20  # steps
 
 

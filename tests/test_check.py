@@ -322,6 +322,15 @@ def test_single_takes_what_fits(gpus, free, micro_batches):
     assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
 
 
+@pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
+def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches):
+    """At least twice as many micro-batches; what this process holds will be free."""
+    commands, gpus.free, gpus.own = [], free, free - 600
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-1]))
+    T.restart_with_more_micro_batches(T.parse_config(["--preset=short", "--micro_batches=1"]), GPU)
+    assert commands == [f"--micro_batches={micro_batches}"]
+
+
 def test_micro_batches_that_divide():
     """Rows of up to 49152 tokens, in multiples of 16, for every stage."""
     def possible(*batches, world=1):

@@ -78,8 +78,9 @@ def test_saving_on_the_way_leaves_no_trace(corpus, base, tmp_path):
 
 @pytest.mark.parametrize("step", [5, 8, STEPS - 1])
 def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path, monkeypatch, step):
-    """Before odd steps gradients of Adam parameters wait; from step 8 on embedding and head are apart. A warm-up, which
-    a GPU would have, visits what is left and leaves no trace."""
+    """Before odd steps gradients of Adam parameters wait, before step 5 those of a sampled softmax; from step 8 on
+    embedding and head are apart. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
+    assert T.make_plan(T.parse_config(corpus.args), 5).candidates == 256
     load = T.Trainer.load_state_dict
     monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: trainer.warm_up() or load(trainer, state))
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)

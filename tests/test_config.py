@@ -122,6 +122,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_momentum=0.9": "muon_momentum",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
+    "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
+    "--candidates=0": "--candidates=0.0: must be above 0",
     "--average_blend=0.5,2": "--average_blend=0.5,2.0: must be numbers from 0",
     "--muon_cooldown=-1": "--muon_cooldown=-1: must be 0 or more",
     "--muon_warmup=x": "--muon_warmup=x: expected a number",
@@ -231,12 +233,28 @@ def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     assert [p.tied for p in plans] == [step <= split for step in range(scheduled + 40)]
 
 
-@pytest.mark.parametrize("preset", ["record", "cpu"])
-def test_warmup_meets_every_stage_and_every_kind_of_update(preset):
-    config = T.PRESETS[preset]
+@pytest.mark.parametrize("args, changes", [  # changes: {first step: classes in the loss of a micro-batch, 0: all}
+    ("", {0: 0}),
+    ("--sampled_frac=0.5", {0: 8192, 483: 11776, 746: 0}),  # 745 of the 1490 steps; 744 and 745 are one update
+    (f"--sampled_frac={746 / 1490}", {0: 8192, 483: 11776, 746: 0}),
+    ("--sampled_frac=1", {0: 8192, 483: 11776, 967: 14336, 968: 0}),  # 968 is untied
+    ("--sampled_frac=1 --candidates=0.001 --micro_batches=32", {0: 256, 968: 0}),
+    ("--sampled_frac=1 --vocab_size=11520", {0: 8192, 483: 0}),  # 11520 classes are fewer than 11776
+    ("--sampled_frac=1 --vocab_size=11776", {0: 8192, 483: 0}),
+    ("--sampled_frac=1 --vocab_size=11777", {0: 8192, 483: 11776, 967: 0})])
+def test_steps_with_a_sampled_softmax(args, changes):
+    """64 * N ** 0.5 for N = 16384, 32768, 49152, rounded up to a multiple of 256."""
+    config = T.parse_config(["--preset=record74", *args.split()])
+    counts = [T.make_plan(config, step).candidates for step in STEPS]
+    assert {step: count for step, count in enumerate(counts) if step == 0 or count != counts[step - 1]} == changes
+
+
+@pytest.mark.parametrize("args", ["--preset=record", "--preset=cpu", "--preset=record74 --sampled_frac=0.5"])
+def test_warmup_meets_every_stage_and_every_kind_of_update(args):
+    config = T.parse_config(args.split())
     plans = [T.make_plan(config, step) for step in range(T.stage_starts(config.schedule)[-1])]
     warmup = [plans[step] for step in T.warmup_steps(plans, set())]
-    for kind in (lambda p: p.stage), (lambda p: (p.adam, p.tied, p.split)):
+    for kind in (lambda p: (p.stage, p.candidates)), (lambda p: (p.adam, p.tied, p.split)):
         assert set(map(kind, warmup)) == set(map(kind, plans))
     assert len(warmup) < (13 if any(config.optim.average_blend) else 10)
 

@@ -20,6 +20,7 @@ SEP = MODEL.bos_id
 BIGRAM_ROWS = 5 * 128
 WORLDS = [1, 2, 4, 8]
 SHAPES = [(16, 7), (64, 20), (48, 1000), (33, 12)]  # (tokens per row, longest document)
+SOME = 30  # candidates of 128 classes; a row of 64 tokens has more targets
 
 
 def random_shard(rng, documents, headless=False):
@@ -34,10 +35,13 @@ def random_shard(rng, documents, headless=False):
 
 
 class Corpus:
-    """Shards on disk, and the oracle's micro-batches. spec: (tokens of a micro-batch, max_doc_len) of every step."""
+    """Shards on disk, and the oracle's micro-batches. spec: (tokens of a micro-batch, max_doc_len) of every step.
 
-    def __init__(self, folder, shards, spec, micro_batches=8, **data):
-        self.shards, self.spec, self.micro_batches = shards, spec, micro_batches
+    candidates: classes in the loss of a micro-batch, 0: all.
+    """
+
+    def __init__(self, folder, shards, spec, micro_batches=8, candidates=0, **data):
+        self.shards, self.spec, self.micro_batches, self.candidates = shards, spec, micro_batches, candidates
         for i, tokens in enumerate(shards):
             write_shard(folder / f"train_{i:03}.bin", tokens)
         self.config = T.Config(model=MODEL, data=T.Data(train_files=f"{folder}/train_*.bin", **data),
@@ -45,19 +49,22 @@ class Corpus:
         self.warnings = []
 
     def loader(self, rank=0, world=1, device=CPU):
-        plans = [SimpleNamespace(micro_batch_tokens=tokens, max_doc_len=longest) for tokens, longest in self.spec]
+        plans = [SimpleNamespace(step=step, micro_batch_tokens=tokens, max_doc_len=longest, candidates=self.candidates)
+                 for step, (tokens, longest) in enumerate(self.spec)]
         return L.Loader(self.config, T.Runtime(rank, world, device), plans, warn=self.warnings.append)
 
     def expected(self, *more_shards):
-        """(inputs, targets, document lengths) of all micro-batches in order. The oracle packs them as on one rank."""
+        """(inputs, targets, document lengths, sample) of all micro-batches in order. The oracle packs them as on one
+        rank. sample: sample_candidates for the number of the micro-batch, or None."""
         calls = [spec for spec in self.spec for _ in range(self.micro_batches)]
-        shards = [*self.shards, *more_shards]
-        return [row for call in oracles.pack_documents(shards, SEP, calls, ranks=1) for row in call]
+        packed = oracles.pack_documents([*self.shards, *more_shards], SEP, calls, ranks=1)
+        return [(*row, L.sample_candidates(row[1], MODEL.padded_vocab, self.candidates, number))
+                for number, (row,) in enumerate(packed)]
 
     def rows_before_the_end(self):
         """Number of micro-batches before the data starts again. One more shard, only of separators, shows the end."""
         rows = self.expected(np.full(20000, SEP, np.uint16))
-        return next((i for i, (inputs, _, _) in enumerate(rows) if (inputs == SEP).all()), len(rows))
+        return next((i for i, (inputs, *_) in enumerate(rows) if (inputs == SEP).all()), len(rows))
 
     def assert_served(self, rank=0, world=1):
         """The loader of a rank serves the oracle's micro-batches rank, rank + world, ..., and is returned."""
@@ -75,14 +82,19 @@ def random_corpus(folder, seed, steps=24, **options):
 
 
 def assert_batch(batch, row):
-    """A batch equals the oracle's row (inputs, targets, document lengths or cu_seqlens), with dtypes."""
-    inputs, targets, cu = row
+    """A batch equals the oracle's row (inputs, targets, document lengths or cu_seqlens, perhaps a sample), with dtypes.
+    """
+    inputs, targets, cu, *sample = row
     if isinstance(cu, list):
         cu = oracles.cu_seqlens(cu, len(inputs), oracles.cu_capacity(len(inputs)))
     rows = np.array(oracles.bigram_hash(inputs, BIGRAM_ROWS), np.int32)
     assert isinstance(batch.touched["bigram_embed"], np.ndarray)
-    arrays = [tensor.cpu().numpy() for tensor in batch.tensors] + [batch.touched["bigram_embed"]]
-    for name, values, wanted in zip(L.Batch._fields, arrays, [inputs, targets, cu, rows, rows], strict=True):
+    wanted = dict(tokens=inputs, targets=targets, cu_seqlens=cu, row_ids=rows, touched=rows)
+    if sample and sample[0]:
+        wanted["candidates"], wanted["targets"] = sample[0]
+    arrays = [tensor.cpu().numpy() for tensor in batch.tensors]
+    arrays.insert(4, batch.touched["bigram_embed"])
+    for (name, wanted), values in zip(wanted.items(), arrays, strict=True):
         assert values.dtype == wanted.dtype, name
         np.testing.assert_array_equal(values, wanted, err_msg=name)
 
@@ -93,8 +105,10 @@ def assert_batch(batch, row):
 @pytest.mark.parametrize("seed, micro_batches, world", [
     *[(seed, 8, world) for seed in range(4) for world in WORLDS], (5, 16, 2), (5, 4, 4), (5, 1, 1)])
 def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batches, world):
-    """Micro-batch j of a step is micro-step j div G of rank j mod G for all G, with cuts, shard changes and wraps."""
-    corpus = random_corpus(tmp_path, seed, micro_batches=micro_batches)
+    """Micro-batch j of a step is micro-step j div G of rank j mod G for all G, with cuts, shard changes and wraps. With
+    seed 0 for a sampled softmax; some micro-batches have too many targets."""
+    corpus = random_corpus(tmp_path, seed, micro_batches=micro_batches, candidates=SOME if seed == 0 else 0)
+    assert seed or {sample is None for *_, sample in corpus.expected()} == {True, False}
     assert micro_batches < 8 or corpus.rows_before_the_end() < len(corpus.expected()) / 2
     for rank in range(world):
         corpus.assert_served(rank, world)
@@ -135,7 +149,7 @@ def test_shard_too_small_for_a_row_is_passed_over(tmp_path, small):
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_resumes_after_any_number_of_batches(tmp_path, world):
     """Also inside a step, inside a step with a shard change, and after a wrap. The state survives JSON."""
-    corpus, rank = random_corpus(tmp_path, 1, steps=12), world - 1
+    corpus, rank = random_corpus(tmp_path, 1, steps=12, candidates=SOME), world - 1
     assert corpus.rows_before_the_end() < 12 * 8
     rows = corpus.expected()[rank::world]
     loader, resumed = corpus.loader(rank, world), corpus.loader(rank, world)
@@ -150,7 +164,7 @@ def test_resumes_after_any_number_of_batches(tmp_path, world):
 @pytest.mark.parametrize("world", WORLDS)
 def test_resumes_on_another_number_of_ranks(tmp_path, world):
     """Between steps all ranks have the same state, which fits any number of ranks."""
-    corpus = random_corpus(tmp_path, 2, steps=12)
+    corpus = random_corpus(tmp_path, 2, steps=12, candidates=SOME)
     expected = corpus.expected()
     for done in range(0, 12, 3):
         states = []
@@ -312,7 +326,7 @@ def test_no_damage_gets_past_the_checks(tmp_path):
     pattern = f"{tmp_path}/fuzz_*.bin"
     data = T.Data(train_files=pattern, val_files=pattern, val_tokens=3984, val_batch_tokens=16)
     alone, runtime = T.Data(train_files=str(damaged)), T.Runtime(0, 1, CPU)
-    plans = [SimpleNamespace(micro_batch_tokens=16, max_doc_len=16)] * 40
+    plans = [SimpleNamespace(step=0, micro_batch_tokens=16, max_doc_len=16, candidates=0)] * 40
 
     def read_all(batches):
         served = 0
@@ -493,13 +507,45 @@ def test_bigram_rows():
         assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
 
 
+# ---- Candidates of the sampled softmax -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("classes, count, tokens", [(128, 30, 4), (640, 256, 20), (50304, 8192, 16)])
+def test_candidates_sweep_through_all_classes(classes, count, tokens):
+    """None twice, all targets among them. A pass misses as many classes as its rows have targets, at most; the next
+    one finds them."""
+    rng, left, one_pass = np.random.default_rng(0), np.ones(classes, bool), -(-classes // count)
+    for row in range(2 * one_pass):
+        targets = rng.integers(0, classes, tokens)
+        targets[-1] = targets[0]
+        candidates, positions = L.sample_candidates(targets, classes, count, row)
+        assert len(np.unique(candidates)) == len(candidates) == count and (candidates[positions] == targets).all()
+        assert candidates.dtype == positions.dtype == np.int64
+        left[candidates] = False
+        assert row != one_pass - 1 or left.sum() <= one_pass * tokens
+    assert not left.any()
+
+
+def test_every_class_is_a_negative_at_some_time():
+    """Also with few negatives: the rounds of the sweep do not repeat their starts."""
+    samples = [L.sample_candidates(np.arange(200), 640, 256, row)[0] for row in range(640)]
+    assert len(np.unique(samples)) == 640
+
+
+def test_as_many_targets_as_candidates():
+    targets = np.array([7, 3, 9, 3])
+    candidates, positions = L.sample_candidates(targets, 128, 3, 5)
+    assert sorted(candidates) == [3, 7, 9] and (candidates[positions] == targets).all()
+    assert L.sample_candidates(targets, 128, 2, 5) is None
+
+
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies on a side stream need a GPU")
 def test_batches_on_the_gpu(tmp_path):
     """Batches arrive through the side stream while the main stream is busy and earlier batches are freed at once."""
-    corpus = random_corpus(tmp_path, 0)
+    corpus = random_corpus(tmp_path, 0, candidates=SOME)
     device = torch.device("cuda", 0)
     loader, busy = corpus.loader(device=device), torch.randn(2000, 2000, device=device)
     for row in corpus.expected():

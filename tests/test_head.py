@@ -65,7 +65,7 @@ def random_rows(n, classes, count, dtype, device):
 
 
 SHAPES = [(4, 2, 1), (5, 130, 1), (6, 256, 3), (4, 2048, 2), (5, 4999, 3),
-          *[only_gpu(300, 50304, count) for count in (1, 3)]]
+          *[only_gpu(300, classes, count) for classes in (14336, 50304) for count in (1, 3)]]
 
 
 @pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
@@ -358,17 +358,8 @@ def fp8_oracle(h, weight, targets, weights):
     return loss.detach(), LOSS_SCALE * SCALE_G * SCALE_W * gq @ Wq.T, SCALE_X * LOSS_SCALE * SCALE_G * hq.T @ gq
 
 
-@fp8
-@pytest.mark.parametrize("n, width, classes, block, implementation", [
-    (48, 64, 256, 16, "kernel"), (64, 64, 256, 1024, "kernel"), (64, 64, 256, 1024, "plain"),
-    only_gpu(2048, 768, 50304, 1024, "kernel")])
-@pytest.mark.parametrize("count", [1, 3])
-def test_fp8_head(n, width, classes, block, implementation, count, device):
-    """Loss and gradients agree with quantised arithmetic, much better than that agrees with exact arithmetic."""
-    inputs = _, weight, *_ = head_inputs(n, width, classes, device, BF16, count)
-    head = tk.HeadLoss(weight, BF16, True, IMPLEMENTATIONS[implementation])
-    head.block = block
-    got, wanted, exact = run_head(head, *inputs), fp8_oracle(*inputs), head_oracle(*inputs)
+def assert_as_quantised(got, wanted, exact):
+    """(loss, dh, dW) agree with those of quantised arithmetic, much better than these agree with the exact ones."""
     # Seen on a CPU: 5e-4 from the quantised loss, 8e-4 from the exact one.
     assert got[0].item() == pytest.approx(wanted[0].item(), rel=2e-3)
     assert got[0].item() == pytest.approx(exact[0].item(), rel=5e-3)
@@ -379,6 +370,19 @@ def test_fp8_head(n, width, classes, block, implementation, count, device):
         # Seen: 0.03; 0.56 when the quotients are rounded to bf16 before they become codes.
         assert ratio < 0.15, f"{name}: {ratio:.2f} of the error of quantisation"
         assert resolution < 0.1, f"{name}: the quantised gradient is off by {resolution:.2f}"  # seen: 0.06
+
+
+@fp8
+@pytest.mark.parametrize("n, width, classes, block, implementation", [
+    (48, 64, 256, 16, "kernel"), (64, 64, 256, 1024, "kernel"), (64, 64, 256, 1024, "plain"),
+    only_gpu(2048, 768, 50304, 1024, "kernel")])
+@pytest.mark.parametrize("count", [1, 3])
+def test_fp8_head(n, width, classes, block, implementation, count, device):
+    """Loss and gradients agree with quantised arithmetic, much better than that agrees with exact arithmetic."""
+    inputs = _, weight, *_ = head_inputs(n, width, classes, device, BF16, count)
+    head = tk.HeadLoss(weight, BF16, True, IMPLEMENTATIONS[implementation])
+    head.block = block
+    assert_as_quantised(run_head(head, *inputs), fp8_oracle(*inputs), head_oracle(*inputs))
 
 
 @fp8
@@ -423,3 +427,54 @@ def test_weights_beyond_the_range_saturate(device):
     head = tk.HeadLoss(weight, BF16, True)
     assert head.codes.float().isfinite().all() and head.codes.float().abs().max() == 448
     assert all(result.isfinite().all() for result in run_head(head, *inputs))
+
+
+# ---- Sampled softmax -------------------------------------------------------------------------------------------------
+
+
+def sampled_head(weight, dtype, use_fp8):
+    head = tk.HeadLoss(weight, dtype, use_fp8, embedding=torch.nn.Parameter(weight.detach().T.contiguous()))
+    head.embedding.grad = torch.zeros_like(head.embedding)
+    head.block = 16
+    return head
+
+
+def run_sampled(head, h, targets, weights, candidates, factor=1):
+    """(loss, dh); the gradient of the weight is added to rows of head.embedding.grad."""
+    h = h.clone().requires_grad_()
+    loss = head(h, targets, weights, LOSS_SCALE, candidates=candidates)
+    (factor * loss).backward()
+    assert head.weight.grad is None
+    return loss.detach(), h.grad
+
+
+@fp32_and_fp8
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_sampled_head(count, dtype, use_fp8, device):
+    """The head with 256 of 640 columns, of which 20 are those of targets."""
+    h, weight, targets, weights = head_inputs(48, 64, 640, device, dtype, count)
+    candidates, targets = torch.randperm(640).to(device)[:256], targets % 20
+    head, inputs = sampled_head(weight, dtype, use_fp8), (h, weight.detach()[:, candidates], targets, weights)
+    got = *run_sampled(head, h, targets, weights, candidates), head.embedding.grad[candidates].T
+    exact = head_oracle(*inputs)
+    if use_fp8:
+        assert_as_quantised(got, fp8_oracle(*inputs), exact)
+    else:
+        assert got[0].item() == pytest.approx(exact[0].item(), rel=2e-6)
+        for a, b in zip(got[1:], exact[1:]):
+            assert (a.double() - b).norm() <= 10 * torch.finfo(dtype).eps / 2 * b.norm()
+    # Rows of other classes have no gradient. A second gradient is added, times the upstream gradient.
+    once = torch.zeros_like(head.embedding).index_copy(0, candidates, got[2].T)
+    assert torch.equal(head.embedding.grad, once)
+    run_sampled(head, h, targets, weights, candidates, factor=4)
+    assert torch.equal(head.embedding.grad, once + 4 * once)
+
+
+@fp32_and_fp8
+def test_all_classes_as_candidates_are_the_full_softmax(dtype, use_fp8, device):
+    """In another order, so sums of products differ."""
+    h, weight, targets, weights = head_inputs(32, 64, 256, device, dtype)
+    head, candidates = sampled_head(weight, dtype, use_fp8), torch.randperm(256).to(device)
+    got = *run_sampled(head, h, candidates.argsort()[targets], weights, candidates), head.embedding.grad.T
+    for a, b in zip(got, run_head(head, h, weight, targets, weights), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2 if use_fp8 else 1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
 """The trainer from the command line: tiny runs on the CPU with 1, 2 and 4 ranks and on two nodes, through all four
-stages, the split and the extension; their logs and checkpoints; and how a run ends that fails. The corpus is made here.
+stages, the sampled softmax, the split and the extension; their logs and checkpoints; and how a run ends that fails. The
+corpus is made here.
 
 Most processes are forks (forks.py). Interpreters of their own, which test_faults.py starts too: the two nodes, Ctrl-C,
 the import."""
@@ -40,6 +41,7 @@ TINY = ["--preset=record74", "--device=cpu", "--dtype=float32", "--compile=false
         f"--final_window={FINAL_WINDOW}", f"--val_tokens={VAL_TOKENS}", f"--val_batch_tokens={VAL_BATCH}",
         "--val_every=3", "--sample_tokens=0",
         "--muon_lr=0.008", "--adam_lr=0.003",  # low: rounding must not grow into another run
+        "--sampled_frac=0.5", "--candidates=12",  # steps 0 to 5 take 256 of 384 classes
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1) for key, value in zip(STAGE_KEYS, stage))]
 
 # Runs the trainer after the code in its first argument (a hook), which may change or watch things in T.
@@ -193,7 +195,7 @@ def test_ranks_agree(runs, name):
     """bf16 gradients are added in another order when the ranks change (4 micro-steps of one rank; 2 + 2 and their
     average; ...), and Muon, a sign function of sorts, blows the rounding up. So runs part, the faster the higher the
     rates."""
-    loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 1.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
+    loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 5.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
     found = differences(one, other, "pmv")

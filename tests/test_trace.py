@@ -274,7 +274,8 @@ RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=Tr
            banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
            steps=[dict(step=step, adam=step % 2 == 1, tied=step > 1, tokens=64, windows=[3, 9], micro_batches=[
                dict(documents=[40, 4, 21], token_ids=30, touched=dict(bigram_embed=50)),
-               dict(documents=[64], token_ids=33, touched=dict(bigram_embed=60), candidates=256)]) for step in (1, 2, 3)])
+               dict(documents=[64], token_ids=33, touched=dict(bigram_embed=60), candidates=256)])
+                  for step in (1, 2, 3)])
 
 
 def pairs(documents, window):
