@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from data import loader as L  # noqa: E402
+from data.rules import stage_starts  # noqa: E402
 
 
 @pytest.fixture
@@ -426,13 +427,12 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
     config = train_gpt.parse_config(arguments)
     assert L.survey_training_data(config)[0] in out
     runtime = train_gpt.Runtime(0, 1, torch.device("cpu"))
-    for stage in config.schedule.stages:
-        micro_batch = stage.batch_tokens // config.system.micro_batches
-        plan = types.SimpleNamespace(micro_batch_tokens=micro_batch, max_doc_len=stage.max_doc_len)
+    for stage, start in zip(config.schedule.stages, stage_starts(config.schedule)):
+        plan = train_gpt.make_plan(config, start)
         plans = [plan] * min(20, 2 + 2 * available // stage.batch_tokens)
         loader = L.Loader(config, runtime, plans, warn=lambda line: None)
         for _ in range(len(plans) * config.system.micro_batches):
-            assert len(loader.next_batch().tokens) == micro_batch
+            assert len(loader.next_batch().tokens) == plan.micro_batch_tokens
     assert sum(len(piece.tokens) for piece in L.ValidationData(config, runtime)) > 0
 
 
