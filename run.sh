@@ -30,8 +30,8 @@ Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torc
         GPU it installs the versions for GPUs in requirements.txt.
 GPUs    8, 4 or 2 processes, as many as there are GPUs, with --preset=record; one GPU: --preset=single, a run with
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
-Data    record, single: FineWeb, 2 GB, downloaded once to data/fineweb10B; cpu: Python's library sources, made in
-        seconds. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
+Data    cpu: Python's library sources, made in seconds; all other presets: FineWeb, 2 GB, downloaded once to
+        data/fineweb10B. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
         data/fineweb10B or data/stdlib), run.sh gets no data. A resumed run takes its preset from the checkpoint.
         Paths in arguments are relative to the folder of this script.
 

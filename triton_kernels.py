@@ -1359,7 +1359,7 @@ def mlp(x, W1, W2):
 # 5  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
 #
 #   ℓ = h W,  u = σ((ℓ + 5) / 7.5),  z = 23 u,  lse_t = ln Σ_v exp z
-#   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..P-1, terms with t + k >= N dropped
+#   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..K-1, terms with t + k >= N dropped
 #             (K1: document borders are ignored)
 #   ∂Loss/∂ℓ = loss_scale (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),
 #             S = Σ_k w_k of the terms that are not dropped
@@ -1506,7 +1506,7 @@ def _lifted_exp(u, CAP: tl.constexpr):
     return tl.exp2(u * (CAP * LOG2_E) + (LIFT - CAP * LOG2_E))
 
 
-@triton.jit(do_not_specialize=["count"])  # one kernel for all numbers of targets
+@triton.jit(do_not_specialize=["count"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, code_scale, stride_l, stride_g, stride_tn,
                           stride_tk, count, C: tl.constexpr, BLOCK_K: tl.constexpr, CAP: tl.constexpr,
                           CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr, SEGMENT: tl.constexpr):
@@ -1601,12 +1601,13 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     if _takes_ref(logits, logits if grad is None else grad, exact=False):
         return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad)
     losses = torch.empty(n, device=logits.device)
+    block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
     launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
     _cross_entropy_kernel[(n,)](
         logits, targets, weights, losses, grad, loss_scale, code_scale, logits.stride(0),
-        0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=max(4, triton.next_power_of_2(K)),
-        CAP=CAP, CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, **launch)
+        0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=block_k, CAP=CAP,
+        CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, **launch)
     return losses
 
 
@@ -1617,7 +1618,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
-        columns, dtype = (candidates if sampled else weight[0]).numel(), torch.float8_e5m2 if head.fp8 else head.dtype
+        columns = len(candidates) if sampled else weight.size(1)
+        dtype = torch.float8_e5m2 if head.fp8 else head.dtype
         grad = torch.empty(h.size(0), columns, dtype=dtype, device=h.device)  # of the loss w.r.t. the logits
         if head.fp8:
             x, x_t = quantise(h, X_SCALE)
@@ -1671,15 +1673,15 @@ def head_rows(classes):
 
 
 class HeadLoss:
-    """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (P,) fp32.
+    """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (K,) fp32.
 
     weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight: the FP8 codes
     are made once per update, not once per micro-step. `exact=True` takes the unquantised weight (validation).
     cross_entropy: the function of that name or cross_entropy_ref, compiled or not.
 
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
-    The gradient is added to rows of embedding.grad, embedding (V, D): the caller adds the transpose of embedding.grad
-    to the gradient of the weight.
+    The gradient is added to rows of embedding.grad, embedding (V, D), where each row is contiguous. So this works only
+    while embedding and head are tied: the optimizer then adds the transpose of embedding.grad to the head's gradient.
     """
 
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None):

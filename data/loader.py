@@ -34,17 +34,17 @@ SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in
 def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int):
     """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
 
-    The classes are all targets, and some others from a sweep through all classes. Micro-batch number `row` of the run
-    begins where the one before it ended, so any number of ranks takes the same candidates. None when there are more
-    distinct targets than candidates. PR 360, devenpzak.
+    The classes are all targets, and the next others of a sweep through all classes. The start of the sweep depends only
+    on `row`, the number of the micro-batch in the run, so any number of ranks takes the same candidates. None when
+    there are more distinct targets than candidates. PR 360, devenpzak.
     """
     is_target = np.zeros(classes, bool)
     is_target[targets] = True
     ids = np.flatnonzero(is_target)
     if len(ids) > count:
         return None
-    # count - 1: with count and classes, both multiples of 128, all rounds of the sweep would have the same starts.
-    sweep = (np.arange(classes) + row * (count - 1)) * SWEEP_STRIDE % classes
+    # The golden ratio spreads the starts evenly, for any number of rows.
+    sweep = (np.arange(classes) + row * (int(0.618 * classes) | 1)) * SWEEP_STRIDE % classes
     ids = np.concatenate([ids, sweep[~is_target[sweep]][:count - len(ids)]])
     positions = np.empty(classes, np.int64)
     positions[ids] = np.arange(count)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from data.files import UserError
 from data.knobs import flatten, render
 
-SECONDS_PER_TOKEN = {"cuda": 1.3e-6, "cpu": 200e-6}  # roughly, for the presets on one H200 and on two CPU cores
+SECONDS_PER_TOKEN = {"cuda": 1.3e-6, "cpu": 200e-6}  # roughly: `short` on one H200, `cpu` on two cores
 SHORTEST_RUN = 20  # steps
 
 
@@ -69,9 +69,9 @@ def fit_length(config, by_hand, made_for, world):
     The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
     tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
     time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
-    root of tokens times fixed cost (records/2026-11-22_lengths). The rates grow with batch ** 0.35
-    (records/2026-11-22_short_runs). table_beta2 keeps its half-life in tokens: .975 gained .020 in runs of 12288 to
-    36864 tokens per step, and lost .006 with 131072 (records/2026-11-22_lengths).
+    root of tokens times fixed cost. The rates grow with batch ** 0.35 (records/2026-11-22_short_runs has the numbers,
+    records/2026-11-22_lengths the check at three lengths). table_beta2 keeps its half-life in tokens: .975 gained .020
+    in runs of 12288 to 36864 tokens per step, and lost .006 with 131072 (records/2026-11-22_lengths).
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for).
@@ -94,7 +94,7 @@ def fit_length(config, by_hand, made_for, world):
             stage = dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate)
         stages.append(stage)
     if "table_beta2" not in by_hand:
-        ratio = total_tokens(dataclasses.replace(schedule, stages=tuple(stages))) / total_tokens(schedule)  # of batches
+        ratio = total_tokens(dataclasses.replace(native, stages=tuple(stages))) / total_tokens(native)  # of the batches
         beta2 = round(config.optim.table_beta2 ** ratio, 4)
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, table_beta2=beta2))
     schedule = dataclasses.replace(schedule, stages=tuple(stages))

@@ -188,7 +188,7 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), tokens[1:], cu)),
                         {"bigram_embed": hashed.to(device)}, {})
-        losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], key=n).item())
+        losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
         with torch.no_grad():
             model.lm_head.mul_(1.5)
             if apart or i == len(rows) - 1:
