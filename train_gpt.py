@@ -276,7 +276,7 @@ def one_gpu(batch_tokens, lr_mul, table_beta2, scheduled_steps, extension_steps)
                 Stage(batch_tokens, 2048, 640, 1408, lr_mul, (1.0,), (1.0,)),
                 Stage(batch_tokens, 2048, 768, 1664, lr_mul, (1.0,), (1.0,), share=0.0))),
         Optim(adam_lr=0.009, table_beta2=table_beta2, muon_beta2=0.9, average_blend=(0.5,)),
-        # Smaller validation forward passes cut more documents, so the loss is not exactly that of larger ones.
+        # A smaller validation forward pass cuts more documents, so the validation loss is a little higher (README).
         Data(val_batch_tokens=65536),
         System(micro_batches=0))
 
@@ -1408,7 +1408,8 @@ class MicroStep:
         """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
         if not self.cuda_graphs:
             return self.run(batch, mtp_weights, attn)
-        # StepPlan.forward_key, but for a batch with more targets than candidates, whose graph the warm-up may not know
+        # The key is StepPlan.forward_key, unless the batch has more targets than candidates: such a batch takes all
+        # classes, and the warm-up may not have met its graph.
         key = stage, 0 if batch.candidates is None else len(batch.candidates)
         if key not in self.graphs:
             first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
@@ -1625,7 +1626,8 @@ class Trainer:
 
     def time_step(self, step) -> float:
         """Seconds per step of a pair of steps, one of them with Adam, that contains `step`."""
-        plans = self.plans[step // 2 * 2:][:2] * 5
+        first = step // 2 * 2
+        plans = self.plans[first:first + 2] * 5
         loader = self.new_loader(plans, self.config)
         for group in plans[:2], plans[2:]:  # the first pair is not timed
             self.synchronize()

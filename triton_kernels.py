@@ -1645,8 +1645,7 @@ class _HeadLoss(torch.autograd.Function):
         sampled = candidates is not None
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
-            grad_t = transpose_copy(grad, torch.empty(grad.shape[::-1], dtype=grad.dtype, device=grad.device))
-            w = transpose_copy(w, torch.empty(w.shape[::-1], dtype=w.dtype, device=w.device)) if sampled else w
+            grad_t, w = transposed(grad), transposed(w) if sampled else w
             grad_h = torch._scaled_mm(grad, w.t(), scale_g, head.scale_w, out_dtype=head.dtype)
             if sampled:
                 grad_w = torch._scaled_mm(grad_t, x.t(), scale_g, head.scale_x, out_dtype=head.dtype)
@@ -1660,6 +1659,11 @@ class _HeadLoss(torch.autograd.Function):
             head.embedding.grad.index_add_(0, candidates, grad_w)
             grad_w = None
         return grad_h, grad_w, None, None, None, None, None
+
+
+def transposed(codes):
+    """A new tensor (N, M), the transpose of codes (M, N)."""
+    return transpose_copy(codes, torch.empty(codes.shape[::-1], dtype=codes.dtype, device=codes.device))
 
 
 def take_rows(codes, ids):

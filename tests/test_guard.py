@@ -201,7 +201,8 @@ def test_it_bites_on_a_gpu(corpus, monkeypatch):
 
 # ---- Every knob that is learned moves the loss -----------------------------------------------------------------------
 
-# Four steps of one layer of each kind; Adam updates at steps 1 and 3. The first two take 256 of 640 classes.
+# A run of four steps has one layer of each kind. Adam updates at steps 1 and 3. The losses of steps 0 and 1 take 256 of
+# 640 classes.
 KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4"))), "--model_dim=32", "--num_heads=2",
          "--layers=6", "--layer0=paired value_embed", "--layer1=long", "--layer2=attention=false skip_from=1",
          "--layer3=two_lanes value_embed", "--layer4=two_lanes paired", "--layer5=two_lanes long", "--backout_layer=3",

@@ -187,8 +187,10 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
         tokens = torch.randint(257, (n + 1,))
         hashed = torch.from_numpy(L.bigram_hash(tokens[:-1].int().numpy(), config.bigram_rows))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
-        ids = tokens[1:].numpy()
-        candidates, ids = n == 320 and L.sample_candidates(ids, 384, 128 if i == 4 else 256, i) or (None, ids)
+        ids, sample = tokens[1:].numpy(), None
+        if n == 320:
+            sample = L.sample_candidates(ids, 384, 128 if i == 4 else 256, i)
+        candidates, ids = sample or (None, ids)
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), torch.from_numpy(ids), cu)),
                         {"bigram_embed": hashed.to(device)}, {},
                         None if candidates is None else torch.from_numpy(candidates).to(device))
