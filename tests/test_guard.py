@@ -216,7 +216,7 @@ SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1", "seed": "7",
     "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9", "adam_eps": "1e-3",
     "table_beta2": "0.9", "muon_beta2": "0.9",
-    "sampled_frac": "0"}
+    "sampled_frac": "0", "final_window": "16"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all
 NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share"}
