@@ -725,8 +725,8 @@ class GPT(nn.Module):
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
             qkv_weight = self.sa_lambdas[i, 0] * weights[:3 * D]
-            y = ops.attention(x, qkv_weight, attn.rotary, values.get(i), value_gates.get(i), attn_gates[i], cu_seqlens,
-                              attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
+            y, v = ops.attention(x, qkv_weight, attn.rotary, values.get(i), value_gates.get(i), attn_gates[i],
+                                 cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
         lane0 = x0 + mixes[0].bigram * bigram  # later layers add the bigram embedding after their attention

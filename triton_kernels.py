@@ -442,10 +442,10 @@ def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale,
 
 
 @triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, scale, stride_qn, stride_qh, stride_dn,
-              stride_dh, stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
+def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window, scale, stride_qn, stride_qh,
+              stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
               TMA: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head."""
+    """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
     # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
     s = n0 + tl.arange(0, BLOCK)
     high = tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window)  # last query that sees each key
@@ -455,7 +455,10 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, sca
     k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
     v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, D, TMA)
     dk = tl.zeros((BLOCK, D), dtype=tl.float32)
-    dv = tl.zeros((BLOCK, D), dtype=tl.float32)
+    if dV0 is None:
+        dv = tl.zeros((BLOCK, D), dtype=tl.float32)
+    else:
+        dv = _load_rows(dV0, head, n0, N, H * D, D, BLOCK, D).to(tl.float32)
     for m0 in range(n0, last + 1, BLOCK):
         q = _load_tile(Q, head, m0, N, stride_qn, stride_qh, BLOCK, D, TMA)
         dy = _load_tile(dY, head, m0, N, stride_dn, stride_dh, BLOCK, D, TMA)
@@ -481,7 +484,7 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, End, N, H, window, sca
 
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dQ,
-                               dK, dV, Start, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh,
+                               dK, dV, dV0, Start, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh,
                                stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
                                TMA: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0) // 2
@@ -489,8 +492,8 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
     first = tile // H * BLOCK
     scale = tl.cast(scale, tl.float32)
     if tl.program_id(0) % 2 == 0:
-        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, End, N, H, window,
-                  scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh,
+        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, dV0, End, N, H,
+                  window, scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh,
                   stride_lh, stride_dv, D, TMA, BLOCK)
     else:
         q = _load_rows(Q, head, first, N, stride_qn, stride_qh, BLOCK, D)
@@ -540,10 +543,11 @@ def attend(q, k, v, gate, start, end, window, scale):
     return y, lse
 
 
-def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=None):
+def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=None, dv_upstream=None):
     """Gradients (dq, dk, dv, dgate). The caller has checked the arguments; y and lse are the results of attend.
 
-    dv (N, H, d), if given, receives the gradient of v; the heads of a token are contiguous in dv.
+    dv (N, H, d), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
+    (N, H, d), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
     """
     N, H, D = q.shape
     window, scale = int(window), float(scale)
@@ -556,9 +560,9 @@ def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=Non
         dy, y, gate, dgate, row_dot, N, H, *dy.stride()[:2], *gate.stride(), row_dot.stride(0), D=D, **launch)
     launch = ATTENTION_LAUNCH[q.dtype]["backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
-        q, dy, lse, row_dot, *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv, start,
-        end, N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2], *v.stride()[:2], lse.stride(0),
-        dv.stride(0), D=D, TMA=_has_tma(q.device), **launch)
+        q, dy, lse, row_dot, *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv,
+        dv_upstream, start, end, N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], lse.stride(0), dv.stride(0), D=D, TMA=_has_tma(q.device), **launch)
     return dq, dk, dv, dgate
 
 
@@ -589,7 +593,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
-#   y = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset)
+#   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset)
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (3 H d, D)           projections to q, k and v, in this order
@@ -605,8 +609,9 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
 #   y           (N, H, d)            gated result of attention, before the output projection
+#   v           (N, H, d)            the values that attention reads; train_gpt.py removes their direction from y
 #
-#   x, weight, rotary, ve, w_ve, w_out and y have one dtype, bf16 (fp32 for tests).
+#   x, weight, rotary, ve, w_ve, w_out, y and v have one dtype, bf16 (fp32 for tests).
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
@@ -619,8 +624,8 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   Kept for the backward pass: gates (1 or 2, N, H), that is out_gate and, with ve, ve_gate; q, k, v; 1 / rms; lse; y.
 #
 # Forward: one GEMM whose tiles are a head wide, so norm, rotation, offset and value embedding work on the fp32
-# accumulator; nothing is read or written between projection and attention. q, k and v are planes of one tensor
-# (3, N + 1, H, d). Therefore each of them is contiguous, as the view of paired layers requires. Row N takes the half
+# accumulator; nothing is read or written between projection and attention. q and k are planes of one tensor
+# (2, N + 1, H, d). Therefore each of them is contiguous, as the view of paired layers requires. Row N takes the half
 # key that the offset moves past the end; the backward pass reads this half key.
 # Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
 # (not quite 1, because the table is rounded):
@@ -797,7 +802,7 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset):
 
 
 @triton.jit
-def _project_kernel(X, W, Qkv, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve, K: tl.constexpr,
+def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve, K: tl.constexpr,
                     EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
                     D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     c = tl.arange(0, D // 2)[None, :]
@@ -840,9 +845,9 @@ def _project_kernel(X, W, Qkv, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, st
             ve = Ve + token * stride_ve + h * D + c
             lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
             hi += gate * tl.load(ve + D // 2, mask=inside & (part == 2), other=0.0).to(tl.float32)
-        out = Qkv + part.to(tl.int64) * stride_part + token * (H * D) + h * D + c
-        tl.store(out, lo.to(Qkv.dtype.element_ty), mask=inside)
-        hi = hi.to(Qkv.dtype.element_ty)
+        out = tl.where(part == 2, V, Qk + part.to(tl.int64) * stride_part) + token * (H * D) + h * D + c
+        tl.store(out, lo.to(Qk.dtype.element_ty), mask=inside)
+        hi = hi.to(Qk.dtype.element_ty)
         if OFFSET:
             tl.store(out + D // 2, hi, mask=(t == 0)[:, None] & (part == 1))
             out += tl.where(part == 1, H * D, 0)
@@ -912,26 +917,26 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
 
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset):
-    """qkv (3, N + 1, H, d), whose planes [:N] are q, k, v, and 1 / rms of each head of q and k (2, N, H) fp32.
+    """qk (2, N + 1, H, d), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
 
     The caller has checked the arguments.
     """
     N, d = x.size(0), 4 * rotary.size(1)
     H = weight.size(0) // (3 * d)
     launch = PROJECT_LAUNCH[x.dtype]
-    qkv, rstd = x.new_empty(3, N + 1, H, d), x.new_empty(2, N, H, dtype=torch.float32)
+    qk, v, rstd = x.new_empty(2, N + 1, H, d), x.new_empty(N, H, d), x.new_empty(2, N, H, dtype=torch.float32)
     programs = min(triton.cdiv(N, launch["BLOCK_M"]) * 3 * H, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     value, tma = ve is not None, _has_tma(x.device)
     _project_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else x,
-        TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]) if tma else weight, qkv, rstd, rotary,
-        ve if value else x, ve_gate if value else x, N, x.stride(0), weight.stride(0), qkv.stride(0),
+        TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]) if tma else weight, qk, v, rstd,
+        rotary, ve if value else x, ve_gate if value else x, N, x.stride(0), weight.stride(0), qk.stride(0),
         ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, VALUE=value, H=H, D=d,
         TMA=tma, **launch)
-    return qkv, rstd
+    return qk, v, rstd
 
 
-def project_backward(dq, dk, dv, qkv, rstd, rotary, ve, ve_gate, paired, offset, dqkv):
+def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv):
     """Fills dqkv (N, 3, H, d); returns the gradients of ve and ve_gate, or (None, None) without ve.
 
     dv may be its part of dqkv already, then the kernel does not copy dv. The caller has checked the arguments.
@@ -941,50 +946,52 @@ def project_backward(dq, dk, dv, qkv, rstd, rotary, ve, ve_gate, paired, offset,
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
     blocks = triton.cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
-        dq, dk, dv, qkv[0], qkv[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv,
+        dq, dk, dv, qk[0], qk[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv,
         dve if value else dv, dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0),
         ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, VALUE=value, COPY=copy, H=H, D=d,
         **PROJECT_GRAD_LAUNCH)
     return dve, dgate
 
 
-def _pair_heads(qkv, paired):
-    """q, k, v from qkv (3, N + 1, H, d): each (N, H, d), in paired layers viewed as (2N, H/2, d)."""
-    q, k, v = qkv[:, :-1]
+def _pair_heads(qk, v, paired):
+    """q, k, v from qk (2, N + 1, H, d) and v: each (N, H, d), in paired layers viewed as (2N, H/2, d)."""
+    q, k = qk[:, :-1]
     return (u.view(2 * u.size(0), u.size(1) // 2, u.size(2)) for u in (q, k, v)) if paired else (q, k, v)
 
 
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool,
-                     offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gates = head_gates(x, ve, w_ve, w_out, paired)
-    qkv, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset)  # reads the gate only if there is a ve
-    q, k, v = _pair_heads(qkv, paired)
+    # The kernel reads the gate only if there is a ve.
+    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset)
+    q, k, v = _pair_heads(qk, values, paired)
     y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
-    return y.view(x.size(0), *qkv.shape[2:]), lse, qkv, rstd, gates
+    return y.view(values.shape), values, lse, qk, rstd, gates
 
 
 @_attention_block.register_fake
 def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset):
     N, H, d = x.size(0), w_out.size(0), 4 * rotary.size(1)
     lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
-    return (x.new_empty(N, H, d), lse, x.new_empty(3, N + 1, H, d), x.new_empty(2, N, H, dtype=torch.float32),
-            x.new_empty(1 if ve is None else 2, N, H))
+    return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, d),
+            x.new_empty(2, N, H, dtype=torch.float32), x.new_empty(1 if ve is None else 2, N, H))
 
 
 @torch.library.custom_op("speedrun::attention_block_backward", mutates_args=())
-def _attention_block_backward(dy: Tensor, x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None,
-                              w_ve: Tensor | None, w_out: Tensor, start: Tensor, end: Tensor, window: Tensor,
-                              scale: Tensor, y: Tensor, lse: Tensor, qkv: Tensor, rstd: Tensor, gates: Tensor,
-                              paired: bool, offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: Tensor, rotary: Tensor,
+                              ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor, start: Tensor, end: Tensor,
+                              window: Tensor, scale: Tensor, y: Tensor, v: Tensor, lse: Tensor, qk: Tensor,
+                              rstd: Tensor, gates: Tensor, paired: bool,
+                              offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, H, d = y.shape
     dqkv = x.new_empty(N, 3, H, d)
-    q, k, v = _pair_heads(qkv, paired)
+    q, k, v = _pair_heads(qk, v, paired)
     *dq_dk_dv, dout_gate = attend_backward(
         dy.reshape(q.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(q.shape), lse, start, end, window, scale,
-        dv=None if paired else dqkv[:, 2])
-    dve, dve_gate = project_backward(*(u.view(N, H, d) for u in dq_dk_dv), qkv, rstd, rotary, ve, gates[-1], paired,
+        dv=None if paired else dqkv[:, 2], dv_upstream=None if dv is None else dv.reshape(q.shape))
+    dve, dve_gate = project_backward(*(u.view(N, H, d) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
                                      offset, dqkv)
     dqkv = dqkv.view(N, 3 * H * d)
     dx = dqkv @ weight
@@ -994,7 +1001,7 @@ def _attention_block_backward(dy: Tensor, x: Tensor, weight: Tensor, rotary: Ten
 
 
 @_attention_block_backward.register_fake
-def _(dy, x, weight, rotary, ve, w_ve, w_out, *others):
+def _(dy, dv, x, weight, rotary, ve, w_ve, w_out, *others):
     return (x.new_empty(x.shape), x.new_empty(weight.shape), x.new_empty(0 if ve is None else ve.shape),
             x.new_empty(1 if ve is None else 2, *w_out.shape, dtype=torch.float32))
 
@@ -1002,11 +1009,11 @@ def _(dy, x, weight, rotary, ve, w_ve, w_out, *others):
 def _block_setup(ctx, inputs, output):
     *tensors, ctx.paired, ctx.offset = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)  # only y has a gradient; PyTorch would write zeros for the other outputs
+    ctx.set_materialize_grads(False)  # only y and v may have a gradient; PyTorch would write zeros for the rest
 
 
-def _block_grad(ctx, dy, *others):
-    dx, dweight, dve, dgate_weights = _attention_block_backward(dy, *ctx.saved_tensors, ctx.paired, ctx.offset)
+def _block_grad(ctx, dy, dv, *others):
+    dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *ctx.saved_tensors, ctx.paired, ctx.offset)
     dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
     return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 6
 
@@ -1016,18 +1023,20 @@ _attention_block.register_autograd(_block_grad, setup_context=_block_setup)
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
                         attention=attention_ref):
-    """y (N, H, d), see the banner above; `attention` has the signature of attention_ref."""
+    """y and v, both (N, H, d), see the banner above; `attention` has the signature of attention_ref."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset)
     N, H, d = q.shape
     if not paired:
-        return attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale)
-    q, k, v, out_gate = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
-    return attention(q, k, v, out_gate, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(N, H, d)
+        return attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale), v
+    paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
+    return attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(N, H, d), v
 
 
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset):
-    """y (N, H, d); differentiable in x, weight, ve, w_ve and w_out. Raises a ValueError if an argument is wrong.
+    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out.
+
+    Raises a ValueError if an argument is wrong.
 
     x (N, D), weight (3 H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out (H, C): one dtype, bf16 or
     fp32; ve and w_ve may both be None. cu_seqlens (K,) int32; max_len int; window and scale 0-D CPU tensors; paired and
@@ -1061,7 +1070,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
-    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset)[0]
+    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset)[:2]
 
 
 def attention_block_fa3(*args):

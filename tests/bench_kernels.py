@@ -213,10 +213,10 @@ def block_cases():
             names = [name for name, on in zip(("paired", "offset", "value"), (paired, offset, value)) if on]
             shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
             args = (x, weight, rotary, *values, paired, offset)
-            qkv, rstd = tk.project(*args)
+            qk, _, rstd = tk.project(*args)
             yield case("project", shape, args, (N, D, value), {"GEMM alone": partial(F.linear, x, weight)},
                        MICRO * layers)
-            back = *grads[:2], grads[2] if paired else dqkv[:, 2], qkv, rstd, rotary, *values, paired, offset, dqkv
+            back = *grads[:2], grads[2] if paired else dqkv[:, 2], qk, rstd, rotary, *values, paired, offset, dqkv
             yield case("project_backward", shape, back, (N, D, value, paired), calls=MICRO * layers)
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2

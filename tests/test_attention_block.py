@@ -63,21 +63,21 @@ def only_gpu(*values):
 def test_project(N, H, d, D, kind, device, dtype):
     paired, offset, value = KINDS[kind]
     x, weight, table, ve, gate = inputs(N, H, d, D, value, device, dtype)
-    qkv, rstd = tk.project(x, weight, table, ve, gate, paired, offset)
-    assert qkv.shape == (3, N + 1, H, d)
+    qk, v, rstd = tk.project(x, weight, table, ve, gate, paired, offset)
+    assert qk.shape == (2, N + 1, H, d)
     grads = [torch.randn(N + 1, H, d, device=device).to(dtype) for _ in range(3)]
     for grad in grads:
         grad[N] = math.nan  # the kernel must not read beyond the last token
     grads = [grad[:N] for grad in grads]
     dqkv = x.new_empty(N, 3, H, d)
     assert dqkv.isnan().all()
-    dve, dgate = tk.project_backward(*grads, qkv, rstd, table, ve, gate, paired, offset, dqkv)
+    dve, dgate = tk.project_backward(*grads, qk, rstd, table, ve, gate, paired, offset, dqkv)
 
     wide = x.double() @ weight.double().T
     outs64, grads64 = plain(wide, table, ve, gate, paired, offset, grads, torch.float64)
     outs, ref_grads = plain(x @ weight.T, table, ve, gate, paired, offset, grads, dtype)
     names = "q", "k", "v", "dqkv", *(("dve", "dgate") if value else ())
-    got = *qkv[:, :N], dqkv.flatten(1), *((dve, dgate) if value else ())
+    got = *qk[:, :N], v, dqkv.flatten(1), *((dve, dgate) if value else ())
     for name, *parts in zip(names, got, (*outs, *ref_grads), (*outs64, *grads64), strict=True):
         oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 4 (fp32)
     wanted_rstd = (wide.view(N, 3, H, d)[:, :2].square().mean(-1) + tk.RMS_EPS).rsqrt().transpose(0, 1)
@@ -86,10 +86,10 @@ def test_project(N, H, d, D, kind, device, dtype):
     # dv may be in its part of dqkv already, then the kernel fills only q and k; a run repeats bit for bit.
     again = torch.empty_like(dqkv)
     again[:, 2] = grads[2]
-    more = tk.project_backward(*grads[:2], again[:, 2], qkv, rstd, table, ve, gate, paired, offset, again)
+    more = tk.project_backward(*grads[:2], again[:, 2], qk, rstd, table, ve, gate, paired, offset, again)
     assert torch.equal(again, dqkv) and (not value or all(map(torch.equal, more, (dve, dgate))))
-    qkv_again, rstd_again = tk.project(x, weight, table, ve, gate, paired, offset)
-    assert torch.equal(qkv_again[:, :N], qkv[:, :N]) and torch.equal(rstd_again, rstd)
+    qk_again, *v_and_rstd = tk.project(x, weight, table, ve, gate, paired, offset)
+    assert torch.equal(qk_again[:, :N], qk[:, :N]) and all(map(torch.equal, v_and_rstd, (v, rstd)))
 
 
 def test_rows_of_the_offset(device):
@@ -171,21 +171,26 @@ def block_inputs(N, H, d, D, kind, device, dtype):
     return x, weight, table, ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW, SCALE, paired, offset
 
 
-def block_run(function, args, dy, dtype):
+def block_run(function, args, upstream, dtype):
+    """y, v and the gradients of the inputs; upstream: the gradient of y, or those of y and v."""
     x, weight, table, ve, w_ve, w_out, *others = args
     inputs = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
-    y = function(x, weight, table.to(dtype), ve, w_ve, w_out, *others)
+    outputs = function(x, weight, table.to(dtype), ve, w_ve, w_out, *others)
     inputs = [u for u in inputs if u is not None]
-    return [y.detach(), *torch.autograd.grad(y, inputs, dy.to(dtype))]
+    grads = torch.autograd.grad(outputs[:len(upstream)], inputs, [grad.to(dtype) for grad in upstream])
+    return [*(output.detach() for output in outputs), *grads]
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_block(kind, device, monkeypatch):
+def test_attention_block(kind, count, device, monkeypatch):
+    """With a gradient of y alone, and of y and v."""
     N, H, d, D = (261, 6, 128, 768) if ON_GPU else (29, 4, 16, 40)
-    args, dy = block_inputs(N, H, d, D, kind, device, DTYPE), torch.randn(N, H, d, device=device).to(DTYPE)
-    ref, oracle = (block_run(tk.attention_block_ref, args, dy, dtype) for dtype in (DTYPE, torch.float64))
+    args = block_inputs(N, H, d, D, kind, device, DTYPE)
+    upstream = [torch.randn(N, H, d, device=device).to(DTYPE) for _ in range(count)]
+    ref, oracle = (block_run(tk.attention_block_ref, args, upstream, dtype) for dtype in (DTYPE, torch.float64))
     monkeypatch.setattr(tk, "attention_block_ref", None)  # a fallback of the wrapper fails
-    for i, parts in enumerate(zip(block_run(tk.attention_block, args, dy, DTYPE), ref, oracle, strict=True)):
+    for i, parts in enumerate(zip(block_run(tk.attention_block, args, upstream, DTYPE), ref, oracle, strict=True)):
         oracles.assert_as_good(*parts, f"output {i}", worst_ref=12)
 
 
@@ -193,9 +198,9 @@ def test_attention_block(kind, device, monkeypatch):
 def test_compiled(kind, device):
     """One graph without breaks; the shapes and strides of the fake implementation are right."""
     args = block_inputs(21, 4, 16, 24, kind, device, DTYPE)
-    dy = torch.randn(21, 4, 16, device=device).to(DTYPE)
+    upstream = torch.randn(2, 21, 4, 16, device=device).to(DTYPE).unbind()
     compiled = torch.compile(tk.attention_block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
-    assert all(map(torch.equal, *(block_run(f, args, dy, DTYPE) for f in (compiled, tk.attention_block))))
+    assert all(map(torch.equal, *(block_run(f, args, upstream, DTYPE) for f in (compiled, tk.attention_block))))
     x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
     args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset
@@ -207,7 +212,7 @@ def test_reference_on_cpu(monkeypatch):
     monkeypatch.setattr(tk, "project", None)
     for dtype in (FP32, BF16):
         args = block_inputs(9, 2, 16, 16, "long+value", torch.device("cpu"), dtype)
-        assert torch.equal(tk.attention_block(*args), tk.attention_block_ref(*args))
+        assert all(map(torch.equal, tk.attention_block(*args), tk.attention_block_ref(*args)))
 
 
 @pytest.mark.parametrize("change, message", [
