@@ -102,6 +102,10 @@ class Layer:
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
     skip_from: int | None = None  # first add lane 0 as it was before this earlier layer's MLP (PR 186, classiclarryd)
+    input_from: int | None = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
+    xsa: bool = False  # remove from the attention output a learned part of what points along the token's own values
+    dynamic: bool = False  # from here on, a network that reads lane 0 adds to some factors for each token
+    mix: bool = False  # add earlier streams to lane 0 and to the value embedding; then also after the last layer
 
 
 RECORD74_LAYERS = (
@@ -125,7 +129,8 @@ class Model:
     vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
     model_dim: int = 768  # D, width of the residual stream: heads * head width
     num_heads: int = 6  # H, even, because a paired layer folds two heads into one
-    bigram_tables: int = 5  # the bigram table has this many times padded_vocab rows (PR 201)
+    bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
+    bigram_signs: bool = False  # multiply the row of each bigram by one of 8192 random rows of signs (PR 299, TrianX)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
 
@@ -143,7 +148,24 @@ class Model:
 
     @property
     def bigram_rows(self):
-        return self.bigram_tables * self.padded_vocab
+        return int(self.bigram_tables * self.padded_vocab)
+
+    @property
+    def mix_sizes(self) -> dict[int, int]:
+        """{place: number of factors} of the two mixtures: at the layer with `mix`, and behind the last layer."""
+        sources = {layer.skip_from for layer in self.layers} - {None}
+        return {place: size for i in self.layers_with("mix")
+                for place, size in ((i, 6), (len(self.layers), 4 + len(sources)))}
+
+    @property
+    def dynamic_sizes(self) -> dict[int, dict[tuple[int, str], int]]:
+        """{dynamic layer: {(place, name): number of factors}} of the factors to which its network adds."""
+        sizes = [(i, name, size) for i, layer in enumerate(self.layers) for name, size in (
+            ("x0", layer.attention), ("bigram", layer.attention), ("xsa", layer.xsa * self.num_heads)) if size]
+        sizes += [(i, "mix", size) for i, size in self.mix_sizes.items()]
+        starts = [*self.layers_with("dynamic"), math.inf]
+        return {start: {(i, name): int(size) for i, name, size in sizes if start <= i < end}
+                for start, end in zip(starts, starts[1:])}
 
     def layers_with(self, field) -> list[int]:
         """Numbers of the layers in which a field of Layer is set."""
@@ -203,6 +225,7 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
+    head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run then ends with weights between its last weights
     # and the averages.
@@ -473,6 +496,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
+DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
+SIGN_ROWS = 8192  # rows of signs that tell apart the bigrams that share a row of the table
 
 
 class Param(NamedTuple):
@@ -506,7 +531,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
     lambdas and gates (PR 177).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
-    with_attention, with_values, with_skip = map(model.layers_with, ("attention", "value_embed", "skip_from"))
+    fields = "attention", "value_embed", "skip_from", "xsa"
+    with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
+    dynamic = model.dynamic_sizes
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
     mlp_rows = -(-len(layers) // 4) * 4  # padded: 2 matrices per layer divide evenly among 8 ranks
     bound = 3**0.5 * 0.5 * D**-0.5  # of a uniform distribution with standard deviation 0.5 / D**0.5
@@ -524,6 +551,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
     def lambdas(label, shape, init, beta2, lr_mul):
         return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
                      dtype=torch.float32)
+
+    def kaiming(p, generator):  # the usual initial values of a linear layer
+        p.copy_(torch.empty(p.shape, device=p.device).uniform_(-D**-0.5, D**-0.5, generator=generator))
 
     def gates(label, *shape, lr_mul=1.0, wd_mul=1.0):
         return Param(label, (*shape, GATE_CHANNELS), "adam", "replicated", betas=(0.9, 0.99), lr_mul=lr_mul,
@@ -553,6 +583,12 @@ def param_table(model: Model) -> tuple[Param, ...]:
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
         lambdas("sa_lambdas", (len(layers), 2), fill_sa, 0.99, 5.0),
+        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam", "replicated", init=kaiming, betas=(0.9, 0.99),
+              lr_mul=0.25),
+        Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "adam",
+              "replicated", betas=(0.9, 0.99), lr_mul=0.25, dtype=torch.float32),
+        lambdas("xsa_lambdas", (len(with_xsa), H), 0.0, 0.99, 1.0),
+        lambdas("mix_lambdas", (sum(model.mix_sizes.values()),), 0.0, 0.99, 1.0),
         lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
         lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
         lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
@@ -647,11 +683,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.table = param_table(config)
-        fields = "attention", "value_embed", "skip_from"
-        self.with_attention, self.with_values, self.with_skip = map(config.layers_with, fields)
+        fields = "attention", "value_embed", "skip_from", "xsa"
+        self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
         for param in self.table:
             zeros = torch.zeros(param.shape, dtype=param.dtype, device=device)
             self.register_parameter(param.label, nn.Parameter(zeros))
+        if config.bigram_signs:  # the same in every run, whatever the seed
+            bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
+            self.register_buffer("signs", (2 * bits - 1).to(device, dtype), persistent=False)
 
     @torch.no_grad()
     def init_weights(self, seed: int):
@@ -682,8 +721,11 @@ class GPT(nn.Module):
         tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids)) for label, ids in row_ids.items()]
         if self.with_values:
             tables.append((self.value_embeds, len(self.with_values), token_ids))
-        return [x for table, num_tables, ids in tables
-                for x in kernels.lookup(table, num_tables, ids, self.ops.embedding_grad)]
+        token_embed, bigram, *values = [x for table, num_tables, ids in tables
+                                        for x in kernels.lookup(table, num_tables, ids, self.ops.embedding_grad)]
+        if self.config.bigram_signs:
+            bigram = bigram * self.signs[F.pad(tokens[1:] ^ tokens[:-1], (1, 0)) % SIGN_ROWS]
+        return [token_embed, bigram, *values]
 
     def mixes(self) -> list[Mix]:
         """The Mix of every layer, from the learned lambdas."""
@@ -714,7 +756,33 @@ class GPT(nn.Module):
         if self.with_skip:  # layer -> (lambda, gate)
             skips = dict(zip(self.with_skip, zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))))
         skip_sources, skip_streams = {layer.skip_from for layer in model.layers}, {}
+        input_sources, inputs = {layer.input_from for layer in model.layers}, {}
         mixes = self.mixes()
+        constants = {(i, name): getattr(mix, name) for i, mix in enumerate(mixes) for name in ("x0", "bigram")}
+        if self.with_xsa:
+            constants |= zip([(i, "xsa") for i in self.with_xsa], self.xsa_lambdas.unbind(0))
+        if sizes := model.mix_sizes:
+            constants |= zip([(i, "mix") for i in sizes], self.mix_lambdas.split(list(sizes.values())))
+        networks, additions = model.dynamic_sizes, {}  # additions: (place, name) -> (N, number of factors)
+        if networks:
+            totals = [sum(sizes.values()) for sizes in networks.values()]
+            networks = dict(zip(networks, zip(networks.values(), self.dynamic_in.to(dtype).unbind(0),
+                                              self.dynamic_out.to(dtype).split(totals))))
+
+        def add_to_factors(i, stream):
+            """Run the network of layer i. The factors that it adds to stay constants at the start of a run."""
+            sizes, W_in, W_out = networks[i]
+            outputs = 0.1 * F.linear(F.gelu(F.linear(stream, W_in)), W_out)
+            additions.update(zip(sizes, outputs.split(list(sizes.values()), 1)))
+
+        def factors(place, name):
+            """0-D or (number,), or for each token (N, number)."""
+            constant, addition = constants[place, name], additions.get((place, name))
+            return constant if addition is None else constant + addition
+
+        def mixture(factors, sources):
+            """Sum of the sources (N, D), each times its factor."""
+            return sum(factor * source for factor, source in zip(factors.to(dtype).split(1, -1), sources, strict=True))
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
@@ -727,27 +795,36 @@ class GPT(nn.Module):
             qkv_weight = self.sa_lambdas[i, 0] * weights[:3 * D]
             y, v = ops.attention(x, qkv_weight, attn.rotary, values.get(i), value_gates.get(i), attn_gates[i],
                                  cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
+            if layer.xsa:
+                y32, v32 = y.float(), v.float()
+                part = torch.tanh(factors(i, "xsa")) * (y32 * v32).sum(-1) / v32.square().sum(-1).clamp(min=1e-8)
+                y = (y32 - part[..., None] * v32).to(dtype)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
-        lane0 = x0 + mixes[0].bigram * bigram  # later layers add the bigram embedding after their attention
-        lane1 = None
+        lane0, lane1 = x0, None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
                 with trace_range(f"layer {i}"):  # an empty range, which marks where the layer begins in a trace
                     pass
+            if layer.dynamic:
+                add_to_factors(i, lane0)
+            if i == 0:
+                first = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add it after their attention
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = skips[i]
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
                 lane0 = lane0 + gate * skip_streams[layer.skip_from]
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
+            if layer.mix:
+                before_mix, sources, mix_factors = lane0, (first, backout, lane0), factors(i, "mix")
+                values[i] = values[i] + mixture(mix_factors[..., :3], sources)
+                lane0 = lane0 + mixture(mix_factors[..., 3:], sources)
             if layer.attention:
-                a = attention(rms_norm(lane0), i, layer)
+                a = attention(rms_norm(lane0) if layer.input_from is None else inputs[layer.input_from], i, layer)
                 lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)
-                factors = (mix.x0, x0), (mix.bigram if i else None, bigram)
-                injected = [factor * x for factor, x in factors if factor is not None]
-                if injected:
-                    lane0 = lane0 + sum(injected[1:], start=injected[0])
+                injected = factors(i, "x0") * x0
+                lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
                 if lane1 is not None:
                     lane1 = mix.resid_attn * lane1 + mix.attn_lane1 * a  # K5
             if i in skip_sources:
@@ -761,10 +838,17 @@ class GPT(nn.Module):
                 lane0 = mix.resid_mlp * lane0 + ops.mlp(rms_norm(lane0), W1, mix.mlp * W2)
             else:
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * ops.mlp(rms_norm(lane0), W1, W2)
+            if i in input_sources:
+                inputs[i] = rms_norm(lane0)
             if i == model.backout_layer:
                 backout = lane0
         x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
-        return rms_norm(x if model.backout_layer is None else x - self.backout_lambda[0] * backout)
+        if model.backout_layer is not None:
+            x = x - self.backout_lambda[0] * backout
+        if model.mix_sizes:
+            sources = first, backout, before_mix, values[self.with_values[0]], *skip_streams.values()
+            x = x + mixture(factors(len(model.layers), "mix"), sources)
+        return rms_norm(x)
 
 
 # ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
@@ -924,6 +1008,10 @@ class NorMuonAndAdam:
                 self.state[label] = {"m": m, "v": torch.zeros_like(m[:, :, :1]), "mantissa": mantissa}
                 rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
                 self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
+                if label == "attn_bank" and self.config.head_pairs:
+                    is_qk = (torch.arange(len(shard)) + rt.rank * len(shard)) % 4 < 2  # of Q, K, V, O
+                    qk, vo = (where.nonzero()[:, 0].to(rt.device) for where in (is_qk, ~is_qk))
+                    self.head_pairs = 2 * config.model.head_dim, qk, vo
             if row.average and any(self.config.average_blend):
                 self.state[label]["average"] = torch.zeros_like(m)
 
@@ -1040,12 +1128,24 @@ class NorMuonAndAdam:
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
-        y = kernels.polar_express(X, scale, self.ops)
+        y = (self._polar_of_head_pairs if label == "attn_bank" and self.config.head_pairs else kernels.polar_express)(
+            X, scale, self.ops)
         lr = self.config.muon_lr * plan.lr_factor
         rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
                               self.config.muon_wd * lr,  # the decay has no factor per matrix
                               self.config.muon_beta2, state["average"] if rate else None, rate)
+
+    def _polar_of_head_pairs(self, X, scale, ops):
+        """`kernels.polar_express` of every two heads of Q and K by themselves, and of V and O as a whole."""
+        rows, qk, vo = self.head_pairs
+        if len(vo):
+            X[vo] = kernels.polar_express(X[vo], scale[vo], ops)
+        if len(qk):
+            pairs = X[qk].view(-1, rows, X.size(2))
+            pairs = kernels.polar_express(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY), ops)
+            X[qk] = pairs.view(len(qk), *X.shape[1:])
+        return X
 
     def _update_adam(self, name, plan, grad):
         if name == "replicated":

@@ -1977,7 +1977,12 @@ def fused_momentum_ref(grad, momentum, mu, safety):
     g = grad.float()
     momentum.add_((1 - mu) * (g - momentum))
     X = (g + mu * (momentum - g)).to(grad.dtype)
-    return X, 1 / (safety * X.float().square().sum((-2, -1)).sqrt() + 1e-6)
+    return X, polar_scale(X, safety)
+
+
+def polar_scale(X, safety):
+    """(n,) fp32: factors that bring the Frobenius norms of the matrices X (n, R, C) just below 1."""
+    return 1 / (safety * X.float().square().sum((-2, -1)).sqrt() + 1e-6)
 
 
 def join_master(p_bits, mantissa):

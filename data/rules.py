@@ -143,6 +143,14 @@ def check_config(config, world=1):
                 f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
         require(layer.skip_from is None or 0 <= layer.skip_from < i,
                 f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
+        require(layer.input_from is None or layer.attention and 0 <= layer.input_from < i,
+                f"--layer{i}.input_from={layer.input_from}: must be an earlier layer, 0 to {i - 1}, or none, in a layer"
+                " with attention")
+        require(not layer.xsa or layer.attention and not layer.paired,
+                f"--layer{i}.xsa=True: only for a layer with attention that is not paired")
+        require(not layer.mix or layer.value_embed and model.backout_layer is not None and model.backout_layer < i
+                and model.layers_with("mix") == [i],
+                f"--layer{i}.mix=True: only for one layer, with value_embed, behind the backout_layer")
         require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
                 f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two")
 
