@@ -796,9 +796,9 @@ class GPT(nn.Module):
             y, v = ops.attention(x, qkv_weight, attn.rotary, values.get(i), value_gates.get(i), attn_gates[i],
                                  cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
             if layer.xsa:
-                y32, v32 = y.float(), v.float()
-                part = torch.tanh(factors(i, "xsa")) * (y32 * v32).sum(-1) / v32.square().sum(-1).clamp(min=1e-8)
-                y = (y32 - part[..., None] * v32).to(dtype)
+                y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
+                part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
+                y = (y - part[..., None] * v).to(dtype)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
         lane0, lane1 = x0, None
