@@ -54,6 +54,7 @@ started = time.perf_counter()  # the imports take seconds
 import dataclasses
 import functools
 import gc
+import hashlib
 import math
 import os
 import platform
@@ -86,6 +87,7 @@ from data.loader import (
     Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
 from data.log import Log, loaded_sources, published, write_header
 from data.rules import SHORTEST_RUN, check_config, fit_length, stage_starts, stage_steps, total_tokens, with_steps
+from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
 
@@ -130,6 +132,7 @@ class Model:
     model_dim: int = 768  # D, width of the residual stream: heads * head width
     num_heads: int = 6  # H, even, because a paired layer folds two heads into one
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
+    bigram_normal: bool = False  # bigrams whose tokens differ in case, accents or spaces alone are one (PR 375)
     bigram_signs: bool = False  # multiply the row of each bigram by one of 8192 random rows of signs (PR 299, TrianX)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
@@ -602,6 +605,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
 def check_weights(state, model: Model):
     """Raises UserError when a checkpoint has other weights than `model`, as from another version of this file."""
     expected = {param.label: tuple(param.shape) for param in param_table(model)}
+    expected |= {"hash_ids": (model.padded_vocab,)} if model.bigram_normal else {}
     saved = {label: tuple(x.shape) for label, x in state["model"].items()}
     if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
         raise UserError(f"the checkpoint is of a train_gpt.py with other weights: {', '.join(differing)}")
@@ -691,6 +695,8 @@ class GPT(nn.Module):
         if config.bigram_signs:  # the same in every run, whatever the seed
             bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
             self.register_buffer("signs", (2 * bits - 1).to(device, dtype), persistent=False)
+        if config.bigram_normal:  # checkpoints contain this table, so they need no tokenizer
+            self.register_buffer("hash_ids", torch.arange(config.padded_vocab, dtype=torch.int32, device=device))
 
     @torch.no_grad()
     def init_weights(self, seed: int):
@@ -724,8 +730,13 @@ class GPT(nn.Module):
         token_embed, bigram, *values = [x for table, num_tables, ids in tables
                                         for x in kernels.lookup(table, num_tables, ids, self.ops.embedding_grad)]
         if self.config.bigram_signs:
-            bigram = bigram * self.signs[F.pad(tokens[1:] ^ tokens[:-1], (1, 0)) % SIGN_ROWS]
+            ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
+            bigram = bigram * self.signs[F.pad(ids[1:] ^ ids[:-1], (1, 0)) % SIGN_ROWS]
         return [token_embed, bigram, *values]
+
+    def hash_ids_on_host(self) -> np.ndarray | None:
+        """`hash_ids` for make_batch."""
+        return self.hash_ids.cpu().numpy() if self.config.bigram_normal else None
 
     def mixes(self) -> list[Mix]:
         """The Mix of every layer, from the learned lambdas."""
@@ -1608,10 +1619,17 @@ class Trainer:
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
         self.clock_ms = []  # training time at the end of every step
 
-        self.validation = ValidationData(config, rt)
+        self.hash_ids = None
+        if config.model.bigram_normal:
+            self.hash_ids = (resumed["model"]["hash_ids"].numpy() if resumed else
+                             normalised_ids(text_codec(config.model.vocab_size)[1], config.model))
+            log.line(f"hash_ids: sha256 {hashlib.sha256(self.hash_ids.tobytes()).hexdigest()}")
+        self.validation = ValidationData(config, rt, self.hash_ids)
         self.set_length(config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device)
+        if config.model.bigram_normal:
+            self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
@@ -1653,7 +1671,7 @@ class Trainer:
         return self.layers(embeddings, cu_seqlens, attn)
 
     def new_loader(self, plans, config):
-        return Loader(config, self.rt, plans, warn=lambda text: self.log.line("warning: " + text))
+        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
 
     def step(self, loader, plan, micro_steps, eager=False):
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]

@@ -93,10 +93,11 @@ class Batch(NamedTuple):
                      None if self.candidates is None else self.candidates.clone())
 
 
-def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=0) -> Batch:
+def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=0, hash_ids=None) -> Batch:
     """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
 
-    count, row: number of candidates (0: all classes), and number of this micro-batch in the run.
+    count, row: number of candidates (0: all classes), and number of this micro-batch in the run. hash_ids (V,): ids
+    that stand for the tokens in the hash of bigrams.
     """
     def on_device(array):
         tensor = torch.from_numpy(array)
@@ -107,7 +108,8 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=
         candidates, targets = map(on_device, sampled)
     else:
         targets = on_device(targets)
-    touched = {"bigram_embed": bigram_hash(inputs, config.model.bigram_rows)}
+    hashed = inputs if hash_ids is None else hash_ids[inputs]
+    touched = {"bigram_embed": bigram_hash(hashed, config.model.bigram_rows)}
     return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),
                  {table: on_device(rows) for table, rows in touched.items()}, touched, candidates)
 
@@ -183,11 +185,11 @@ class Loader:
     the micro-step, so after the first shard its order depends on G; our order is its order on one rank.) One thread
     builds the next batch, another thread reads the next shard.
 
-    plans: the plans of the steps to serve, in order.
+    plans: the plans of the steps to serve, in order. hash_ids: see make_batch.
     """
 
-    def __init__(self, config, rt, plans, warn=print):
-        self.config, self.rt, self.plans, self.warn = config, rt, plans, warn
+    def __init__(self, config, rt, plans, warn=print, hash_ids=None):
+        self.config, self.rt, self.plans, self.warn, self.hash_ids = config, rt, plans, warn, hash_ids
         self.files = find_files(config.data.train_files)
         self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
         self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -251,10 +253,10 @@ class Loader:
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
         if self.stream is None:
-            return make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row), None
+            return make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids), None
         torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         with torch.cuda.stream(self.stream):
-            batch = make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row)
+            batch = make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids)
             return batch, self.stream.record_event()
 
 
@@ -269,11 +271,11 @@ def require_validation_tokens(config, available):
 class ValidationData:
     """The first `val_tokens` tokens of the validation files, in pieces of `val_batch_tokens`; iterating yields Batches.
 
-    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut.
+    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. hash_ids: see make_batch.
     """
 
-    def __init__(self, config, rt):
-        self.config, self.rt = config, rt
+    def __init__(self, config, rt, hash_ids=None):
+        self.config, self.rt, self.hash_ids = config, rt, hash_ids
         missing, parts = config.data.val_tokens + 1, []
         for path in find_files(config.data.val_files):
             parts.append(read_shard(path, config.model.vocab_size, missing))
@@ -287,4 +289,4 @@ class ValidationData:
         for start in range(self.rt.rank * n, self.config.data.val_tokens, self.rt.world * n):
             piece = self.tokens[start:start + n + 1]
             borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.bos_id), n)
-            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device)
+            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device, hash_ids=self.hash_ids)

@@ -32,6 +32,7 @@ from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError, atomic_write, data_root
 from data.knobs import parse_value
+from data.tokenizer import text_codec
 
 # ---- The model of a checkpoint ---------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ def forward(model, config, documents, attention):
     tokens = np.full(N + 1, config.model.bos_id, np.uint16)
     tokens[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
-    batch = loader.make_batch(tokens, cu, config, model.embed.device)
+    batch = loader.make_batch(tokens, cu, config, model.embed.device, hash_ids=model.hash_ids_on_host())
     return model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
 
 
@@ -90,20 +91,6 @@ def logits(model, h):
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
-
-
-def text_codec(vocab_size):
-    """(encode: text -> token ids, decode: id -> bytes) of the byte tokenizer or GPT-2's BPE. Raises UserError."""
-    if vocab_size == 257:
-        return lambda text: list(text.encode(errors="replace")), lambda id: bytes([id])
-    if vocab_size != 50257:
-        raise UserError(f"no tokenizer is known for a vocabulary of {vocab_size}; 257 are bytes, 50257 the GPT-2 BPE")
-    try:
-        import tiktoken
-        bpe = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on all errors of its download
-        raise UserError(f"no GPT-2 tokenizer ({type(error).__name__}): tiktoken fetches it once, online") from None
-    return bpe.encode_ordinary, bpe.decode_single_token_bytes
 
 
 @torch.no_grad()
