@@ -774,17 +774,18 @@ class GPT(nn.Module):
             constants |= zip([(i, "xsa") for i in self.with_xsa], self.xsa_lambdas.unbind(0))
         if sizes := model.mix_sizes:
             constants |= zip([(i, "mix") for i in sizes], self.mix_lambdas.split(list(sizes.values())))
-        networks, additions = model.dynamic_sizes, {}  # additions: (place, name) -> (N, number of factors)
-        if networks:
-            totals = [sum(sizes.values()) for sizes in networks.values()]
-            networks = dict(zip(networks, zip(networks.values(), self.dynamic_in.to(dtype).unbind(0),
-                                              self.dynamic_out.to(dtype).split(totals))))
+        networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
+        additions = {}  # (place, name) -> what the networks add to these factors, (N, number)
+        if sizes := model.dynamic_sizes:
+            rows = [sum(numbers.values()) for numbers in sizes.values()]
+            weights = self.dynamic_in.to(dtype).unbind(0), self.dynamic_out.to(dtype).split(rows)
+            networks = dict(zip(sizes, zip(sizes.values(), *weights)))
 
         def add_to_factors(i, stream):
-            """Run the network of layer i. The factors that it adds to stay constants at the start of a run."""
-            sizes, W_in, W_out = networks[i]
+            """Run the network of layer i on a stream (N, D)."""
+            numbers, W_in, W_out = networks[i]
             outputs = 0.1 * F.linear(F.gelu(F.linear(stream, W_in)), W_out)
-            additions.update(zip(sizes, outputs.split(list(sizes.values()), 1)))
+            additions.update(zip(numbers, outputs.split(list(numbers.values()), 1)))
 
         def factors(place, name):
             """0-D or (number,), or for each token (N, number)."""

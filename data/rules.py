@@ -153,6 +153,8 @@ def check_config(config, world=1):
         require(not layer.mix or layer.value_embed and model.backout_layer is not None and model.backout_layer < i
                 and model.layers_with("mix") == [i],
                 f"--layer{i}.mix=True: only for one layer, with value_embed, behind the backout_layer")
+        require(not layer.dynamic or model.dynamic_sizes[i],
+                f"--layer{i}.dynamic=True: neither this layer nor those up to the next dynamic one have factors")
         require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
                 f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two")
 
