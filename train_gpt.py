@@ -673,8 +673,8 @@ class Mix(NamedTuple):
     resid_attn: Tensor  # factor of the stream (of both lanes) where the attention output is added
     attn: Tensor | None  # factor of the attention output in lane 0; None: 1
     attn_lane1: Tensor | None  # factor of the attention output in lane 1; None: there is one lane
-    x0: Tensor | None  # factor of the token embedding, added to lane 0 after attention; None: not added
-    bigram: Tensor | None  # factor of the bigram embedding, added likewise; None: not added
+    x0: Tensor  # factor of the token embedding, added to lane 0 after attention
+    bigram: Tensor  # factor of the bigram embedding, added likewise
     resid_mlp: Tensor  # factor of the stream (of both lanes) where the MLP output is added
     mlp: Tensor  # factor of the MLP output in lane 0
     mlp_lane1: Tensor | None  # factor of the MLP output in lane 1; None: there is one lane
@@ -1151,12 +1151,10 @@ class NorMuonAndAdam:
     def _polar_of_head_pairs(self, X, scale, ops):
         """`kernels.polar_express` of every two heads of Q and K by themselves, and of V and O as a whole."""
         rows, qk, vo = self.head_pairs
-        if len(vo):
-            X[vo] = kernels.polar_express(X[vo], scale[vo], ops)
-        if len(qk):
-            pairs = X[qk].view(-1, rows, X.size(2))
-            pairs = kernels.polar_express(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY), ops)
-            X[qk] = pairs.view(len(qk), *X.shape[1:])
+        X[vo] = kernels.polar_express(X[vo], scale[vo], ops)
+        pairs = X[qk].view(-1, rows, X.size(2))
+        pairs = kernels.polar_express(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY), ops)
+        X[qk] = pairs.view(len(qk), *X.shape[1:])
         return X
 
     def _update_adam(self, name, plan, grad):

@@ -1,12 +1,13 @@
 """Oracles: a second, slow and plain implementation of the trainer, with which tests compare the trainer.
 
-This file was written from a description of record 74 alone and does not import the trainer. It never rounds to bf16 or
-FP8: arithmetic runs in the dtype of the arguments, so fp64 arguments give reference values.
+This file was written from descriptions of record 74 and of later features alone and does not import the trainer. It
+never rounds to bf16 or FP8: arithmetic runs in the dtype of the arguments, so fp64 arguments give reference values.
 Contents: model and losses, data, optimizer, schedules of the record run.
 
 Letters: N tokens, D width, H heads, d = D/H head width, F = 4D, V padded vocabulary, c matrices of R x C in a bank.
 """
 import math
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -116,12 +117,12 @@ def attend(q, k, v, cu, window, scale):
     return torch.stack(heads, dim=1)
 
 
-def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
-    """Attention of layer i on the normalised x (N, D)."""
+def attention(params, i, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None):
+    """Attention of layer i on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,) or (N, H)."""
     row, window, paired, key_offset, value = LAYERS[i]
     window = S if window == "S" else L
     N, D = x.shape
-    d, V = D // H, params["embed"].shape[0]
+    d = D // H
     W = params["attn_bank"][row]  # (4D, D)
     sa = params["sa_lambdas"][i]
 
@@ -140,7 +141,6 @@ def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
 
     if value is not None:
         table, from_x, from_ve = value
-        ve = params["value_embeds"][table * V + tok]  # (N, D)
         inp = torch.cat([x[:, :from_x], ve[:, :from_ve]], dim=-1)
         gate = 2 * torch.sigmoid(inp @ params["ve_gate_bank"][table].T)  # (N, H)
         v = v + gate[:, :, None] * ve.reshape(N, H, d)
@@ -151,6 +151,9 @@ def attention(params, i, x, tok, cu, *, S, L, freqs, attn_scale, H):
         y = attend(q, k, v, cu, window, attn_scale)
 
     y = y * torch.sigmoid(x[:, :GATE] @ params["attn_gate_bank"][row].T)[:, :, None]
+    if xsa is not None:
+        along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (N, H)
+        y = y - (torch.tanh(xsa) * along)[:, :, None] * v
     return y.reshape(N, D) @ (sa[1] * W[3 * D:4 * D]).T
 
 
@@ -160,11 +163,22 @@ def mlp(params, i, x):
     return torch.relu(x @ W1.T) ** 2 @ W2
 
 
-def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, lambda_dtype=None):
-    """The normalised output h (N, D) of the model, before the head."""
+def gelu(x):
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
+                 dynamic=(), mix=None, signs=None, **settings):
+    """The normalised output h (N, D) of the model, before the head.
+
+    settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:
+    {layer: the layer that its skip connection comes from}. The remaining arguments are features that record 74 lacks.
+    input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
+    signs: (8192, D), the factors of bigrams.
+    """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
-    device = params["embed"].device
+    device, V = params["embed"].device, params["embed"].shape[0]
     tok, bigram_rows = tok.to(device), bigram_rows.to(device)
 
     def lambdas(label):  # rounded to lambda_dtype before use (K6)
@@ -173,41 +187,83 @@ def model_hidden(params, tok, cu, bigram_rows, *, S, L, freqs, attn_scale, H, la
 
     rho, pi = lambdas("resid_lambdas"), lambdas("post_lambdas")
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
-    smear_lambda, backout_lambda, skip_lambda = (params[f"{name}_lambda"][0] for name in ("smear", "backout", "skip"))
+    smear_lambda, backout_lambda = params["smear_lambda"][0], params["backout_lambda"][0]
 
-    def attn(i, lane):
-        return attention(params, i, rms(lane), tok, cu, S=S, L=L, freqs=freqs, attn_scale=attn_scale, H=H)
+    # Factors with a constant part, by place (layer, or 11: behind the last one) and name, in the order of dynamic_out.
+    constants = {}
+    for i, (row, *_) in enumerate(LAYERS):
+        if row is not None:
+            constants |= {(i, "x0"): alpha[i:i + 1], (i, "bigram"): beta[i:i + 1]}
+        if i in xsa:
+            constants[i, "xsa"] = params["xsa_lambdas"][xsa.index(i)]
+    if mix is not None:
+        constants |= {(mix, "mix"): params["mix_lambdas"][:6], (11, "mix"): params["mix_lambdas"][6:]}
 
-    # token embedding and bigram rows
+    def network(place):  # the number of networks that begin up to there: the last of them serves the place
+        return sum(start <= place for start in dynamic)
+
+    served = sorted((key for key in constants if network(key[0])), key=lambda key: network(key[0]))
+    ends = accumulate(len(constants[key]) for key in served)
+    rows_out = {key: slice(end - len(constants[key]), end) for key, end in zip(served, ends)}
+    network_streams = []
+
+    def factor(place, name):
+        """(number,), or with what the network adds (N, number)."""
+        key, k = (place, name), network(place) - 1
+        if key not in rows_out:
+            return constants[key]
+        hidden = gelu(network_streams[k] @ params["dynamic_in"][k].T)
+        return constants[key] + 0.1 * hidden @ params["dynamic_out"][rows_out[key]].T
+
+    def weighted(factors, sources):
+        assert factors.shape[-1] == len(sources)
+        return sum(factors[..., j:j + 1] * source for j, source in enumerate(sources))
+
+    # token embedding, bigram rows, value embeddings
     e = params["embed"][tok]
     gate = smear_lambda * torch.sigmoid(e[1:, :GATE] @ params["smear_gate"].T)  # (N-1, 1)
     x0 = rms(torch.cat([e[:1], e[1:] + gate * e[:-1]], dim=0))
     b = params["bigram_embed"][bigram_rows]
+    if signs is not None:
+        pairs = [0] + [(int(t) ^ int(before)) % 8192 for before, t in zip(tok[:-1], tok[1:])]
+        b = b * signs[pairs].to(b)
+    ves = {i: params["value_embeds"][value[0] * V + tok] for i, (*_, value) in enumerate(LAYERS) if value}
 
     # layers
-    lane0 = x0 + beta[0] * b
-    for i in range(0, 6):
-        inject = alpha[0] * x0 if i == 0 else alpha[i] * x0 + beta[i] * b
-        lane0 = rho[i, 0] * lane0 + attn(i, lane0) + inject
-        if i == 3:
-            skip = lane0
-        lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * mlp(params, i, rms(lane0))
-
-    g = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(x0[:, :GATE] @ params["skip_gate"].T)  # (N, 1)
-    lane0 = lane0 + g * skip
-    lane0 = rho[6, 1] * lane0 + pi[6, 1, 0] * mlp(params, 6, rms(lane0))
-
-    lane1 = lane0
-    for i in range(7, 11):
-        a = attn(i, lane0)
-        lane0 = rho[i, 0] * lane0 + pi[i, 0, 0] * a + alpha[i] * x0 + beta[i] * b
-        lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
-        m = mlp(params, i, rms(lane1))
+    lane0, lane1, before_mlp, left = x0, None, [], []  # lane 0 before every MLP, and as it left every layer
+    for i, (row, *_) in enumerate(LAYERS):
+        if i in dynamic:
+            network_streams.append(lane0)
+        if i == 0:
+            first = lane0 = x0 + factor(0, "bigram") * b
+        if i in skip:
+            j = [*skip].index(i)
+            g = 2 * torch.sigmoid(x0[:, :GATE] @ params["skip_gate"][j])[:, None]  # (N, 1)
+            lane0 = lane0 + torch.sigmoid(params["skip_lambda"][j]) * g * before_mlp[skip[i]]
+        if i == lanes_from:
+            lane1 = lane0
+        if i == mix:
+            before_mix, sources, m = lane0, [first, left[7], lane0], factor(i, "mix")
+            ves[i] = ves[i] + weighted(m[..., :3], sources)
+            lane0 = lane0 + weighted(m[..., 3:], sources)
+        if row is not None:
+            a = attention(params, i, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
+                          xsa=factor(i, "xsa") if i in xsa else None, **settings)
+            inject = factor(i, "x0") * x0 + (factor(i, "bigram") * b if i > 0 else 0)
+            lane0 = rho[i, 0] * lane0 + (a if lane1 is None else pi[i, 0, 0] * a) + inject
+            if lane1 is not None:
+                lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
+        before_mlp.append(lane0)
+        m = mlp(params, i, rms(lane0 if lane1 is None else lane1))
         lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * m
-        lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
-        if i == 7:
-            backout = lane0
-    return rms(0.5 * (lane0 + lane1) - backout_lambda * backout)
+        if lane1 is not None:
+            lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
+        left.append(lane0)
+    x = (lane0 if lane1 is None else 0.5 * (lane0 + lane1)) - backout_lambda * left[7]
+    if mix is not None:
+        skips = [before_mlp[j] for j in sorted({*skip.values()})]
+        x = x + weighted(factor(11, "mix"), [first, left[7], before_mix, ves[1], *skips])
+    return rms(x)
 
 
 def softcapped_logits(params, h):
@@ -373,14 +429,24 @@ def polar_express(X):
     return X
 
 
-def normuon_step(state, g, mu, lrs, wd):
-    """One step of master weights w (c, R, C), in place; R >= C, lrs one rate per matrix, wd = lambda."""
+def polar_of_scaled(u):
+    return polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
+
+
+def normuon_step(state, g, mu, lrs, wd, pair_rows=None):
+    """One step of master weights w (c, R, C), in place; R >= C, lrs one rate per matrix, wd = lambda.
+
+    pair_rows: the matrices are Q, K, V, O of the layers, and of Q and K every so many rows are a matrix of their own.
+    """
     w, m, v = state["w"], state["m"], state["v"]
     lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(-1, 1, 1)
     # 1-3
     m.copy_(m + (1 - mu) * (g - m))
     u = g + mu * (m - g)
-    y = polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
+    y = polar_of_scaled(u)
+    if pair_rows:
+        for j in (j for j in range(len(u)) if j % 4 in (0, 1)):
+            y[j] = torch.cat([polar_of_scaled(part) for part in u[j].split(pair_rows)])
     # 4
     q, n = (y * y).mean(2, keepdim=True), w.shape[2]
     norm = torch.sqrt(n * q.sum((1, 2), keepdim=True))
@@ -415,10 +481,11 @@ def adam_step(state, g, lr, beta1, beta2, wd_mul):
 class OracleOptimizer:
     """The optimizer of the whole model on one rank. The banks are the master weights, and nothing is rounded.
 
-    `params` holds the current weights under their labels; `states` the Adam and NorMuon states.
+    `params` holds the current weights under their labels; `states` the Adam and NorMuon states. pair_rows: rows of two
+    heads, if their parts of Q and K are orthogonalised by themselves.
     """
 
-    def __init__(self, params):
+    def __init__(self, params, pair_rows=None):
         assert set(params) == set(ADAM_TABLE) | set(NORMUON_TABLE)
         self.params = {label: p.detach().double().clone().contiguous() for label, p in params.items()}
         self.states = {}
@@ -429,7 +496,7 @@ class OracleOptimizer:
             p = self.params[label]
             self.states[label] = dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
         self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}
-        self.tied = True
+        self.tied, self.pair_rows = True, pair_rows
 
     def _matrices(self, label, tensor):
         """Optimizer view, (40, D, D) of attn_bank and (24, F, D) of mlp_bank; shares storage."""
@@ -443,7 +510,8 @@ class OracleOptimizer:
         for label, muls in NORMUON_TABLE.items():
             g = self._matrices(label, grads[label].double().contiguous())
             lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
-            normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s)
+            normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s,
+                         self.pair_rows if label == "attn_bank" else None)
 
         for label in ADAM_TABLE:
             self.sums[label] += grads[label].double()

@@ -243,18 +243,23 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
 
 OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=768", "--stage5.max_doc_len=96",
                 "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1", "--layer9.value_embed=false",
-                "--backout_layer=8"]
+                "--backout_layer=8", "--layer0.dynamic=1", "--layer3.xsa=1", "--layer9.input_from=6",
+                "--layer10=two_lanes value_embed long xsa dynamic mix", "--bigram_tables=7.5", "--bigram_signs=1",
+                "--head_pairs=1"]
 
 
 def test_any_stages_and_layers(corpus, tmp_path, capsys):
-    """Five stages, another layer table: resumed bit for bit, evaluated, sampled; another layer table is refused."""
+    """Five stages, another layer table, all features: resumed bit for bit, evaluated, sampled; another layer table is
+    refused."""
     run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=4")
     saved = torch.load(run.saved[STEPS], weights_only=True)
     assert saved["model"]["attn_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
+    for label in "dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas":
+        assert saved["model"][label].any() and saved["optimizer"][label]["v"].any(), label
     assert evaluate.main([str(run.saved[STEPS]), "--device=cpu"]) == 0
     assert f"\nval_loss: {run.val[str(STEPS)]}\n" in capsys.readouterr().out
     assert T.main([f"--sample={run.saved[STEPS]}", "--device=cpu", "--tokens=3", "--prompt=the "]) == 0
-    with pytest.raises(UserError, match="layer3: here default, in the checkpoint long$"):
+    with pytest.raises(UserError, match="layer3: here xsa, in the checkpoint long xsa$"):
         T.parse_config([f"--resume={run.saved[8]}", "--layer3.long=false"])
     again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[8]}", *LAST_ONLY)
     assert differing(again.saved[STEPS], run.saved[STEPS]) == []

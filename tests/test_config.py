@@ -146,6 +146,17 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
     "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
     "--layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
+    "--layer5.input_from=5": "--layer5.input_from=5: must be an earlier layer, 0 to 4, or none, in a layer with att",
+    "--layer5.input_from=-1": "--layer5.input_from=-1: must be an earlier layer, 0 to 4, or none",
+    "--layer6.input_from=2": "--layer6.input_from=2: must be .* in a layer with attention",
+    "--layer6.xsa=1": "--layer6.xsa=True: only for a layer with attention that is not paired",
+    "--layer9.xsa=1": "--layer9.xsa=True: only for a layer with attention that is not paired",
+    "--layer7.mix=1 --backout_layer=6": "--layer7.mix=True: only for one layer, with value_embed, behind the backout_l",
+    "--layer8.mix=1 --backout_layer=8": "--layer8.mix=True: only for one layer, .* behind the backout_layer",
+    "--layer8.mix=1 --backout_layer=none": "--layer8.mix=True: only for one layer, .* behind the backout_layer",
+    "--layer8.mix=1 --layer10.mix=1": "--layer8.mix=True: only for one layer",
+    "--layer6.dynamic=1 --layer7.dynamic=1": "--layer6.dynamic=True: neither this layer nor those up to the next",
+    "--preset=cpu --bigram_normal=1": "--bigram_normal=True: only for the tokens of GPT-2, --vocab_size=50257, not 257",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
     "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
@@ -345,6 +356,23 @@ def test_parameter_table():
     assert rates == {"attn_bank": (1, 1, 1, 1), "mlp_bank": (2, 4)}
     assert RECORD.optim == T.Optim(adam_lr=0.008, adam_eps=1e-10, adam_wd=0.005, muon_lr=0.023, muon_beta2=0.95,
                                    muon_wd=1.2)
+
+
+def test_parameters_of_features_that_record74_lacks():
+    config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
+                             "--layer8.mix=1"]).model
+    rows = {row.label: row for row in T.param_table(config) if row.label not in TABLE}
+    assert {label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for label, row in rows.items()} == {
+        "dynamic_in": (*SMOOTH, 0.25, 1), "dynamic_out": (*SMOOTH, 0.25, 1), "xsa_lambdas": (*SMOOTH, 1, 0),
+        "mix_lambdas": (*SMOOTH, 1, 0)}
+    # From layer 4 on: 2 factors in each of 6 layers with attention, those of 6 heads, 6 + 5 of the mixtures.
+    assert {label: row.shape for label, row in rows.items()} == {
+        "dynamic_in": (1, 64, 768), "dynamic_out": (29, 64), "xsa_lambdas": (2, 6), "mix_lambdas": (11,)}
+    assert [row.dtype for row in rows.values()] == [BF16, FP32, FP32, FP32]
+    model = T.GPT(config, None, FP32, CPU)
+    model.init_weights(3)
+    assert uniform(model.dynamic_in.detach(), 768**-0.5)
+    assert not any(model.get_parameter(label).any() for label in rows if label != "dynamic_in")
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------

@@ -17,14 +17,39 @@ LENGTHS = [1, 70, 3, 40, 14]
 SHORT, LONG, SCALE, KAPPA = 9, 21, 0.117, 0.25
 WEIGHTS = (1.0, 0.5, 0.25)
 
+# Features that record 74 lacks: name -> (knobs, what the oracle has to know about them).
+LATER_LAYERS = [f"--layer{i}={layer}" for i, layer in enumerate((
+    "paired dynamic", "value_embed xsa", "value_embed paired", "long xsa", "xsa dynamic", "paired",
+    "attention=false skip_from=3", "xsa", "value_embed xsa input_from=7", "value_embed paired input_from=7",
+    "value_embed xsa long input_from=7 dynamic mix"))]
+FEATURES = {
+    None: ([], {}),
+    "input_from": (["--layer5.input_from=3", "--layer8.input_from=7", "--layer9.input_from=8"],
+                   dict(input_from={5: 3, 8: 7, 9: 8})),
+    "xsa": (["--layer1.xsa=1", "--layer3.xsa=1", "--layer7.xsa=1", "--layer10.xsa=1"], dict(xsa=(1, 3, 7, 10))),
+    "dynamic": (["--layer2.dynamic=1", "--layer6.dynamic=1"], dict(dynamic=(2, 6))),
+    "mix": (["--layer8.mix=1", "--layer4.skip_from=2", "--layer7.skip_from=1"],
+            dict(mix=8, skip={4: 2, 6: 3, 7: 1})),
+    "bigram": (["--bigram_tables=7.5", "--bigram_signs=1"], {}),
+    "one lane": ([f"--layer{i}.two_lanes=0" for i in (7, 8, 9, 10)], dict(lanes_from=None)),
+    "all": ([*LATER_LAYERS, "--bigram_tables=7.5", "--bigram_signs=1"],
+            dict(input_from={8: 7, 9: 7, 10: 7}, xsa=(1, 3, 4, 7, 8, 10), dynamic=(0, 4, 10), mix=10, lanes_from=None))}
+
 
 @pytest.fixture(scope="module")
 def setting():
     return make_setting(CONFIG)
 
 
-def make_setting(config):
-    """Model in fp64 with every parameter random, one batch, its view, and what the oracle has to know."""
+def with_features(name, *knobs):
+    """The arguments of make_setting for CONFIG with the features of that name, and with other knobs."""
+    arguments, known = FEATURES[name]
+    return T.parse_config(["--preset=record74", "--vocab_size=120", "--model_dim=96", *arguments, *knobs]).model, known
+
+
+def make_setting(config, features=None):
+    """Model in fp64 with every parameter random, one batch, its view, and what the oracle has to know, also about the
+    features."""
     torch.manual_seed(1)
     cpu = torch.device("cpu")
     ops, _ = kernels.choose_ops(cpu, "torch")
@@ -43,7 +68,9 @@ def make_setting(config):
     view = T.AttentionSettings(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT),
                                torch.tensor(LONG), torch.tensor(SCALE, dtype=torch.float64), max(LENGTHS))
     settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(config.head_dim // 4), attn_scale=SCALE,
-                    H=config.num_heads, lambda_dtype=torch.bfloat16)
+                    H=config.num_heads, lambda_dtype=torch.bfloat16, **features or {})
+    if config.bigram_signs:
+        settings["signs"] = model.signs
     return model, tokens, cu, rows, view, settings
 
 
@@ -73,24 +100,28 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
         error = (param.grad.to(wanted) - wanted).abs().max() / wanted.abs().max()
         rounded = name in ("post_lambdas", "x0_lambdas", "bigram_lambdas", "resid_lambdas")
         # A single number is a sum over all tokens in which much cancels.
-        bound = lambda_bound if rounded else 10 * gradient_bound if param.numel() == 1 else gradient_bound
+        bound = lambda_bound if rounded else 30 * gradient_bound if param.numel() == 1 else gradient_bound
         assert error < bound, f"gradient of {name}: relative error {error:.1e}"
 
 
-def test_loss_and_all_gradients(setting):
-    """The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 2.2e-7, 3.2e-6
+@pytest.mark.parametrize("name", FEATURES)
+def test_loss_and_all_gradients(name):
+    """The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 2.8e-7, 9.1e-6
     of a single number. The gradients of lambdas are rounded to bf16 with the lambdas themselves (K6); largest seen:
-    4.2e-4."""
+    1.2e-3."""
+    setting = make_setting(*with_features(name))
     model = setting[0]
     head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     compare_with_oracle(model, head, setting, loss_bound=1e-6, gradient_bound=1e-6, lambda_bound=2**-8)
 
 
-def test_loss_and_all_gradients_through_the_kernels(device):
+@pytest.mark.parametrize("name", [None, "all"])
+def test_loss_and_all_gradients_through_the_kernels(device, name):
     """Every kernel of a micro-step in its place, in fp32. Without a GPU, where Triton's interpreter takes three times
     as long for six heads, the largest error of a gradient was 4e-6, of a single number 6e-5, of a lambda 3.8e-3."""
-    config = CONFIG if device.type == "cuda" else dataclasses.replace(CONFIG, model_dim=32, num_heads=2)
-    setting = make_setting(config)
+    small = [] if device.type == "cuda" else ["--model_dim=32", "--num_heads=2"]
+    setting = make_setting(*with_features(name, *small))
+    config = setting[0].config
     ops, names = kernels.choose_ops(device, "attention:triton,mlp:triton,cross_entropy:triton,embedding_grad:triton")
     assert names["attention"] == names["mlp"] == "triton"
     model = T.GPT(config, ops, torch.float32, device).float()
@@ -152,9 +183,46 @@ def test_bf16_is_near_fp32():
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
-def test_mixing_factors_scalar_per_token_or_absent(setting, monkeypatch):
-    """A factor per token with equal entries is the scalar; a missing injection is a factor of zero; other factors
-    matter."""
+def test_signs_of_bigrams():
+    """Large token ids, whose XOR is larger than the table; every model has the same signs."""
+    config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, bigram_tables=0.1, bigram_signs=True)
+    assert config.bigram_rows == 5030
+    ops, _ = kernels.choose_ops(torch.device("cpu"), "torch")
+    model, other = (T.GPT(config, ops, torch.float32, torch.device("cpu")) for _ in range(2))
+    signs = model.signs
+    assert signs.shape == (8192, 16) and torch.equal(signs.abs(), torch.ones_like(signs)) and abs(signs.mean()) < 0.02
+    assert len(signs.unique(dim=0)) > 7000 and torch.equal(signs, other.signs)
+    tokens, rows = torch.randint(50257, (200,), dtype=torch.int32), torch.randint(5030, (200,), dtype=torch.int32)
+    torch.nn.init.normal_(model.bigram_embed)
+    ids = [0] + [(a ^ b) % 8192 for a, b in zip(tokens.tolist(), tokens.tolist()[1:])]
+    assert torch.equal(model.lookup(tokens, {"bigram_embed": rows})[1], model.bigram_embed[rows] * signs[ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_xsa_dynamic_and_mix_begin_without_effect(dtype):
+    """With the initial values of their own parameters, whatever the others are; these are drawn as without them."""
+    cpu, (config, _) = torch.device("cpu"), with_features("all")
+    layers = tuple(dataclasses.replace(layer, xsa=False, dynamic=False, mix=False) for layer in config.layers)
+    ops, _ = kernels.choose_ops(cpu, "torch")
+    plain, model = (T.GPT(c, ops, dtype, cpu) for c in (dataclasses.replace(config, layers=layers), config))
+    for either in plain, model:
+        either.init_weights(0)
+    own = {"dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas"}
+    assert {*dict(model.named_parameters())} == {*dict(plain.named_parameters())} | own
+    assert model.dynamic_in.any() and not any(model.get_parameter(label).any() for label in own - {"dynamic_in"})
+    _, tokens, cu, rows, view, _ = make_setting(config)
+    view = view._replace(rotary=view.rotary.to(dtype), scale=view.scale.to(dtype))
+    with torch.no_grad():
+        for label, param in plain.named_parameters():
+            assert torch.equal(param, model.get_parameter(label)), label
+            param.add_(torch.randn_like(param) * (0.3 if param.numel() < 1000 else 0.03))
+            model.get_parameter(label).copy_(param)
+        out, expected = (m(tokens[:-1].int(), cu, {"bigram_embed": rows}, view) for m in (model, plain))
+    assert torch.equal(out, expected)
+
+
+def test_mixing_factors_scalar_or_per_token(setting, monkeypatch):
+    """A factor per token with equal entries is the scalar; other factors matter."""
     model, tokens, cu, rows, view, _ = setting
     n, static = len(tokens) - 1, model.mixes()
 
@@ -166,10 +234,6 @@ def test_mixing_factors_scalar_per_token_or_absent(setting, monkeypatch):
     base = output(lambda i, mix: mix)
     per_token = output(lambda i, mix: T.Mix(*(None if factor is None else factor.expand(n, 1) for factor in mix)))
     torch.testing.assert_close(per_token, base, rtol=1e-9, atol=1e-9)
-    zero, none = (output(lambda i, mix: mix._replace(x0=factor, bigram=mix.bigram if i == 0 else factor))
-                  for factor in (0 * static[0].x0, None))
-    torch.testing.assert_close(none, zero, rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(none, base, rtol=1e-3)
     for field in T.Mix._fields:  # in the last layer, which has them all
         changed = output(lambda i, mix: mix._replace(**{field: 2 * getattr(mix, field)}) if i == 10 else mix)
         assert not torch.allclose(changed, base, rtol=1e-6), field

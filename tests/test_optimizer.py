@@ -2,6 +2,8 @@
 
 import dataclasses
 import datetime
+import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,9 +74,10 @@ def test_adam_matches_torch_without_decay():
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def small_config():
+def small_config(head_pairs=False):
     schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
-    return dataclasses.replace(T.Config(), model=T.Model(vocab_size=120, model_dim=48), schedule=schedule)
+    return dataclasses.replace(T.Config(), model=T.Model(vocab_size=120, model_dim=48), schedule=schedule,
+                               optim=T.Optim(head_pairs=head_pairs))
 
 
 def make_model(config, seed=0):
@@ -83,15 +86,17 @@ def make_model(config, seed=0):
     return model
 
 
-def test_ten_steps_across_the_split_against_the_oracle():
+@pytest.mark.parametrize("head_pairs", [False, True])
+def test_ten_steps_across_the_split_against_the_oracle(head_pairs):
     """All 18 parameters, even and odd steps, tied, the split with its state transfer, untied; fp64 oracle without bf16
     rounding."""
-    config = small_config()
+    config = small_config(head_pairs)
     plans = [T.make_plan(config, step) for step in range(10)]
     assert [p.step for p in plans if p.split] == [5]
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
-    oracle = oracles.OracleOptimizer({k: p.detach().clone() for k, p in model.named_parameters()})
+    oracle = oracles.OracleOptimizer({k: p.detach().clone() for k, p in model.named_parameters()},
+                                     pair_rows=16 if head_pairs else None)
     start = {k: p.detach().double().clone() for k, p in model.named_parameters()}
     for plan in plans:
         grads = {k: torch.randn_like(p, dtype=torch.float32).to(p.dtype) * 0.1 for k, p in model.named_parameters()}
@@ -112,13 +117,45 @@ def test_ten_steps_across_the_split_against_the_oracle():
         assert error < bound, f"{label}: relative error {error:.1e}"
 
 
-def train(rt, steps, saved=None):
+def orthogonalised(grads, head_pairs, world=1):
+    """What NorMuon makes of gradients of attn_bank at momentum 0, in fp64; all ranks one after the other."""
+    config, got = small_config(head_pairs), []
+    plan = T.make_plan(config, 0)._replace(momentum=0.0)
+    ops = SimpleNamespace(**vars(OPS) | {"normuon_tail": lambda p, mantissa, v, y, *args: got.append(y)})
+    for rank in range(world):
+        optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, T.Runtime(rank, world, CPU), ops)
+        optimizer._update_normuon("attn_bank", plan, optimizer._shard("attn_bank", grads).double())
+    return torch.cat(got)[:len(grads)]
+
+
+def test_head_pairs_against_svd():
+    """As above, for each pair of heads of Q and K; V and O as without the knob."""
+    grads = torch.randn(40, 48, 48)
+    y, plain = (orthogonalised(grads, head_pairs).view(10, 4, 48, 48) for head_pairs in (True, False))
+    assert torch.equal(y[:, 2:], plain[:, 2:])
+    pairs = grads.double().view(10, 4, 3, 16, 48)[:, :2]
+    u, s, vh = torch.linalg.svd(pairs, full_matrices=False)
+    reached = u.mT @ y[:, :2].view(pairs.shape) @ vh.mT
+    diagonal = reached.diagonal(dim1=-2, dim2=-1)
+    assert (reached - torch.diag_embed(diagonal)).abs().max() < 1e-6
+    big = s > 1e-3 * torch.linalg.matrix_norm(pairs)[..., None]
+    assert big.all() and (diagonal > 0.8588).all() and (diagonal < 1.1412).all()
+
+
+@pytest.mark.parametrize("world", [3, 7, 20, 40, 41])
+def test_head_pairs_of_any_shard(world):
+    """20 ranks own Q and K, or V and O; 40 one matrix each, the last of 41 none."""
+    grads = torch.randn(40, 48, 48)
+    assert torch.equal(orthogonalised(grads, True, world), orthogonalised(grads, True))
+
+
+def train(rt, steps, saved=None, head_pairs=False):
     """{"model", "optimizer"}: both states after these steps on the ranks of `rt`, begun with `saved` if given.
 
     Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for
     every G.
     """
-    config = small_config()
+    config = small_config(head_pairs)
     # sparse exchange
     config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))
     model = make_model(config)
@@ -146,10 +183,10 @@ def train(rt, steps, saved=None):
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def train_as_rank(rank, world, folder, steps):
+def train_as_rank(rank, world, folder, steps, head_pairs):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", datetime.timedelta(seconds=60), world, rank)
-    state = train(T.Runtime(rank, world, CPU), steps, torch.load(folder / "saved.pt"))
+    state = train(T.Runtime(rank, world, CPU), steps, torch.load(folder / "saved.pt"), head_pairs)
     torch.save(state, folder / f"rank{rank}.pt")
 
 
@@ -160,22 +197,24 @@ def assert_same(state, other):
     assert [name for name, tensor in named[0].items() if not torch.equal(tensor, named[1][name])] == []
 
 
-@pytest.mark.parametrize("world", [7, 11])
-def test_any_number_of_ranks_equals_one_bit_for_bit(tmp_path, world):
+@pytest.mark.parametrize("world, head_pairs", [(7, True), (11, False)])
+def test_any_number_of_ranks_equals_one_bit_for_bit(tmp_path, world, head_pairs):
     """From a state of one rank, across the split with its state transfer (step 5), and back to one rank.
 
     7 ranks divide no sharded parameter. Of the banks' 40 and 24 matrices they own 6 and 4 each, the last one 4 and
     none: its rest is padding. 11 ranks own 4 and 3; one or three of them padding only.
     """
-    states = [train(ONE_RANK, range(3))]
+    run = functools.partial(train, ONE_RANK, head_pairs=head_pairs)
+    states = [run(range(3))]
     assert "grad" in states[0]["optimizer"]["bigram_embed"]  # waits for the next step
     torch.save(states[0], tmp_path / "saved.pt")
-    torch.multiprocessing.start_processes(train_as_rank, (world, tmp_path, range(3, 8)), world, start_method="fork")
-    one = train(ONE_RANK, range(3, 8), states[0])
-    assert_same(one, train(ONE_RANK, range(8)))  # nobody has noticed the break
+    torch.multiprocessing.start_processes(train_as_rank, (world, tmp_path, range(3, 8), head_pairs), world,
+                                          start_method="fork")
+    one = run(range(3, 8), states[0])
+    assert_same(one, run(range(8)))  # nobody has noticed the break
     saved = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     assert_same(one, saved[0])
     for state in saved[1:]:
         assert all(torch.equal(p, state["model"][label]) for label, p in one["model"].items())
         assert state["optimizer"] == {label: {} for label in one["model"]}  # for rank 0 only
-    assert_same(train(ONE_RANK, range(8, 10), one), train(ONE_RANK, range(8, 10), saved[0]))
+    assert_same(run(range(8, 10), one), run(range(8, 10), saved[0]))
