@@ -109,8 +109,7 @@ def fit_length(config, by_hand, made_for, world):
         if (old := getattr(schedule, key)) >= 1:  # a number of steps
             new = round(old * schedule.scheduled_steps / native.scheduled_steps)
             schedule = dataclasses.replace(schedule, **{key: new})
-    if not schedule.minutes:
-        schedule = dataclasses.replace(schedule, train_tokens=total_tokens(schedule))
+    schedule = dataclasses.replace(schedule, train_tokens=0 if schedule.minutes else total_tokens(schedule))
     return dataclasses.replace(config, schedule=schedule)
 
 

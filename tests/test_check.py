@@ -335,13 +335,13 @@ def test_micro_batches_that_divide():
     """Rows of up to 49152 tokens, in multiples of 16, for every stage."""
     def possible(*batches, world=1):
         stages = (f"--stage{i}.batch_tokens={tokens}" for i, tokens in enumerate(batches, 1))
-        return T.possible_micro_batches(T.parse_config(["--preset=single", *stages], world), world)
+        return T.possible_micro_batches(T.parse_config(["--preset=short", *stages], world), world)
 
-    assert possible() == [4, 8, 16, 32, 64, 128]
+    assert possible(*[131072] * 4) == [4, 8, 16, 32, 64, 128]
     assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert possible(32, 64, 96, 96) == [1, 2] and possible(32, 64, 96, 96, world=2) == [2]
-    assert possible(world=16) == [16, 32, 64, 128]
-    assert T.choose_micro_batches(T.parse_config(["--preset=single"], 4), None, 4).system.micro_batches == 4
+    assert possible(*[131072] * 4, world=16) == [16, 32, 64, 128]
+    assert T.choose_micro_batches(T.parse_config(["--preset=short"], 4), None, 4).system.micro_batches == 4
     with pytest.raises(UserError, match="^--micro_batches=0: no number up to 128 .*393216,393224 "):
         possible(131072, 262144, 393216, 393224)
 

@@ -45,7 +45,7 @@ def test_rule(preset, world):
     assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
 
 
-@pytest.mark.parametrize("preset, world", [("record74", 8), ("single", 1), ("short", 1), ("cpu", 1)])
+@pytest.mark.parametrize("preset, world", [("record74", 8), ("short", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset]
     tokens = T.total_tokens(config.schedule)
@@ -64,8 +64,11 @@ def test_more_gpus_take_larger_batches():
 
 def test_single_is_a_longer_short():
     """The preset for the whole run on one GPU follows from the short one by the rule."""
-    config, single = T.parse_config(["--preset=short", "--train_tokens=390e6"]), T.PRESETS["single"]
-    assert dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, train_tokens=0)) == single
+    for world, more in (1, []), (2, ["--train_tokens=1e8"]), (1, ["--minutes=3"]):
+        single = T.parse_config(["--preset=single", *more], world)
+        assert single == T.parse_config(["--preset=short", *(more or ["--train_tokens=390e6"])], world)
+    s = schedule("--preset=single")
+    assert s.stages[0].batch_tokens == 131072 and (s.scheduled_steps, s.extension_steps) == (2889, 87)
     assert T.parse_config(["--preset=short", "--train_tokens=390e6", "--table_beta2=0.9"]).optim.table_beta2 == 0.9
     by_hand = [f"--stage{i}.batch_tokens=65536" for i in range(1, 5)]
     assert T.parse_config(["--preset=short", "--train_tokens=390e6", *by_hand]).optim.table_beta2 == round(0.98**2, 4)
