@@ -105,9 +105,9 @@ class Layer:
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
     skip_from: int | None = None  # first add lane 0 as it was before this earlier layer's MLP (PR 186, classiclarryd)
     input_from: int | None = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
-    xsa: bool = False  # remove from the attention output a learned part of what points along the token's own values
-    dynamic: bool = False  # from here on, a network that reads lane 0 adds to some factors for each token
-    mix: bool = False  # add earlier streams to lane 0 and to the value embedding; then also after the last layer
+    xsa: bool = False  # remove a learned part of what points along the token's own values from y (PR 264, djdumpling)
+    dynamic: bool = False  # a network reads lane 0 and adds to factors of this and later layers (PR 259, Lisennlp)
+    mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
 
 RECORD74_LAYERS = (
@@ -308,7 +308,8 @@ SHORT = Config(
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
     "record": RECORD74,  # the best run for 8 GPUs
-    # The best run for one GPU: so many tokens should reach 3.28, but nobody has measured it (README).
+    # The best run for one GPU: so many tokens should reach 3.28, but nobody has measured it (README). On more GPUs it
+    # has larger batches. With --train_tokens=0 it is `short`.
     "single": dataclasses.replace(SHORT, schedule=dataclasses.replace(SHORT.schedule, train_tokens=390e6)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, and with other
@@ -330,7 +331,11 @@ PRESETS = {
                sample_tokens=200, sample_prompt="def ")),
 }
 
-MADE_FOR_GPUS = {"single": 1, "short": 1, "cpu": 1}  # the batches of the other presets are those of 8 GPUs
+
+def made_for(preset):
+    """(schedule, number of GPUs) whose batches suit each other, for `fit_length`."""
+    return PRESETS[preset].schedule, 1 if preset in ("single", "short", "cpu") else 8
+
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
@@ -341,7 +346,7 @@ def with_system(config, **knobs) -> Config:
     return dataclasses.replace(config, system=dataclasses.replace(config.system, **knobs))
 
 
-def resumed_config(overrides, preset) -> tuple[Config, int]:
+def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
     """(config of the checkpoint that --resume names, its step). Overrides may change only the machine, the output and
     the validation.
 
@@ -350,12 +355,12 @@ def resumed_config(overrides, preset) -> tuple[Config, int]:
     path = overrides["resume"]
     state = load_checkpoint(path)
     saved = with_system(config_from_dict(RECORD74, state["config"]), profile="")
-    config = override(saved, overrides)
-    if not config.system.micro_batches:  # a resumed run keeps the number that was chosen
-        config = with_system(config, micro_batches=saved.system.micro_batches)
+    wanted = override(PRESETS[preset] if preset else saved, overrides)
+    if preset:
+        wanted = fit_length(wanted, overrides.keys(), made_for(preset), world)
     free = {*vars(saved.data), *vars(saved.system)} - LEARNED_KNOBS
-    new, old = flatten(override(PRESETS[preset], overrides) if preset else config), flatten(saved)
-    new["micro_batches"] = new["micro_batches"] or old["micro_batches"]  # 0 (of a preset): likewise
+    new, old = flatten(wanted), flatten(saved)
+    new["micro_batches"] = new["micro_batches"] or old["micro_batches"]  # 0: a resumed run keeps the chosen number
     differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
                  for key in new | old if key not in free and new.get(key) != old.get(key)]
     if differing:
@@ -363,6 +368,7 @@ def resumed_config(overrides, preset) -> tuple[Config, int]:
         given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
         advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
+    config = override(saved, {key: text for key, text in overrides.items() if key in free})  # all else is the same
     check_weights(state, config.model)
     step, total = state["step"], stage_starts(config.schedule)[-1]
     if step >= total:
@@ -378,14 +384,14 @@ def parse_config(argv, world=1) -> Config:
     if preset not in (None, *PRESETS):
         raise UserError(f"--preset={preset}: known presets are {', '.join(PRESETS)}")
     if overrides.get("resume"):
-        config, first_step = resumed_config(overrides, preset)
+        config, first_step = resumed_config(overrides, preset, world)
     else:
-        base = PRESETS[preset or "record"]
-        config, first_step = override(base, overrides), 0
+        preset = preset or "record"
+        config, first_step = override(PRESETS[preset], overrides), 0
         if 0 < config.system.micro_batches < world:
             config = with_system(config, micro_batches=world)
         check_config(config, world)
-        config = fit_length(config, overrides.keys(), (base.schedule, MADE_FOR_GPUS.get(preset, 8)), world)
+        config = fit_length(config, overrides.keys(), made_for(preset), world)
     check_config(config, world)
     if config.system.profile and config.system.profiled.start < first_step:
         raise UserError(f"--profile={config.system.profile}: the run goes on at step {first_step}")
@@ -789,9 +795,9 @@ class GPT(nn.Module):
             constant, addition = constants[place, name], additions.get((place, name))
             return constant if addition is None else constant + addition
 
-        def mixture(factors, sources):
+        def mixture(numbers, sources):
             """Sum of the sources (N, D), each times its factor."""
-            return sum(factor * source for factor, source in zip(factors.to(dtype).split(1, -1), sources, strict=True))
+            return sum(factor * source for factor, source in zip(numbers.to(dtype).split(1, -1), sources, strict=True))
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
@@ -1137,8 +1143,8 @@ class NorMuonAndAdam:
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
-        y = (self._polar_of_head_pairs if label == "attn_bank" and self.config.head_pairs else kernels.polar_express)(
-            X, scale, self.ops)
+        in_pairs = label == "attn_bank" and self.config.head_pairs
+        y = (self._polar_of_head_pairs if in_pairs else kernels.polar_express)(X, scale, self.ops)
         lr = self.config.muon_lr * plan.lr_factor
         rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
@@ -1327,7 +1333,8 @@ def estimate_memory(config, world) -> tuple[float, float]:
 
     Measured on 1, 2 and 4 H200s, the error is at most 0.5 % and 2 % (records/2026-11-22_lengths: the record run took
     22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). 14.2, the number of activations that autograd keeps
-    per layer, is fitted. 18, the number of activations in a validation, is counted.
+    per layer, is fitted. 18, the number of activations in a validation, is counted. The activations of XSA, dynamic
+    factors and mixtures are not: `short` with all of them took 5 % more than the estimate.
     """
     (weights, state), system, V = state_bytes(config), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches

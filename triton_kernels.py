@@ -990,7 +990,7 @@ def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: 
     q, k, v = _pair_heads(qk, v, paired)
     *dq_dk_dv, dout_gate = attend_backward(
         dy.reshape(q.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(q.shape), lse, start, end, window, scale,
-        dv=None if paired else dqkv[:, 2], dv_upstream=None if dv is None else dv.reshape(q.shape))
+        dv=None if paired else dqkv[:, 2], dv_upstream=None if dv is None else dv.contiguous().view(q.shape))
     dve, dve_gate = project_backward(*(u.view(N, H, d) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
                                      offset, dqkv)
     dqkv = dqkv.view(N, 3 * H * d)

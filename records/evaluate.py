@@ -252,12 +252,13 @@ def hellaswag(model, config, path):
 
 
 def export(model, config, path):
-    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors.
+    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors. The signs of
+    bigrams, which are the same for all models of one width, are not among them (`GPT.__init__`).
 
     The format, little-endian: length of the header (8 bytes); the header (JSON, padded with spaces to a multiple of 8);
     the tensors.
     """
-    names, weights = {torch.bfloat16: "BF16", torch.float32: "F32"}, model.state_dict()
+    names, weights = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}, model.state_dict()
     ends = [0, *accumulate(x.nbytes for x in weights.values())]
     header = {label: {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
               for (label, x), start, end in zip(weights.items(), ends, ends[1:])}

@@ -207,6 +207,15 @@ def test_compiled(kind, device):
     torch.library.opcheck(tk._attention_block, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("kind", ["paired", "long+value"])
+def test_any_strides_of_the_gradients(kind, device):
+    args, dy = block_inputs(21, 4, 16, 24, kind, device, DTYPE), torch.randn(21, 4, 16, device=device).to(DTYPE)
+    for dv in dy.transpose(0, 1).contiguous().transpose(0, 1), dy[:1, :1, :1].expand(dy.shape):
+        strided, plain = (block_run(tk.attention_block, args, grads, DTYPE)
+                          for grads in ((dv, dv), (dv.contiguous(), dv.contiguous())))
+        assert all(map(torch.equal, strided, plain))
+
+
 def test_reference_on_cpu(monkeypatch):
     monkeypatch.setattr(tk, "INTERPRETED", False)
     monkeypatch.setattr(tk, "project", None)

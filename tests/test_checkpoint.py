@@ -231,6 +231,18 @@ def test_every_knob_is_learned_or_free(monkeypatch):
             assert f"; {key}: here {T.render(other)}, in the checkpoint {T.render(value)}" in str(refused.value)
 
 
+@pytest.mark.parametrize("args", [["--preset=single"], ["--preset=short", "--train_tokens=5e7", "--muon_lr=0.02"]])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
+    """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
+    config = T.with_system(T.parse_config(args, world), micro_batches=32)  # as the script may choose
+    monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    monkeypatch.setattr(T, "check_weights", lambda state, model: None)
+    assert T.parse_config([*args, "--resume=x"], world) == T.with_system(config, resume="x")
+    with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
+        T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
+
+
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)

@@ -8,6 +8,7 @@ import pytest
 import train_gpt as T
 from data import loader, tokenizer
 from data.files import UserError
+from records import evaluate
 from test_checkpoint import differing, train
 from test_guard import KNOBS, make_corpus
 from test_run import fails  # noqa: F401 (a fixture)
@@ -46,6 +47,7 @@ def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(T, "text_codec", no_tokenizer)
     resumed = train(corpus, tmp_path / "resumed", f"--resume={whole.saved[2]}")
     assert differing(resumed.saved[4], whole.saved[4]) == []
+    assert evaluate.main([str(whole.saved[4]), f"--export={tmp_path}/weights", "--validate=false"]) == 0
     (line,) = (line for line in whole.text.splitlines() if line.startswith("hash_ids: sha256 "))
     assert line in resumed.text.splitlines()
     fails([*args, f"--log_dir={tmp_path}"], "no GPT-2 tokenizer")
