@@ -134,7 +134,8 @@ def check_config(config, world=1):
             " width a multiple of 8")
     require(2 <= model.vocab_size <= 65536,
             f"--vocab_size={model.vocab_size}: must be 2 to 65536, as shards hold 16-bit tokens")
-    require(model.bigram_rows >= 2, f"--bigram_tables={model.bigram_tables}: the table of bigrams needs two rows or more")
+    require(model.bigram_rows >= 2,
+            f"--bigram_tables={model.bigram_tables}: the table of bigrams needs two rows or more")
     require(model.vocab_size == 50257 or not model.bigram_normal,
             f"--bigram_normal=True: only for the tokens of GPT-2, --vocab_size=50257, not {model.vocab_size}")
     require(model.backout_layer is None or model.backout_layer < len(layers),

@@ -2,10 +2,10 @@
 
 Twelve steps through all stages, the split and the extension, on text made here, with the sizes of GUARD and all else of
 a preset. One curve is stored for each preset ("as short" where it learns the same as another), of the plain PyTorch
-path in fp32 on a CPU, and one of record74 with the FP8 head, which shifts losses by up to 2e-3. The CPU must come within
-rounding of them, a GPU with all its kernels within what bf16 does. New kernels and other borders between them leave the
-curve within its tolerance; a changed constant does not, and whoever means to change what is learned stores the curve
-again.
+path in fp32 on a CPU, and one of record74 with the FP8 head, which shifts losses by up to 2e-3. The CPU must come
+within rounding of them, a GPU with all its kernels within what bf16 does. New kernels and other borders between them
+leave the curve within its tolerance; a changed constant does not, and whoever means to change what is learned stores
+the curve again.
 
     python tests/test_guard.py                                            the curve beside the stored one
     python tests/test_guard.py --device=cuda --dtype=bfloat16 --fp8=true  the same on a GPU; takes any --key=value
