@@ -105,7 +105,7 @@ class Layer:
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
     skip_from: int | None = None  # first add lane 0 as it was before this earlier layer's MLP (PR 186, classiclarryd)
     input_from: int | None = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
-    xsa: bool = False  # remove a learned part of what points along the token's own values from y (PR 264, djdumpling)
+    xsa: bool = False  # take a learned part of each head's component along its own value away (PR 264, djdumpling)
     dynamic: bool = False  # a network reads lane 0 and adds to factors of this and later layers (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
@@ -289,8 +289,8 @@ class Config:
 
 
 RECORD74 = Config()
-# 27.0M tokens on one GPU of 12 GB or more; settings found in short runs (records/2026-11-22_short_runs,
-# records/2026-11-22_sampled_softmax).
+# This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from records/2026-11-22_short_runs and
+# records/2026-11-22_sampled_softmax.
 SHORT = Config(
     Model(),
     Schedule(
@@ -542,9 +542,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
     dynamic = model.dynamic_sizes
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
     mlp_rows = -(-len(layers) // 4) * 4  # padded: 2 matrices per layer divide evenly among 8 ranks
-    bound = 3**0.5 * 0.5 * D**-0.5  # of a uniform distribution with standard deviation 0.5 / D**0.5
 
-    def uniform(p, generator):
+    def uniform(p, generator, bound=3**0.5 * 0.5 * D**-0.5):  # this bound: standard deviation 0.5 / D**0.5
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
 
     def fill_sa(p, generator):
@@ -557,9 +556,6 @@ def param_table(model: Model) -> tuple[Param, ...]:
     def lambdas(label, shape, init, beta2, lr_mul):
         return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
                      dtype=torch.float32)
-
-    def kaiming(p, generator):  # the usual initial values of a linear layer
-        p.copy_(torch.empty(p.shape, device=p.device).uniform_(-D**-0.5, D**-0.5, generator=generator))
 
     def gates(label, *shape, lr_mul=1.0, wd_mul=1.0):
         return Param(label, (*shape, GATE_CHANNELS), "adam", "replicated", betas=(0.9, 0.99), lr_mul=lr_mul,
@@ -589,8 +585,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
         lambdas("sa_lambdas", (len(layers), 2), fill_sa, 0.99, 5.0),
-        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam", "replicated", init=kaiming, betas=(0.9, 0.99),
-              lr_mul=0.25),
+        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam", "replicated",
+              init=lambda p, generator: uniform(p, generator, D**-0.5), betas=(0.9, 0.99), lr_mul=0.25),
         Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "adam",
               "replicated", betas=(0.9, 0.99), lr_mul=0.25, dtype=torch.float32),
         lambdas("xsa_lambdas", (len(with_xsa), H), 0.0, 0.99, 1.0),
@@ -832,9 +828,10 @@ class GPT(nn.Module):
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.mix:
-                before_mix, sources, mix_factors = lane0, (first, backout, lane0), factors(i, "mix")
-                values[i] = values[i] + mixture(mix_factors[..., :3], sources)
-                lane0 = lane0 + mixture(mix_factors[..., 3:], sources)
+                before_mix, sources = lane0, (first, backout, lane0)
+                for_value, for_lane = factors(i, "mix").chunk(2, -1)
+                values[i] = values[i] + mixture(for_value, sources)
+                lane0 = lane0 + mixture(for_lane, sources)
             if layer.attention:
                 a = attention(rms_norm(lane0) if layer.input_from is None else inputs[layer.input_from], i, layer)
                 lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)

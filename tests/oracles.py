@@ -189,7 +189,8 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
     smear_lambda, backout_lambda = params["smear_lambda"][0], params["backout_lambda"][0]
 
-    # Factors with a constant part, by place (layer, or 11: behind the last one) and name, in the order of dynamic_out.
+    # Each factor has a constant part. The key is its place (a layer, or 11: behind the last layer) and its name; the
+    # order is the order of dynamic_out.
     constants = {}
     for i, (row, *_) in enumerate(LAYERS):
         if row is not None:
