@@ -1,6 +1,7 @@
 """Make token shards for train_gpt.py. data/README.md describes the format and how the trainer reads shards.
 
-    python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub
+    python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub,
+                                                 and GPT-2's tokenizer
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB, no network, no options
 
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from data.files import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, data_root, find_files, read_shard)
 from data import loader  # noqa: E402
+from data.tokenizer import gpt2_bpe  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
@@ -241,6 +243,10 @@ def fineweb(shards: int) -> None:
         os.replace(arrived, path)
     shutil.rmtree(partial, ignore_errors=True)
     report(folder, "fineweb", GPT2_SEPARATOR)
+    try:  # the model takes a table from the tokenizer (--bigram_normal)
+        gpt2_bpe()
+    except UserError as error:
+        print(f"warning: {error}; a run needs it", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,14 +268,11 @@ def load_tokenizer(kind: str):
         kind = "bytes"
     if kind != "bytes":
         try:
-            import tiktoken
-            return tiktoken.get_encoding("gpt2").encode_ordinary, GPT2_SEPARATOR
-        except (ImportError, OSError, ValueError) as error:  # not installed, no network, damaged download
-            reason = f"GPT-2's tokenizer cannot be had ({type(error).__name__})"
+            return gpt2_bpe().encode_ordinary, GPT2_SEPARATOR
+        except UserError as error:
             if kind == "gpt2":
-                raise UserError(f"{reason}: install tiktoken and run this once with network, or use"
-                                " --tokenizer bytes") from error
-            print(f"{reason}: using bytes instead, separator {BYTE_SEPARATOR}")
+                raise UserError(f"{error}; or use --tokenizer bytes") from error
+            print(f"{error}; using bytes instead, separator {BYTE_SEPARATOR}")
     return lambda text: np.frombuffer(text.encode(), np.uint8), BYTE_SEPARATOR
 
 

@@ -137,7 +137,8 @@ def check_config(config, world=1):
     require(model.bigram_rows >= 2,
             f"--bigram_tables={model.bigram_tables}: the table of bigrams needs two rows or more")
     require(model.vocab_size == 50257 or not model.bigram_normal,
-            f"--bigram_normal=True: only for the tokens of GPT-2, --vocab_size=50257, not {model.vocab_size}")
+            f"--vocab_size={model.vocab_size}: --bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
+            " --bigram_normal=false")
     require(model.backout_layer is None or model.backout_layer < len(layers),
             f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
     require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")

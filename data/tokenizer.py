@@ -1,10 +1,25 @@
 """Tokenizers, and what the model takes from them."""
 
+import os
 import unicodedata
 
 import numpy as np
 
-from data.files import UserError
+from data.files import UserError, data_root, is_writable
+
+
+def gpt2_bpe():
+    """GPT-2's BPE of tiktoken, which fetches its files once. They stay in data/cache, beside the shards. Raises
+    UserError.
+    """
+    folder = data_root() / "data" / "cache" / "tiktoken"
+    if folder.exists() or is_writable(folder):  # else tiktoken's own folder, in /tmp
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(folder))
+    try:
+        import tiktoken
+        return tiktoken.get_encoding("gpt2")
+    except Exception as error:  # tiktoken passes on all errors of its download
+        raise UserError(f"no GPT-2 tokenizer ({type(error).__name__}): tiktoken fetches it once, online") from None
 
 
 def text_codec(vocab_size):
@@ -13,11 +28,7 @@ def text_codec(vocab_size):
         return lambda text: list(text.encode(errors="replace")), lambda id: bytes([id])
     if vocab_size != 50257:
         raise UserError(f"no tokenizer is known for a vocabulary of {vocab_size}; 257 are bytes, 50257 the GPT-2 BPE")
-    try:
-        import tiktoken
-        bpe = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on all errors of its download
-        raise UserError(f"no GPT-2 tokenizer ({type(error).__name__}): tiktoken fetches it once, online") from None
+    bpe = gpt2_bpe()
     return bpe.encode_ordinary, bpe.decode_single_token_bytes
 
 

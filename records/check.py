@@ -58,6 +58,12 @@ def check_validation_data(config, world):
     return loader.survey_validation_data(config)
 
 
+def check_tokenizer(config, world):
+    """GPT-2's tokenizer, from which a new run with --bigram_normal makes a table."""
+    T.text_codec(config.model.vocab_size)
+    return "GPT-2's BPE"
+
+
 def check_checkpoint(config, world):
     """The checkpoint of --resume; parse_config has read it."""
     state = load_checkpoint(config.system.resume)
@@ -94,8 +100,8 @@ def expected_time(config, world):
     device, schedule = T.find_device(config), config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
-    model = T.PRESETS["cpu" if device.type == "cpu" else "record74"].model
-    if config.model != model or config.system.kernels != "auto":
+    timed = [preset.model for name, preset in T.PRESETS.items() if (name == "cpu") == (device.type == "cpu")]
+    if config.model not in timed or config.system.kernels != "auto":
         return "not known for this model or these kernels"
     tokens = T.total_tokens(schedule)
     if device.type == "cpu":
@@ -124,6 +130,7 @@ def check_table(config, world, show) -> int:
         device = torch.device("cpu")
     config = T.choose_micro_batches(T.with_system(config, fp8=T.uses_fp8(config, device)), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
+    checks |= {"tokenizer": check_tokenizer} if T.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:

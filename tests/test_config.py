@@ -12,7 +12,7 @@ import train_gpt as T
 from data.files import UserError
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
-RECORD = T.PRESETS["record"]
+RECORD, RECORD74 = T.PRESETS["record"], T.PRESETS["record74"]
 STEPS = range(1491)  # the last is the final validation
 
 
@@ -38,7 +38,7 @@ def test_values_of_every_type(arg, section, name, value):
 
 
 def test_no_arguments_and_several():
-    assert T.parse_config([]) == RECORD and T.PRESETS["record74"] == T.Config()
+    assert T.parse_config([]) == RECORD and RECORD74 == T.Config()
     config = T.parse_config(["--seed", "3", "--preset=cpu", "--final_window", "99"])
     assert (config.system.seed, config.schedule.final_window, config.system.device) == (3, 99, "cpu")
     assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages
@@ -78,7 +78,7 @@ def test_layer_knobs():
                         }.items():
         layers = T.parse_config(args.split("|")).model.layers
         assert layers == (*RECORD.model.layers[:6], layer, *RECORD.model.layers[7:])
-    config = T.parse_config(["--layers=3", "--backout_layer=none", "--layer2.value_embed=false"])
+    config = T.parse_config(["--preset=record74", "--layers=3", "--backout_layer=none", "--layer2.value_embed=false"])
     assert config.model.layers == (T.Layer(paired=True), T.Layer(value_embed=True), T.Layer(paired=True))
     assert T.parse_config(["--layers=12", "--layer11=two_lanes"]).model.layers[11] == T.Layer(two_lanes=True)
 
@@ -145,7 +145,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--backout_layer=11": "--backout_layer=11: must be 0 to 10, or none",
     "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
     "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
-    "--layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
+    "--preset=record74 --layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
     "--layer5.input_from=5": "--layer5.input_from=5: must be an earlier layer, 0 to 4, or none, in a layer with att",
     "--layer5.input_from=-1": "--layer5.input_from=-1: must be an earlier layer, 0 to 4, or none",
     "--layer6.input_from=2": "--layer6.input_from=2: must be .* in a layer with attention",
@@ -156,7 +156,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layer8.mix=1 --backout_layer=none": "--layer8.mix=True: only for one layer, .* behind the backout_layer",
     "--layer8.mix=1 --layer10.mix=1": "--layer8.mix=True: only for one layer",
     "--layer6.dynamic=1 --layer7.dynamic=1": "--layer6.dynamic=True: neither this layer nor those up to the next",
-    "--preset=cpu --bigram_normal=1": "--bigram_normal=True: only for the tokens of GPT-2, --vocab_size=50257, not 257",
+    "--preset=cpu --bigram_normal=1": "--vocab_size=257: --bigram_normal needs .* add --bigram_normal=false",
+    "--vocab_size=50256": "--vocab_size=50256: --bigram_normal needs .* add --bigram_normal=false",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
     "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
@@ -210,9 +211,9 @@ def test_help_lists_every_knob(capsys):
 
 
 def test_every_step_of_the_record_against_the_oracle():
-    assert T.stage_starts(RECORD.schedule) == [0, 483, 967, 1450, 1490]
+    assert T.stage_starts(RECORD74.schedule) == [0, 483, 967, 1450, 1490]
     for step in STEPS:
-        got = T.make_plan(RECORD, step)
+        got = T.make_plan(RECORD74, step)
         stage = oracles.stage_of(step)
         assert (got.step, got.stage) == (step, stage)
         assert got.micro_batch_tokens == [16384, 32768, 49152, 49152][stage]
@@ -350,13 +351,13 @@ TABLE = {
 
 
 def test_parameter_table():
-    table = T.param_table(RECORD.model)
+    table = T.param_table(RECORD74.model)
     assert {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in table} == TABLE
     assert len(table) == len(TABLE)
     rates = {row.label: row.matrix_lr for row in table if row.matrix_lr}
     assert rates == {"attn_bank": (1, 1, 1, 1), "mlp_bank": (2, 4)}
-    assert RECORD.optim == T.Optim(adam_lr=0.008, adam_eps=1e-10, adam_wd=0.005, muon_lr=0.023, muon_beta2=0.95,
-                                   muon_wd=1.2)
+    assert RECORD74.optim == T.Optim(adam_lr=0.008, adam_eps=1e-10, adam_wd=0.005, muon_lr=0.023, muon_beta2=0.95,
+                                     muon_wd=1.2)
 
 
 def test_parameters_of_features_that_record74_lacks():
@@ -383,7 +384,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def test_parameters_of_the_record():
     """The reference counts 543 818 952 with 7 scalars of padding for 8 ranks."""
-    model = T.GPT(RECORD.model, None, BF16, torch.device("meta"))
+    model = T.GPT(RECORD74.model, None, BF16, torch.device("meta"))
     assert sum(p.numel() for p in model.parameters()) == 543_818_952 - 7 and not list(model.buffers())
     for label, p in model.named_parameters():
         assert p.dtype == (FP32 if "lambda" in label else BF16)

@@ -36,7 +36,7 @@ STEPS, VOCABULARY, VAL_TOKENS = 12, 120, 2048  # 128 classes with padding
 # longer than any window, some cut.
 STAGES = ((512, 96, 8, 32), (640, 144, 16, 96), (768, 192, 24, 144), (768, 192, 32, 160))
 GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", f"--vocab_size={VOCABULARY}",
-         "--model_dim=128", "--num_heads=2", "--scheduled_steps=9", "--train_tokens=0",
+         "--bigram_normal=false", "--model_dim=128", "--num_heads=2", "--scheduled_steps=9", "--train_tokens=0",
          "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3", "--final_window=224", "--micro_batches=2",
          f"--val_tokens={VAL_TOKENS}", "--val_batch_tokens=1024",
          # A quarter of the rates: rounding then grows 10 to 30 times less, the effect of a constant 2 to 4 times.

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from data import loader as L  # noqa: E402
+from data.files import UserError  # noqa: E402
 from data.rules import stage_starts  # noqa: E402
 
 
@@ -78,7 +79,7 @@ class Hub:
     """Stands in for hub_metadata and hub_fetch. `act[name]` replaces the fetching of one file."""
 
     def __init__(self):
-        self.asked, self.act, self.has = [], {}, {}
+        self.asked, self.act, self.has, self.tokenizers = [], {}, {}, 0
 
     def content(self, name: str) -> bytes:
         return self.has.get(name) or shard_bytes([50256, 7, int(name[-7:-4]), 50256, 9])
@@ -92,10 +93,16 @@ class Hub:
         self.act.get(name, lambda path: path.write_bytes(self.content(name)))(folder / name)
         return folder / name
 
+    def tokenizer(self):
+        self.tokenizers += 1
+        if "tokenizer" in self.act:
+            raise UserError("no GPT-2 tokenizer")
+
 
 @pytest.fixture
 def hub(monkeypatch):
     hub = Hub()
+    monkeypatch.setattr(prepare, "gpt2_bpe", hub.tokenizer)
     monkeypatch.setattr(prepare, "hub_metadata", hub.metadata)
     monkeypatch.setattr(prepare, "hub_fetch", hub.fetch)
     return hub
@@ -120,7 +127,7 @@ def test_fineweb_continues_where_it_stopped(data, hub, capsys):
     assert prepare.main(["fineweb", "--shards", "2"]) == 130 and "run the same command again" in capsys.readouterr().err
     assert [path.name for path in (data / "fineweb10B").glob("*.bin")] == names[:1]
     hub.act.clear(), hub.asked.clear()
-    assert prepare.main(["fineweb", "--shards", "2"]) == 0 and hub.asked == names[1:]
+    assert prepare.main(["fineweb", "--shards", "2"]) == 0 and hub.asked == names[1:] and hub.tokenizers == 1
     assert contents(data / "fineweb10B") == {name: hub.content(name) for name in names}
     assert "6 documents, 10 training and 5 validation tokens in 2 + 1 shards" in capsys.readouterr().out
 
@@ -161,9 +168,9 @@ def test_fineweb_without_network(data, hub, capsys, monkeypatch):
     assert prepare.main(["fineweb"]) == 1 and not list(data.rglob("*.bin"))
     message = f"{fineweb_names(0)[0]}: cannot be fetched from the hub (ConnectionError: name or service not known)"
     assert message in one_line(capsys)
-    hub.act.clear()
+    hub.act = {"tokenizer": offline}
     argv = ["fineweb", "--shards", "2"]
-    assert prepare.main(argv) == 0
+    assert prepare.main(argv) == 0 and capsys.readouterr().err == "warning: no GPT-2 tokenizer; a run needs it\n"
     asked, path = [], data / "fineweb10B" / fineweb_names(2)[2]
     monkeypatch.setattr(prepare, "hub_metadata", lambda name: asked.append(name) or offline())
     assert prepare.main(argv) == 0 and len(asked) == 1
@@ -203,12 +210,14 @@ def test_the_real_client_resumes_and_what_it_brings_is_verified(data, tmp_path):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path),
-                            "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}  # DATA_PATH is this folder
+                            "NO_PROXY": "127.0.0.1", "HTTPS_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0",
+                            "TIKTOKEN_CACHE_DIR": str(tmp_path)}  # DATA_PATH is this folder
         argv = [sys.executable, prepare.__file__, "fineweb", "--shards=2"]
         first, second = (subprocess.run(argv, env=env, capture_output=True, text=True) for _ in range(2))
         server.shutdown()
     damaged = rf"^error: {two}: the download is damaged \(.* SHA-256 .*\); run this again$"
     assert first.returncode == 1 and re.search(damaged, first.stderr, re.M), first
+    assert "warning: no GPT-2 tokenizer" in second.stderr
     assert second.returncode == 0 and second.stdout.count("already there, as on the hub") == 2, second
     sent = [first for name, first in requests if name == one]
     assert [name for name, _ in requests] == [val, *[one] * len(sent), two, two]
@@ -300,7 +309,7 @@ def test_tokenizers(data, corpus, monkeypatch, capsys, tiktoken):
     assert sorted(documents_of(data / "n", separator=50256)) == sorted([50255, len(t)] for t in sources(corpus))
     tiktoken(None)
     assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(data / "n")) == sorted(sources(corpus))
-    assert "GPT-2's tokenizer cannot be had (ConnectionError): using bytes instead" in capsys.readouterr().out
+    assert "no GPT-2 tokenizer (ConnectionError): tiktoken fetches it once, online; using" in capsys.readouterr().out
     assert prepare_text(corpus, "--out", "n", "--tokenizer", "gpt2") == 1
     assert "use --tokenizer bytes" in one_line(capsys)
 
