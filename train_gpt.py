@@ -147,6 +147,7 @@ class Model:
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
     bigram_normal: bool = False  # bigrams whose tokens differ in case, accents or spaces alone are one (PR 375)
     bigram_signs: bool = False  # multiply the row of each bigram by one of 8192 random rows of signs (PR 299, TrianX)
+    pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
 
@@ -155,8 +156,13 @@ class Model:
         return self.vocab_size - 1
 
     @property
+    def gate_id(self) -> int | None:
+        """The class whose probability is the weight of the pointer; no token has it."""
+        return self.vocab_size if self.pointer else None
+
+    @property
     def padded_vocab(self):  # K3
-        return -(-self.vocab_size // 128) * 128
+        return -(-(self.vocab_size + self.pointer) // 128) * 128
 
     @property
     def head_dim(self):
@@ -520,6 +526,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
 DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
+POINTER_WIDTH = 128  # of the queries and keys of the pointer head
 SIGN_ROWS = 8192  # rows of signs that tell apart the bigrams that share a row of the table
 
 
@@ -570,6 +577,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
         p.fill_(1.0)
         p[lanes_from:, 0, 1] = 1.5  # of attention into lane 1
 
+    def fill_sink(p, generator):
+        p.normal_(std=POINTER_WIDTH**-0.5, generator=generator)
+
     def lambdas(label, shape, init, beta2, lr_mul):
         return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
                      dtype=torch.float32)
@@ -614,7 +624,12 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("post_lambdas", (len(layers), 2, 2), fill_post, 0.95, 1.0),  # (attention, MLP) x (lane 0, lane 1)
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
-        lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0)]  # before attention, before the MLP
+        lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
+        # Of the query, the key, and the key of the next token, which begins at zero.
+        Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam", "replicated",
+              init=lambda p, generator: uniform(p[:2], generator), betas=(0.9, 0.99)),
+        lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,), fill_sink, 0.99, 1.0),
+        lambdas("pointer_gain", (int(model.pointer),), 1.0, 0.99, 1.0)]
     return tuple(param for param in table if math.prod(param.shape))  # a parameter that no layer uses is empty
 
 
@@ -696,6 +711,13 @@ class Mix(NamedTuple):
     mlp_lane1: Tensor | None  # factor of the MLP output in lane 1; None: there is one lane
 
 
+class Output(NamedTuple):
+    """The result of a forward pass, for `HeadLoss`."""
+
+    h: Tensor  # (N, D), the final stream after its norm
+    point: kernels.Point | None  # where the pointer head looks
+
+
 class GPT(nn.Module):
     """The parameters of `param_table` and a flat forward pass."""
 
@@ -725,12 +747,17 @@ class GPT(nn.Module):
                 param.init(tensor, generator)
         self.embed.copy_(self.lm_head.t())
 
-    def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings):
-        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32} -> final stream (N, D) after its norm.
+    def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings) -> Output:
+        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32} -> Output."""
+        return self.output(self.layers(self.lookup(tokens, row_ids), cu_seqlens, attn), tokens, attn)
 
-        `HeadLoss` applies the output head.
-        """
-        return self.layers(self.lookup(tokens, row_ids), cu_seqlens, attn)
+    def output(self, results, tokens, attn) -> Output:
+        """The result of `layers` as an Output. The pointer reads its own document, and nothing else."""
+        h, *point = results
+        if point:
+            q, k, sink, start, end = point
+            point = kernels.Point(q, k, sink, tokens, start, end, attn.max_doc_len, POINTER_WIDTH**-0.5)
+        return Output(h, point or None)
 
     def lookup(self, tokens, row_ids):
         """Embeddings, each (N, D): the token embedding, one of every table in `row_ids`, then the value embeddings.
@@ -767,7 +794,8 @@ class GPT(nn.Module):
         return mixes
 
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The compiled part of the forward pass: the result of `lookup` -> final stream (N, D) after its norm."""
+        """The compiled part of the forward pass: the result of `lookup` -> (final stream (N, D) after its norm, and
+        with the pointer head the result of `pointer_inputs`)."""
         model, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
@@ -877,7 +905,22 @@ class GPT(nn.Module):
         if model.mix_sizes:
             sources = first, backout, before_mix, values[self.with_values[0]], *skip_streams.values()
             x = x + mixture(factors(len(model.layers), "mix"), sources)
-        return rms_norm(x)
+        x = rms_norm(x)
+        return (x, *self.pointer_inputs(x, cu_seqlens)) if model.pointer else (x,)
+
+    def pointer_inputs(self, x, cu_seqlens):
+        """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
+
+        The key of a token also tells what came before it, but nothing of another document. Without the norms, the
+        scores of some seeds grew without bound (PR 379).
+        """
+        start, end = kernels.document_of_tokens(cu_seqlens, len(x))
+        q, k, next_k = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype)).chunk(3, 1)
+        has_previous = (start < torch.arange(len(x), dtype=start.dtype, device=x.device))[:, None]
+        k = k + F.pad(next_k[:-1], (0, 0, 1, 0)) * has_previous
+        q, k = self.pointer_gain[0].to(x.dtype) * rms_norm(q), rms_norm(k)
+        sink = POINTER_WIDTH**-0.5 * (q * self.pointer_sink).sum(1)
+        return q.contiguous(), k.contiguous(), sink, start, end
 
 
 # ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
@@ -1486,8 +1529,8 @@ def check_start(config, world) -> Config:
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the exact head, not FP8."""
-    h = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
-    return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True)
+    h, point = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
+    return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True, point=point)
 
 
 def validate(forward, head, data, attn, rt) -> float:
@@ -1524,9 +1567,9 @@ class MicroStep:
 
     def run(self, batch: Batch, mtp_weights, attn):
         with trace_range("forward"):
-            h = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
+            h, point = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
         with trace_range("loss"):
-            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale, candidates=batch.candidates)
+            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale, candidates=batch.candidates, point=point)
         with trace_range("backward"):
             loss.backward()
         return loss.detach()
@@ -1657,7 +1700,8 @@ class Trainer:
         self.init_weights()
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
-            self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed)
+            self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,
+            config.model.gate_id)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
@@ -1692,7 +1736,7 @@ class Trainer:
         embeddings = self.model.lookup(tokens, row_ids)
         for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
             torch._dynamo.mark_dynamic(x, 0)  # one compiled graph for all lengths
-        return self.layers(embeddings, cu_seqlens, attn)
+        return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def new_loader(self, plans, config):
         return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
@@ -1724,8 +1768,8 @@ class Trainer:
                 if count == 0:
                     with torch.no_grad():
                         summed_loss(self.model, self.head, batch, attn)
-                h = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
-                self.head(h, batch.targets, weights, 1.0, candidates=batch.candidates).backward()
+                h, point = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
+                self.head(h, batch.targets, weights, 1.0, candidates=batch.candidates, point=point).backward()
             for label in self.optimizer.matrix_lr:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
 

@@ -21,17 +21,19 @@ Contents, in the order in which a token meets the operations
   2  attend, attend_backward                sliding-window attention within packed documents, output gate
   3  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
   4  mlp                                    ReLU² MLP
-  5  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
-  6  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
-  7  fused_momentum, normuon_tail           NorMuon before and after the iteration; polar_express, the iteration
-  8  transpose_copy, transpose_add          copies of the tied head between its two layouts; transposed FP8 gradients
-  9  choose_ops                             one implementation per op, chosen once
+  5  pointer                                attention on earlier copies of the target
+  6  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
+  7  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
+  8  fused_momentum, normuon_tail           NorMuon before and after the iteration; polar_express, the iteration
+  9  transpose_copy, transpose_add          copies of the tied head between its two layouts; transposed FP8 gradients
+ 10  choose_ops                             one implementation per op, chosen once
 """
 
 import functools
 import math
 import os
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -1365,13 +1367,269 @@ def mlp(x, W1, W2):
 
 
 # ======================================================================================================================
-# 5  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
+# 5  Pointer: how much attention falls on earlier copies of the target
+#
+#   mass, sink_mass = pointer(q, k, sink, tokens, start, end, window, scale, targets)
+#
+#   attn_t  = softmax over [sink_t, scale · q_t · k_s]  of the earlier tokens s of t's document, t - window <= s < t
+#   mass[t, j]   = Σ_s attn_ts [tokens[s + j] = targets[t, j]],  s + j <= t
+#   sink_mass[t] = attn_t of the sink
+#
+#   q, k (N, d) bf16 (fp32 for tests), contiguous, d a power of two >= 16; sink (N,) fp32, the score of a place that
+#   copies nothing; tokens (N,) int32; start, end (N,) int32 from document_of_tokens; targets (N, J) int64 token ids, J =
+#   1..4, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
+#
+# It is attention whose value is a comparison: there is no (N, d) output, only J sums per row. Column j serves the
+# target j tokens further on: it copies the token j places behind the key. The running maximum begins at the sink's
+# score, so a row without keys gives sink_mass = 1. The sums are one number per row, so a running maximum costs nothing,
+# and scores may be of any size.
+#
+# Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
+#   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
+# One launch, half of its programs for dq and half for dk, as in section 2; no atomics.
+#
+# Pointer sentinel mixture: Merity et al., arXiv 1609.07843. As a head of this trainer: NathanGodey, yoavartzi (PR 379).
+# ======================================================================================================================
+
+class Point(NamedTuple):
+    """The arguments of `pointer` that do not depend on the targets."""
+
+    q: Tensor
+    k: Tensor
+    sink: Tensor
+    tokens: Tensor
+    start: Tensor
+    end: Tensor
+    window: int
+    scale: float
+
+
+POINTER_LAUNCH = {torch.bfloat16: dict(BLOCK=64, num_warps=4, num_stages=2),
+                  torch.float32: dict(BLOCK=32, num_warps=4, num_stages=2)}  # for tests: no tensor cores
+MOST_POINTER_TARGETS = 4
+
+
+def pointer_weights(q, k, sink, start, window, scale, rows):
+    """(first key, attn (n, 1 + keys)): of a slice of rows, the softmax over the sink and the keys from the first on."""
+    first = max(0, rows.start - int(window))
+    t = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+    s = torch.arange(first, rows.stop, device=q.device)
+    scores = scale * (_at_least_fp32(q[rows]) @ _at_least_fp32(k[first:rows.stop]).t())
+    seen = (s >= start[rows, None]) & (s >= t - int(window)) & (s < t)
+    scores = torch.cat((sink[rows, None].to(scores.dtype), scores.masked_fill(~seen, -math.inf)), 1)
+    return first, scores.softmax(1)
+
+
+def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
+    """(mass (N, J), sink_mass (N,)) in blocks of 128 rows, O(N · window) memory, differentiable by autograd."""
+    (N, J), sums = targets.shape, []
+    ahead = F.pad(tokens, (0, J), value=-2)
+    for first_row in range(0, N, 128):
+        rows = slice(first_row, min(first_row + 128, N))
+        first, attn = pointer_weights(q, k, sink, start, window, scale, rows)
+        s = torch.arange(first, rows.stop, device=q.device)
+        t = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+        hits = [(ahead[s + j] == targets[rows, j:j + 1]) & (s + j <= t) for j in range(J)]
+        sums.append(torch.stack([attn[:, 0], *(attn[:, 1:].where(hit, 0).sum(1) for hit in hits)], 1))
+    sums = torch.cat(sums)
+    return sums[:, 1:], sums[:, 0]
+
+
+@triton.jit
+def _pointer_rows(X, i, N, D: tl.constexpr):
+    """Rows i (BLOCK,) of X (N, D), zeros beyond N."""
+    return tl.load(X + i.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], mask=(i < N)[:, None], other=0.0)
+
+
+@triton.jit
+def _target(Targets, t, N, j, stride_n, stride_j):
+    """targets[t, j] (BLOCK,), -1 beyond N."""
+    return tl.load(Targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1)
+
+
+@triton.jit
+def _token(Tokens, s, N):
+    """tokens[s] (BLOCK,), -2, which is no target, beyond N."""
+    return tl.load(Tokens + s, mask=s < N, other=-2)
+
+
+@triton.jit
+def _add_hits(sums, x, target, Tokens, s, t, N, j):
+    """sums (queries,) + Σ_s x (queries, keys) where the token j behind key s is the target of query t."""
+    hit = (_token(Tokens, s + j, N)[None, :] == target[:, None]) & ((s + j)[None, :] <= t[:, None])
+    return sums + tl.sum(tl.where(hit, x, 0.0), 1)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, stride_tn, stride_tj,
+                    COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    m0 = tl.program_id(0) * BLOCK
+    t = m0 + tl.arange(0, BLOCK)
+    low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
+    q = _pointer_rows(Q, t, N, D)
+    scale2 = tl.cast(scale, tl.float32) * LOG2_E
+    sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
+    top = sink  # the largest score so far
+    total = tl.full((BLOCK,), 1.0, dtype=tl.float32)
+    sum0 = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum1 = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum2 = tl.zeros((BLOCK,), dtype=tl.float32)
+    sum3 = tl.zeros((BLOCK,), dtype=tl.float32)
+    target0 = _target(Targets, t, N, 0, stride_tn, stride_tj)
+    target1 = _target(Targets, t, N, 1 if COUNT > 1 else 0, stride_tn, stride_tj)
+    target2 = _target(Targets, t, N, 2 if COUNT > 2 else 0, stride_tn, stride_tj)
+    target3 = _target(Targets, t, N, 3 if COUNT > 3 else 0, stride_tn, stride_tj)
+    for n0 in range(first, last + 1, BLOCK):
+        s = n0 + tl.arange(0, BLOCK)
+        x = tl.dot(q, tl.trans(_pointer_rows(K, s, N, D)), input_precision="ieee") * scale2
+        # low <= s < t in one comparison: as uint32, a negative difference is huge.
+        x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 1))
+        fade = tl.exp2(top - higher)
+        p = tl.exp2(x - higher[:, None])
+        total = total * fade + tl.sum(p, 1)
+        sum0 = _add_hits(sum0 * fade, p, target0, Tokens, s, t, N, 0)
+        if COUNT > 1:
+            sum1 = _add_hits(sum1 * fade, p, target1, Tokens, s, t, N, 1)
+        if COUNT > 2:
+            sum2 = _add_hits(sum2 * fade, p, target2, Tokens, s, t, N, 2)
+        if COUNT > 3:
+            sum3 = _add_hits(sum3 * fade, p, target3, Tokens, s, t, N, 3)
+        top = higher
+    inside = t < N
+    tl.store(Lse + t, top + tl.log2(total), mask=inside)
+    tl.store(SinkMass + t, tl.exp2(sink - top) / total, mask=inside)
+    Mass += t.to(tl.int64) * COUNT
+    tl.store(Mass, sum0 / total, mask=inside)
+    if COUNT > 1:
+        tl.store(Mass + 1, sum1 / total, mask=inside)
+    if COUNT > 2:
+        tl.store(Mass + 2, sum2 / total, mask=inside)
+    if COUNT > 3:
+        tl.store(Mass + 3, sum3 / total, mask=inside)
+
+
+@triton.jit
+def _pointer_score_grad(x, lse, dot, q_axis: tl.constexpr, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj,
+                        COUNT: tl.constexpr):
+    """Gradient of the scores x in powers of two, -inf where masked: attn (Σ_j dmass_j [hit_j] - D).
+
+    q_axis: axis of x along which the queries t lie; the keys s lie along the other. lse, dot (queries,).
+    """
+    grad = tl.expand_dims(-dot, 1 - q_axis)
+    for j in tl.static_range(COUNT):
+        target = tl.expand_dims(_target(Targets, t, N, j, stride_tn, stride_tj), 1 - q_axis)
+        dmass = tl.expand_dims(tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0), 1 - q_axis)
+        hit = (tl.expand_dims(_token(Tokens, s + j, N), q_axis) == target) & (
+            tl.expand_dims(s + j, q_axis) <= tl.expand_dims(t, 1 - q_axis))
+        grad = grad + tl.where(hit, dmass, 0.0)
+    return tl.exp2(x - tl.expand_dims(lse, 1 - q_axis)) * grad
+
+
+@triton.jit(do_not_specialize=["window"])
+def _pointer_backward_kernel(Q, K, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window, scale, stride_tn,
+                             stride_tj, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    first_row = tl.program_id(0) // 2 * BLOCK
+    row = first_row + tl.arange(0, BLOCK)
+    scale = tl.cast(scale, tl.float32)
+    acc = tl.zeros((BLOCK, D), dtype=tl.float32)
+    if tl.program_id(0) % 2 == 0:  # the queries `row`
+        t = row
+        low, first, last, to_all = _keys_of_queries(Start, first_row, N, window, BLOCK)
+        q = _pointer_rows(Q, t, N, D)
+        lse = tl.load(Lse + t, mask=t < N, other=0.0)
+        dot = tl.load(Dot + t, mask=t < N, other=0.0)
+        for n0 in range(first, last + 1, BLOCK):
+            s = n0 + tl.arange(0, BLOCK)
+            k = _pointer_rows(K, s, N, D)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+            x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
+            grad = _pointer_score_grad(x, lse, dot, 0, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
+            acc = tl.dot(grad.to(k.dtype), k, acc, input_precision="ieee")
+        out = dQ
+    else:  # the keys `row`
+        s = row
+        high = tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window)  # last query that sees each key
+        last_key = tl.minimum(first_row + BLOCK, N) - 1
+        last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
+        k = _pointer_rows(K, s, N, D)
+        for m0 in range(first_row, last + 1, BLOCK):
+            t = m0 + tl.arange(0, BLOCK)
+            q = _pointer_rows(Q, t, N, D)
+            lse = tl.load(Lse + t, mask=t < N, other=0.0)
+            dot = tl.load(Dot + t, mask=t < N, other=0.0)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)  # (keys, queries)
+            # s < t <= high in one comparison
+            x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x,
+                         float("-inf"))
+            grad = _pointer_score_grad(x, lse, dot, 1, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
+            acc = tl.dot(grad.to(q.dtype), q, acc, input_precision="ieee")
+        out = dK
+    tl.store(out + row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], (acc * scale).to(out.dtype.element_ty),
+             mask=(row < N)[:, None])
+
+
+class _Pointer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, sink, tokens, start, end, window, scale, targets):
+        (N, D), count, launch = q.shape, targets.size(1), POINTER_LAUNCH[q.dtype]
+        mass, sink_mass, lse = sink.new_empty((N, count)), torch.empty_like(sink), torch.empty_like(sink)
+        _pointer_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
+            q, k, sink, tokens, targets, start, mass, sink_mass, lse, N, int(window), float(scale), *targets.stride(),
+            COUNT=count, D=D, **launch)
+        ctx.save_for_backward(q, k, tokens, targets, start, end, mass, sink_mass, lse)
+        ctx.window, ctx.scale = int(window), float(scale)
+        return mass, sink_mass
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dmass, dsink_mass):
+        q, k, tokens, targets, start, end, mass, sink_mass, lse = ctx.saved_tensors
+        dot = (dmass * mass).sum(1) + dsink_mass * sink_mass
+        dq, dk, dmass, launch = torch.empty_like(q), torch.empty_like(k), dmass.contiguous(), POINTER_LAUNCH[q.dtype]
+        _pointer_backward_kernel[(2 * triton.cdiv(len(q), launch["BLOCK"]),)](
+            q, k, tokens, targets, start, end, lse, dot, dmass, dq, dk, len(q), ctx.window, ctx.scale,
+            *targets.stride(), COUNT=targets.size(1), D=q.size(1), **launch)
+        return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
+
+
+def pointer(q, k, sink, tokens, start, end, window, scale, targets):
+    """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink.
+
+    Raises a ValueError if an argument is wrong.
+    """
+    if q.ndim != 2 or q.dtype not in POINTER_LAUNCH or q.size(1) < 16 or q.size(1) & (q.size(1) - 1):
+        raise ValueError(f"pointer: q must be (N, d), bfloat16 or float32, d a power of two from 16 on, got {q.dtype} of"
+                         f" shape {tuple(q.shape)}")
+    N = len(q)
+    if targets.ndim != 2 or not 1 <= targets.size(1) <= MOST_POINTER_TARGETS:
+        raise ValueError(f"pointer: targets must be (N, 1 to {MOST_POINTER_TARGETS}), got {tuple(targets.shape)}")
+    _check("pointer", "q", q, q.shape, q.dtype, q.device)
+    _check("pointer", "k", k, q.shape, q.dtype, q.device)
+    _check("pointer", "sink", sink, (N,), torch.float32, q.device)
+    _check("pointer", "targets", targets, (N, targets.size(1)), torch.int64, q.device, contiguous=False)
+    for name, x in ("tokens", tokens), ("start", start), ("end", end):
+        _check("pointer", name, x, (N,), torch.int32, q.device)
+    if _takes_ref(q, exact=False):
+        return pointer_ref(q, k, sink, tokens, start, end, window, scale, targets)
+    return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
+
+
+# ======================================================================================================================
+# 6  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
 #
 #   ℓ = h W,  u = σ((ℓ + 5) / 7.5),  z = 23 u,  lse_t = ln Σ_v exp z
 #   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..K-1, terms with t + k >= N dropped
 #             (K1: document borders are ignored)
 #   ∂Loss/∂ℓ = loss_scale (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),
 #             S = Σ_k w_k of the terms that are not dropped
+#
+# Pointer head: with c the gate's class, which is no token's, α = exp(z_c - lse), p = exp(z_target - lse), and mass and
+# sink_mass from section 5, the term k of the loss becomes  -w_k ln p',
+#   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
+# Without the gate's class, these are probabilities: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
+#   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,     m = 1 + α sink_mass / (1 - α),
+#   A = m p / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',  ∂/∂mass_k = -α / p',  ∂/∂sink_mass = -α p / (1 - α) / p'
 #
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
@@ -1386,7 +1644,7 @@ def mlp(x, W1, W2):
 #
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
-# Sampled softmax: devenpzak (PR 360).
+# Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
 # ======================================================================================================================
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
@@ -1449,7 +1707,7 @@ def quantise(x, scale, out=None):
 
 # ---- Cross-entropy of some rows --------------------------------------------------------------------------------------
 #
-#   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad)
+#   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad, copies)
 #
 #   logits   (n, C) bf16, fp16 or fp32, each row contiguous
 #   targets  (n, K) int64 of any strides, columns of logits, < C (not verified), -1 = no target
@@ -1457,6 +1715,7 @@ def quantise(x, scale, out=None):
 #   losses   (n,) fp32, the loss of each row
 #   grad     (n, C) or None: gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype (e5m2, bf16, ...), saturated;
 #            may be `logits` itself
+#   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
 #
 # One program per row reads the row once, 2 bytes per logit, and writes 1 byte: 7.4 GB at N = 49152, 1.74 ms. Measured:
 # 2.48 with the halves packed by one instruction of assembly, 2.67 by shifts (records/2026-11-22_ground); without a
@@ -1474,18 +1733,45 @@ CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
              (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
 
 
-def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
+class Copies(NamedTuple):
+    """What the loss takes from the pointer head; all tensors fp32."""
+
+    mass: Tensor  # (n, K)
+    sink_mass: Tensor  # (n,)
+    gate: int  # column of the gate's class; never a target
+    dmass: Tensor | None = None  # like mass
+    dsink_mass: Tensor | None = None  # like sink_mass
+
+    def rows(self, rows):
+        """Of a slice of rows."""
+        return Copies(*(x[rows] if isinstance(x, Tensor) else x for x in self))
+
+
+def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale."""
     u = torch.sigmoid((logits.float() + CAP_SHIFT) / CAP_SCALE)
     z = CAP * u
     lse = z.logsumexp(1, keepdim=True)
     w = weights * (targets >= 0)  # (n, K)
-    losses = loss_scale * (w * (lse - z.gather(1, targets.clamp(min=0)))).sum(1)
+    losses, pull, push = lse - z.gather(1, targets.clamp(min=0)), w, 0.0
+    if copies is not None:
+        alpha, p = torch.exp(z[:, copies.gate, None] - lse), torch.exp(-losses)
+        sink, ratio = copies.sink_mass[:, None] / (1 - alpha), copies.mass / p
+        kept = 1 + alpha * sink
+        mixed = kept + alpha * ratio  # probability of the target / p
+        losses, pull = losses - mixed.log(), w * kept / mixed
+        push = (w * alpha * (sink / (1 - alpha) + ratio) / mixed).sum(1, keepdim=True)
+        if grad is not None:
+            copies.dmass.copy_(-loss_scale * w * alpha / p / mixed)
+            copies.dsink_mass.copy_(-loss_scale * (w * alpha / (1 - alpha) / mixed).sum(1))
+    losses = loss_scale * (w * losses).sum(1)
     if grad is not None:
-        dz = w.sum(1, keepdim=True) * torch.exp(z - lse)
+        dz = (pull.sum(1, keepdim=True) + push) * torch.exp(z - lse)
         columns = torch.arange(logits.size(1), device=logits.device)
         for k in range(targets.size(1)):
-            dz = dz - torch.where(columns == targets[:, k:k + 1], w[:, k:k + 1], 0.0)
+            dz = dz - torch.where(columns == targets[:, k:k + 1], pull[:, k:k + 1], 0.0)
+        if copies is not None:
+            dz = dz - torch.where(columns == copies.gate, push, 0.0)
         grad.copy_(dz * (u * (1 - u)) * (loss_scale * CAP / CAP_SCALE / code_scale))
     return losses
 
@@ -1516,9 +1802,9 @@ def _lifted_exp(u, CAP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, code_scale, stride_l, stride_g, stride_tn,
-                          stride_tk, count, C: tl.constexpr, BLOCK_K: tl.constexpr, CAP: tl.constexpr,
-                          CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr, SEGMENT: tl.constexpr):
+def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass, dMass, dSinkMass, gate, loss_scale,
+                          code_scale, stride_l, stride_g, stride_tn, stride_tk, count, C: tl.constexpr, BLOCK_K: tl.constexpr,
+                          CAP: tl.constexpr, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr, SEGMENT: tl.constexpr):
     # First pass: read the row in segments, sum the exponentials, and keep the unscaled gradient in registers. The two
     # columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column).
     row = tl.program_id(0).to(tl.int64)
@@ -1569,17 +1855,37 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
     u = 1.0 / (1.0 + tl.exp2(_exponent(x, CAP_SHIFT, CAP_SCALE)))
     lse = CAP + (tl.log2(total) - LIFT) / LOG2_E
     loss_scale = tl.cast(loss_scale, tl.float32)
-    tl.store(Losses + row, loss_scale * tl.sum(weight * (lse - CAP * u), axis=0))
+    loss = lse - CAP * u
+    pull = weight
+    if Mass is not None:  # the letters are those of the section's header
+        gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(Logits + gate), CAP_SHIFT, CAP_SCALE)))
+        alpha = _lifted_exp(gate_u, CAP) / total
+        p = _lifted_exp(u, CAP) / total
+        ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
+        rest = 1.0 / (1.0 - alpha)
+        sink = tl.load(SinkMass + row) * rest
+        kept = 1.0 + alpha * sink
+        mixed = kept + alpha * ratio  # probability of the target / p
+        loss -= tl.log2(mixed) / LOG2_E
+        pull = weight * kept / mixed
+        push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
+        if Grad is not None:
+            tl.store(dMass + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
+            tl.store(dSinkMass + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
+    tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
 
     # Second pass: scale and write the gradient of every column, then overwrite the columns of the targets.
     if Grad is not None:
         if Grad.dtype.element_ty == Logits.dtype.element_ty:
-            tl.debug_barrier()  # Grad may be Logits: all threads must have read the logits of the targets
+            tl.debug_barrier()  # Grad may be Logits: all threads must have read the logits of targets and gate
         Grad += row * stride_g
         unit = loss_scale * (CAP / CAP_SCALE) / tl.cast(code_scale, tl.float32)
-        factor = tl.sum(weight, axis=0) * unit / total
-        # Coinciding targets: each gets the sum of their weights, so the order of the stores does not matter.
-        summed = tl.sum(tl.where(target[:, None] == target[None, :], weight[None, :], 0.0), axis=1)
+        pulls = tl.sum(pull, axis=0)
+        if Mass is not None:
+            pulls += push
+        factor = pulls * unit / total
+        # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
+        summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u, CAP) - unit * summed) * (u - u * u)
         for start in tl.static_range(0, C, SEGMENT):
             if HALF:
@@ -1592,9 +1898,12 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, loss_scale, co
             tl.store(Grad + start + col, g.to(Grad.dtype.element_ty), mask=start + col < C)
         tl.debug_barrier()  # all threads must have written the row
         tl.store(Grad + target, at_target.to(Grad.dtype.element_ty), mask=is_target)
+        if Mass is not None:
+            at_gate = (factor * _lifted_exp(gate_u, CAP) - unit * push) * (gate_u - gate_u * gate_u)
+            tl.store(Grad + gate, at_gate.to(Grad.dtype.element_ty))
 
 
-def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
+def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale.
 
     Raises a ValueError if an argument is wrong.
@@ -1607,14 +1916,22 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     if grad is not None and (grad.shape != logits.shape or grad.stride(1) != 1):
         raise ValueError(f"cross_entropy: grad must have contiguous rows and shape {(n, C)}, got shape"
                          f" {tuple(grad.shape)}, strides {grad.stride()}")
+    if copies is not None:
+        if not 0 <= copies.gate < C:
+            raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {copies.gate}")
+        for name, shape in ("mass", (n, K)), ("sink_mass", (n,)):
+            for name in (name, f"d{name}") if grad is not None else (name,):
+                _check("cross_entropy", f"copies.{name}", getattr(copies, name), shape, torch.float32, logits.device)
     if _takes_ref(logits, logits if grad is None else grad, exact=False):
-        return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad)
+        return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad, copies)
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
     launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
+    mass, sink_mass, gate, dmass, dsink_mass = copies or (None, None, 0, None, None)
     _cross_entropy_kernel[(n,)](
-        logits, targets, weights, losses, grad, loss_scale, code_scale, logits.stride(0),
+        logits, targets, weights, losses, grad, mass, sink_mass, dmass, dsink_mass, gate, loss_scale, code_scale,
+        logits.stride(0),
         0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=block_k, CAP=CAP,
         CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, **launch)
     return losses
@@ -1625,7 +1942,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates):
+    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
         columns = len(candidates) if sampled else weight.size(1)
         dtype = torch.float8_e5m2 if head.fp8 else head.dtype
@@ -1633,24 +1950,30 @@ class _HeadLoss(torch.autograd.Function):
         if head.fp8:
             x, x_t = quantise(h, X_SCALE)
             codes_t = take_rows(head.codes_t, candidates) if sampled else head.codes_t
-            ctx.save_for_backward(grad, x_t, codes_t if sampled else head.codes, candidates)
+            operands = x_t, codes_t if sampled else head.codes
 
             def logits(rows):
                 return torch._scaled_mm(x[rows], codes_t.t(), head.scale_x, head.scale_w, out_dtype=head.dtype,
                                         use_fast_accum=True)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
-            ctx.save_for_backward(grad, h, W, candidates)
+            operands = h, W
 
             def logits(rows):
                 return torch.mm(h[rows], W, out=grad[rows])
-        return head.blockwise(logits, targets, weights, loss_scale, GRAD_SCALE * loss_scale if head.fp8 else 1.0, grad)
+        copies = None
+        if mass is not None:
+            copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
+        ctx.save_for_backward(grad, *operands, candidates, *copies[3:] if copies else (None, None))
+        code_scale = GRAD_SCALE * loss_scale if head.fp8 else 1.0
+        targets = multi_token_targets(targets, weights.numel())
+        return head.blockwise(logits, targets, weights, loss_scale, code_scale, grad, copies).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream):
         head = ctx.head
-        grad, x, w, candidates = ctx.saved_tensors
+        grad, x, w, candidates, dmass, dsink_mass = ctx.saved_tensors
         sampled = candidates is not None
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
@@ -1667,7 +1990,9 @@ class _HeadLoss(torch.autograd.Function):
         if sampled:  # (P, D), rows of the tied embedding
             head.embedding.grad.index_add_(0, candidates, grad_w)
             grad_w = None
-        return grad_h, grad_w, None, None, None, None, None
+        if dmass is not None:
+            dmass, dsink_mass = upstream * dmass, upstream * dsink_mass
+        return grad_h, grad_w, None, None, None, None, None, dmass, dsink_mass
 
 
 def transposed(codes):
@@ -1695,11 +2020,14 @@ class HeadLoss:
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
     The gradient is added to rows of embedding.grad, embedding (V, D), where each row is contiguous. So this works only
     while embedding and head are tied: the optimizer then adds the transpose of embedding.grad to the head's gradient.
+
+    point: None, or a Point for the pointer head, whose gate is the class `gate`; the first of the candidates is then
+    this class. pointer: the function of that name or pointer_ref.
     """
 
-    def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None):
+    def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
-        self.embedding = embedding
+        self.embedding, self.pointer, self.gate = embedding, pointer, gate
         self.block = head_rows(weight.size(1))
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
@@ -1711,26 +2039,43 @@ class HeadLoss:
             self.codes, self.codes_t = quantise(self.weight.detach(), W_SCALE, (self.codes, self.codes_t))
             torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a late backward pass raises an error
 
-    def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None):
-        if not exact:
-            return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates)
-        with torch.no_grad():
-            W = self.weight.to(self.dtype)
-            return self.blockwise(lambda rows: h[rows] @ W, targets, weights, loss_scale)
+    def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None):
+        if exact:
+            return loss_scale * self.losses(h, targets, weights, point).sum()
+        masses = self.masses(targets if candidates is None else candidates[targets], weights, point)
+        return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, *masses)
 
-    def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None):
-        """Loss (0-D fp32), one block of rows at a time; `logits(rows)` returns the logits of a slice of rows.
+    def masses(self, ids, weights, point):
+        """(mass (N, K), sink_mass (N,)) of the targets `ids` (N,), or None twice without a pointer head."""
+        if point is None:
+            return None, None
+        return self.pointer(*point, multi_token_targets(ids, weights.numel()))
+
+    @torch.no_grad()
+    def losses(self, h, targets, weights, point=None, rows=None):
+        """Loss of each token (N,) fp32 with the unquantised weight; rows (n,) int64: only the losses of these rows."""
+        masses, W = self.masses(targets, weights, point), self.weight.to(self.dtype)
+        shifted = multi_token_targets(targets, weights.numel())
+        if rows is not None:
+            h, shifted = h[rows], shifted[rows]
+            masses = [x if x is None else x[rows] for x in masses]
+        copies = None if point is None else Copies(*masses, self.gate)
+        return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
+
+    def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
+        """Losses (N,) fp32 of targets (N, K), one block of rows at a time; `logits(rows)` returns the logits of a slice
+        of rows.
 
         Fills `grad`, which has the shape of all logits, with the gradient of the logits / code_scale.
         """
-        shifted = multi_token_targets(targets, weights.numel())
-        blocks = (slice(start, start + self.block) for start in range(0, targets.numel(), self.block))
-        return torch.cat([self.cross_entropy(logits(rows), shifted[rows], weights, loss_scale, code_scale,
-                                             None if grad is None else grad[rows]) for rows in blocks]).sum()
+        blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
+        return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
+                                             None if grad is None else grad[rows],
+                                             None if copies is None else copies.rows(rows)) for rows in blocks])
 
 
 # ======================================================================================================================
-# 6  Symmetric products
+# 7  Symmetric products
 #
 #   XXT(X, out, scale)                     out = s² X Xᵀ        X (n, M, K), out (n, M, M)      replaces X @ X.mT
 #   XTX(X, out, scale)                     out = s² Xᵀ X        X (n, M, K), out (n, K, K)      replaces X.mT @ X
@@ -1928,7 +2273,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 
 
 # ======================================================================================================================
-# 7  NorMuon: before the iteration, the iteration, and after the iteration
+# 8  NorMuon: before the iteration, the iteration, and after the iteration
 #
 #   X, scale = fused_momentum(grad, momentum, mu, safety)
 #       m     ← m + (1 − mu)(g − m)             in place
@@ -1941,7 +2286,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #   for bit.
 #
 #   polar_express(X, scale, ops)
-#       X ← aX + (bP + cPP)X,  P = XXᵀ,  five times        by the products of section 6
+#       X ← aX + (bP + cPP)X,  P = XXᵀ,  five times        by the products of section 7
 #
 #   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)     R >= C
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
@@ -2162,7 +2507,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, ave
 
 
 # ======================================================================================================================
-# 8  Transposes
+# 9  Transposes
 #
 #   transpose_copy(src, dst, sms)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst, sms)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once      replaces dst.add_(src.mT)
@@ -2286,7 +2631,7 @@ def transpose_add(src, dst, sms=None):
 
 
 # ======================================================================================================================
-# 9  The choice of implementation, made once at start
+# 10  The choice of implementation, made once at start
 # ======================================================================================================================
 
 IMPLEMENTATIONS = {
@@ -2299,6 +2644,7 @@ IMPLEMENTATIONS = {
     "transpose_add": {"triton": transpose_add, "torch": transpose_add_ref},
     "attention": {"triton": attention_block, "fa3": attention_block_fa3, "torch": attention_block_ref},
     "mlp": {"triton": mlp, "torch": mlp_ref},
+    "pointer": {"triton": pointer, "torch": pointer_ref},
     "cross_entropy": {"triton": cross_entropy, "torch": cross_entropy_ref},
     "embedding_grad": {"triton": embedding_grad, "torch": embedding_grad_ref},
 }

@@ -31,21 +31,24 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in these steps visits every class
 
 
-def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int):
+def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None):
     """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
 
-    The classes are all targets, and the next others of a sweep through all classes. The start of the sweep depends only
+    The classes are the gate, if there is one, all targets, and the next others of a sweep through all classes. The start of the sweep depends only
     on `row`, the number of the micro-batch in the run, so any number of ranks takes the same candidates. None when
-    there are more distinct targets than candidates. PR 360, devenpzak.
+    they would be more than `count`. PR 360, devenpzak.
     """
-    is_target = np.zeros(classes, bool)
-    is_target[targets] = True
-    ids = np.flatnonzero(is_target)
+    taken = np.zeros(classes, bool)
+    taken[targets] = True
+    ids = np.flatnonzero(taken)
+    if gate is not None:
+        ids = np.concatenate([[gate], ids])
+        taken[gate] = True
     if len(ids) > count:
         return None
     # The golden ratio spreads the starts evenly, for any number of rows.
     sweep = (np.arange(classes) + row * (int(0.618 * classes) | 1)) * SWEEP_STRIDE % classes
-    ids = np.concatenate([ids, sweep[~is_target[sweep]][:count - len(ids)]])
+    ids = np.concatenate([ids, sweep[~taken[sweep]][:count - len(ids)]])
     positions = np.empty(classes, np.int64)
     positions[ids] = np.arange(count)
     return ids, positions[targets]
@@ -104,7 +107,7 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     inputs, targets, candidates = tokens[:-1], tokens[1:].astype(np.int64), None
-    if count and (sampled := sample_candidates(targets, config.model.padded_vocab, count, row)):
+    if count and (sampled := sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)):
         candidates, targets = map(on_device, sampled)
     else:
         targets = on_device(targets)

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -38,7 +37,7 @@ from data.tokenizer import text_codec
 
 
 def load_model(path, knobs):
-    """(config, model, operations) of a checkpoint, on a GPU if there is one.
+    """(config, model) of a checkpoint, on a GPU if there is one.
 
     knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
     """
@@ -61,7 +60,7 @@ def load_model(path, knobs):
         if tied:
             state["model"]["embed"].copy_(state["model"]["lm_head"].t())
     model.load_state_dict(state["model"])
-    return config, model, ops
+    return config, model
 
 
 def final_attention(model, config, tokens):
@@ -71,7 +70,7 @@ def final_attention(model, config, tokens):
 
 
 def forward(model, config, documents, attention):
-    """Final normed stream (N, D) of documents (lists of token ids), packed into one micro-batch.
+    """(Output, tokens (N + 1,)) of documents (lists of token ids), packed into one micro-batch.
 
     A document of separators pads the micro-batch to a multiple of 128, as the kernels require. Padding changes nothing,
     since no token sees later tokens.
@@ -82,12 +81,29 @@ def forward(model, config, documents, attention):
     tokens[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = loader.make_batch(tokens, cu, config, model.embed.device, hash_ids=model.hash_ids_on_host())
-    return model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
+    output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
+    return output, torch.from_numpy(tokens.astype(np.int64)).to(model.embed.device)
 
 
-def logits(model, h):
-    """Capped logits, (n, D) -> (n, padded vocabulary) fp32."""
-    return T.kernels.softcap(h @ model.lm_head.to(h.dtype))
+def head(model):
+    """The unquantised head."""
+    return T.kernels.HeadLoss(model.lm_head, model.dtype, False, model.ops.cross_entropy, pointer=model.ops.pointer,
+                              gate=model.config.gate_id)
+
+
+def log_probabilities(model, output, row):
+    """Of every class as the token after token `row`, (padded vocabulary,) fp32."""
+    h, point = output
+    z = T.kernels.softcap(h[row] @ model.lm_head.to(h.dtype)).log_softmax(0)
+    if point is None:
+        return z
+    first, attn = T.kernels.pointer_weights(point.q, point.k, point.sink, point.start, point.window, point.scale,
+                                            slice(row, row + 1))
+    sink_mass, p = attn[0, 0], z.exp()
+    gate = p[model.config.gate_id].item()
+    p[model.config.gate_id] = 0.0
+    mass = torch.zeros_like(p).index_add_(0, point.tokens[first:row + 1].long(), attn[0, 1:].to(p.dtype))
+    return (p * (1 + gate * sink_mass / (1 - gate)) + gate * mass).log()
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
@@ -105,8 +121,8 @@ def generate(model, config, ids, count, temperature, top_k):
     generator = torch.Generator().manual_seed(config.system.seed)
     for _ in range(count):
         document = [separator, *ids[max(0, len(ids) - recent):]]
-        last = forward(model, config, [document], attention)[len(document) - 1:len(document)]
-        z = logits(model, last)[0, :separator].cpu()
+        output, _ = forward(model, config, [document], attention)
+        z = log_probabilities(model, output, len(document) - 1)[:separator].cpu()
         if top_k:
             z[z < z.topk(min(top_k, separator)).values[-1]] = -torch.inf
         if temperature:
@@ -140,12 +156,11 @@ def bits_per_byte(config, loss, tokens):
     return loss * len(tokens) / math.log(2) / lengths[tokens].sum()
 
 
-def validate(model, config, ops):
+def validate(model, config):
     """Prints the loss of the final validation."""
     rt = T.Runtime(0, 1, model.embed.device)
     data, attention = loader.ValidationData(config, rt), T.attention_settings(config, rt.device, model.dtype)[-1]
-    head = T.kernels.HeadLoss(model.lm_head, model.dtype, False, ops.cross_entropy)
-    loss = T.validate(model, head, data, attention, rt)
+    loss = T.validate(model, head(model), data, attention, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:
         print(f"val_bits_per_byte: {bits_per_byte(config, loss, data.tokens[1:]):.4f}", flush=True)
@@ -220,14 +235,12 @@ def ending_losses(model, config, pairs):
         # Smear, bigram hash and key offset look one token back, also into another document (K1). After two documents of
         # one separator each, the previous token is always the same. So a loss does not depend on the other pairs.
         documents = [part for pair in packed for part in ([separator], [separator], [separator, *pair[0], *pair[1]])]
-        h = forward(model, config, documents, attention)
+        output, tokens = forward(model, config, documents, attention)
         ends = accumulate(3 + sum(map(len, pair)) for pair in packed)
         before = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, packed)])
-        h = h[torch.from_numpy(before).to(h.device)]
-        targets = torch.tensor([id for _, ending in packed for id in ending], device=h.device)
-        parts = zip(h.split(1024), targets.split(1024))
-        losses = [F.cross_entropy(logits(model, part), ids, reduction="none") for part, ids in parts]
-        yield from torch.cat(losses).cpu().split([len(ending) for _, ending in packed])
+        rows = torch.from_numpy(before).to(tokens.device)
+        losses = head(model).losses(output.h, tokens[1:], torch.ones(1, device=tokens.device), output.point, rows)
+        yield from losses.cpu().split([len(ending) for _, ending in packed])
 
 
 def hellaswag(model, config, path):
@@ -298,7 +311,7 @@ def sample_command(argv) -> int:
                                {"prompt": "sample_prompt", "tokens": "sample_tokens"})
     if not 0 <= options["temperature"] < math.inf or options["top_k"] < 0:
         raise UserError(f"--temperature={options['temperature']} --top_k={options['top_k']}: neither may be negative")
-    config, model, _ = load_model(options["sample"], {"sample_tokens": "200"} | knobs)
+    config, model = load_model(options["sample"], {"sample_tokens": "200"} | knobs)
     try:
         for piece in sample(model, config, options["temperature"], options["top_k"]):
             print(piece, end="", flush=True)
@@ -318,11 +331,11 @@ def main(argv) -> int:
             if arg == "--hellaswag" and following.startswith("--"):
                 argv[i] = f"--hellaswag={fetch_hellaswag()}"
         options, knobs = arguments(argv, {"hellaswag": "", "export": "", "validate": True}, {})
-        config, model, ops = load_model(path, knobs)
+        config, model = load_model(path, knobs)
         if options["export"]:
             export(model, config, options["export"])
         if options["validate"]:
-            validate(model, config, ops)
+            validate(model, config)
         if options["hellaswag"]:
             hellaswag(model, config, options["hellaswag"])
         return 0

@@ -34,14 +34,14 @@ def trained(corpus, tmp_path_factory):
     run = train(corpus, tmp_path_factory.mktemp("trained"), *FEW, "--save=true", "--sample_tokens=12",
                 "--sample_prompt=the ")
     (path,) = run.saved.values()
-    config, model, ops = E.load_model(path, {"device": "cpu"})
-    return SimpleNamespace(text=run.text, val=run.val, path=path, config=config, model=model, ops=ops)
+    config, model = E.load_model(path, {"device": "cpu"})
+    return SimpleNamespace(text=run.text, val=run.val, path=path, config=config, model=model)
 
 
 @pytest.fixture(scope="module")
 def eloquent(trained):
     """The same with other weights, so that the model says many things: a token depends on all tokens before it."""
-    model = T.GPT(trained.config.model, trained.ops, torch.float32, torch.device("cpu"))
+    model = T.GPT(trained.config.model, trained.model.ops, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for label, param in model.named_parameters():

@@ -85,8 +85,8 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
     view = view._replace(rotary=view.rotary.to(device, dtype), scale=view.scale.to(dtype))
-    h = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view)
-    loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA)
+    h, point = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view)
+    loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()
 
     params = params_of(exact)
@@ -134,8 +134,8 @@ def test_validation_loss(setting):
     model, tokens, cu, rows, view, settings = setting
     head = kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref)
     with torch.no_grad():
-        h = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
-        loss = head(h, tokens[1:], torch.ones(1), 1.0, exact=True) / len(h)
+        h, point = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
+        loss = head(h, tokens[1:], torch.ones(1), 1.0, exact=True, point=point) / len(h)
     expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows,
                                        **settings)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -149,7 +149,7 @@ def test_every_technique_matters(setting):
     def output(**changes):
         new = dict(cu=cu, rows=rows, view=view) | changes
         with torch.no_grad():
-            return model(tokens[:-1].int(), new["cu"], {"bigram_embed": new["rows"]}, new["view"])
+            return model(tokens[:-1].int(), new["cu"], {"bigram_embed": new["rows"]}, new["view"]).h
 
     base = output()
     assert torch.equal(base, output())
@@ -177,7 +177,7 @@ def test_bf16_is_near_fp32():
         view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT),
                                    torch.tensor(LONG), torch.tensor(scale), 128)
         rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
-        h = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
+        h, _ = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         head = kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)
         losses.append(head(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
@@ -217,7 +217,7 @@ def test_xsa_dynamic_and_mix_begin_without_effect(dtype):
             assert torch.equal(param, model.get_parameter(label)), label
             param.add_(torch.randn_like(param) * (0.3 if param.numel() < 1000 else 0.03))
             model.get_parameter(label).copy_(param)
-        out, expected = (m(tokens[:-1].int(), cu, {"bigram_embed": rows}, view) for m in (model, plain))
+        out, expected = (m(tokens[:-1].int(), cu, {"bigram_embed": rows}, view).h for m in (model, plain))
     assert torch.equal(out, expected)
 
 
@@ -229,7 +229,7 @@ def test_mixing_factors_scalar_or_per_token(setting, monkeypatch):
     def output(change):
         monkeypatch.setattr(model, "mixes", lambda: [change(i, mix) for i, mix in enumerate(static)])
         with torch.no_grad():
-            return model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
+            return model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view).h
 
     base = output(lambda i, mix: mix)
     per_token = output(lambda i, mix: T.Mix(*(None if factor is None else factor.expand(n, 1) for factor in mix)))
