@@ -918,7 +918,7 @@ class GPT(nn.Module):
         q, k, next_k = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype)).chunk(3, 1)
         has_previous = (start < torch.arange(len(x), dtype=start.dtype, device=x.device))[:, None]
         k = k + F.pad(next_k[:-1], (0, 0, 1, 0)) * has_previous
-        q, k = self.pointer_gain[0].to(x.dtype) * rms_norm(q), rms_norm(k)
+        q, k = self.pointer_gain[0] * rms_norm(q), rms_norm(k)
         sink = POINTER_WIDTH**-0.5 * (q * self.pointer_sink).sum(1)
         return q.contiguous(), k.contiguous(), sink, start, end
 

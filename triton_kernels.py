@@ -335,8 +335,8 @@ def _load_rows(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl
     Several of these loads can be under way at once.
     """
     i = first + tl.arange(0, BLOCK)
-    return tl.load(X + head.to(tl.int64) * stride_h + i.to(tl.int64)[:, None] * stride_n + tl.arange(0, D)[None, :],
-                   mask=(i < N)[:, None], other=0.0)
+    X += tl.cast(head, tl.int64) * stride_h
+    return tl.load(X + i.to(tl.int64)[:, None] * stride_n + tl.arange(0, D)[None, :], mask=(i < N)[:, None], other=0.0)
 
 
 @triton.jit
@@ -1376,9 +1376,11 @@ def mlp(x, W1, W2):
 #   sink_mass[t] = attn_t of the sink
 #
 #   q, k (N, d) bf16 (fp32 for tests), contiguous, d a power of two >= 16; sink (N,) fp32, the score of a place that
-#   copies nothing; tokens (N,) int32; start, end (N,) int32 from document_of_tokens; targets (N, J) int64 token ids, J =
-#   1..4, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
+#   copies nothing; tokens (N,) int32; start, end (N,) int32 from document_of_tokens; targets (N, J) int64 token ids,
+#   1 <= J <= 4, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 #
+# A token reads the tokens before it in its own document, and nothing else: no other document, no other shard, and in a
+# validation no text but that which the model is asked to continue.
 # It is attention whose value is a comparison: there is no (N, d) output, only J sums per row. Column j serves the
 # target j tokens further on: it copies the token j places behind the key. The running maximum begins at the sink's
 # score, so a row without keys gives sink_mass = 1. The sums are one number per row, so a running maximum costs nothing,
@@ -1436,15 +1438,9 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 @triton.jit
-def _pointer_rows(X, i, N, D: tl.constexpr):
-    """Rows i (BLOCK,) of X (N, D), zeros beyond N."""
-    return tl.load(X + i.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], mask=(i < N)[:, None], other=0.0)
-
-
-@triton.jit
 def _target(Targets, t, N, j, stride_n, stride_j):
-    """targets[t, j] (BLOCK,), -1 beyond N."""
-    return tl.load(Targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1)
+    """targets[t, j] (BLOCK,) as int32, -1 beyond N."""
+    return tl.load(Targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1).to(tl.int32)
 
 
 @triton.jit
@@ -1462,11 +1458,11 @@ def _add_hits(sums, x, target, Tokens, s, t, N, j):
 
 @triton.jit(do_not_specialize=["window"])
 def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, stride_tn, stride_tj,
-                    COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+                    COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     m0 = tl.program_id(0) * BLOCK
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
-    q = _pointer_rows(Q, t, N, D)
+    q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
     scale2 = tl.cast(scale, tl.float32) * LOG2_E
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
     top = sink  # the largest score so far
@@ -1481,7 +1477,8 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     target3 = _target(Targets, t, N, 3 if COUNT > 3 else 0, stride_tn, stride_tj)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
-        x = tl.dot(q, tl.trans(_pointer_rows(K, s, N, D)), input_precision="ieee") * scale2
+        k = _load_tile(K, 0, n0, N, D, D, BLOCK, D, TMA)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         # low <= s < t in one comparison: as uint32, a negative difference is huge.
         x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
         higher = tl.maximum(top, tl.max(x, 1))
@@ -1526,47 +1523,61 @@ def _pointer_score_grad(x, lse, dot, q_axis: tl.constexpr, dMass, Tokens, Target
     return tl.exp2(x - tl.expand_dims(lse, 1 - q_axis)) * grad
 
 
-@triton.jit(do_not_specialize=["window"])
-def _pointer_backward_kernel(Q, K, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window, scale, stride_tn,
-                             stride_tj, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    first_row = tl.program_id(0) // 2 * BLOCK
-    row = first_row + tl.arange(0, BLOCK)
-    scale = tl.cast(scale, tl.float32)
-    acc = tl.zeros((BLOCK, D), dtype=tl.float32)
-    if tl.program_id(0) % 2 == 0:  # the queries `row`
-        t = row
-        low, first, last, to_all = _keys_of_queries(Start, first_row, N, window, BLOCK)
-        q = _pointer_rows(Q, t, N, D)
+@triton.jit
+def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, stride_tn,
+                     stride_tj, COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of the queries m0 ... m0 + BLOCK - 1."""
+    t = m0 + tl.arange(0, BLOCK)
+    low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
+    q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
+    lse = tl.load(Lse + t, mask=t < N, other=0.0)
+    dot = tl.load(Dot + t, mask=t < N, other=0.0)
+    dq = tl.zeros((BLOCK, D), dtype=tl.float32)
+    for n0 in range(first, last + 1, BLOCK):
+        s = n0 + tl.arange(0, BLOCK)
+        k = _load_tile(k_tiles, 0, n0, N, D, D, BLOCK, D, TMA)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+        x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
+        grad = _pointer_score_grad(x, lse, dot, 0, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
+        dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
+    _store_rows(dQ, dq * scale, 0, m0, N, D, BLOCK, D)
+
+
+@triton.jit
+def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, stride_tn, stride_tj,
+                     COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of the keys n0 ... n0 + BLOCK - 1. Keys lie along the rows, queries along the columns."""
+    s = n0 + tl.arange(0, BLOCK)
+    high = tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window)  # last query that sees each key
+    last_key = tl.minimum(n0 + BLOCK, N) - 1
+    last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
+    k = _load_rows(K, 0, n0, N, D, D, BLOCK, D)
+    dk = tl.zeros((BLOCK, D), dtype=tl.float32)
+    for m0 in range(n0, last + 1, BLOCK):
+        t = m0 + tl.arange(0, BLOCK)
+        q = _load_tile(q_tiles, 0, m0, N, D, D, BLOCK, D, TMA)
         lse = tl.load(Lse + t, mask=t < N, other=0.0)
         dot = tl.load(Dot + t, mask=t < N, other=0.0)
-        for n0 in range(first, last + 1, BLOCK):
-            s = n0 + tl.arange(0, BLOCK)
-            k = _pointer_rows(K, s, N, D)
-            x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-            x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
-            grad = _pointer_score_grad(x, lse, dot, 0, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
-            acc = tl.dot(grad.to(k.dtype), k, acc, input_precision="ieee")
-        out = dQ
-    else:  # the keys `row`
-        s = row
-        high = tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window)  # last query that sees each key
-        last_key = tl.minimum(first_row + BLOCK, N) - 1
-        last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
-        k = _pointer_rows(K, s, N, D)
-        for m0 in range(first_row, last + 1, BLOCK):
-            t = m0 + tl.arange(0, BLOCK)
-            q = _pointer_rows(Q, t, N, D)
-            lse = tl.load(Lse + t, mask=t < N, other=0.0)
-            dot = tl.load(Dot + t, mask=t < N, other=0.0)
-            x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)  # (keys, queries)
-            # s < t <= high in one comparison
-            x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x,
-                         float("-inf"))
-            grad = _pointer_score_grad(x, lse, dot, 1, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
-            acc = tl.dot(grad.to(q.dtype), q, acc, input_precision="ieee")
-        out = dK
-    tl.store(out + row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], (acc * scale).to(out.dtype.element_ty),
-             mask=(row < N)[:, None])
+        x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
+        # s < t <= high in one comparison
+        x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
+        grad = _pointer_score_grad(x, lse, dot, 1, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
+        dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
+    _store_rows(dK, dk * scale, 0, n0, N, D, BLOCK, D)
+
+
+@triton.jit(do_not_specialize=["window"])
+def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window,
+                             scale, stride_tn, stride_tj, COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
+                             BLOCK: tl.constexpr):
+    first = tl.program_id(0) // 2 * BLOCK
+    scale = tl.cast(scale, tl.float32)
+    if tl.program_id(0) % 2 == 0:
+        _pointer_dk_tile(first, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, stride_tn,
+                         stride_tj, COUNT, D, TMA, BLOCK)
+    else:
+        _pointer_dq_tile(first, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, stride_tn,
+                         stride_tj, COUNT, D, TMA, BLOCK)
 
 
 class _Pointer(torch.autograd.Function):
@@ -1575,8 +1586,8 @@ class _Pointer(torch.autograd.Function):
         (N, D), count, launch = q.shape, targets.size(1), POINTER_LAUNCH[q.dtype]
         mass, sink_mass, lse = sink.new_empty((N, count)), torch.empty_like(sink), torch.empty_like(sink)
         _pointer_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
-            q, k, sink, tokens, targets, start, mass, sink_mass, lse, N, int(window), float(scale), *targets.stride(),
-            COUNT=count, D=D, **launch)
+            q, _head_tiles(k[:, None], launch["BLOCK"]), sink, tokens, targets, start, mass, sink_mass, lse, N,
+            int(window), float(scale), *targets.stride(), COUNT=count, D=D, TMA=_has_tma(q.device), **launch)
         ctx.save_for_backward(q, k, tokens, targets, start, end, mass, sink_mass, lse)
         ctx.window, ctx.scale = int(window), float(scale)
         return mass, sink_mass
@@ -1588,8 +1599,9 @@ class _Pointer(torch.autograd.Function):
         dot = (dmass * mass).sum(1) + dsink_mass * sink_mass
         dq, dk, dmass, launch = torch.empty_like(q), torch.empty_like(k), dmass.contiguous(), POINTER_LAUNCH[q.dtype]
         _pointer_backward_kernel[(2 * triton.cdiv(len(q), launch["BLOCK"]),)](
-            q, k, tokens, targets, start, end, lse, dot, dmass, dq, dk, len(q), ctx.window, ctx.scale,
-            *targets.stride(), COUNT=targets.size(1), D=q.size(1), **launch)
+            q, k, *(_head_tiles(x[:, None], launch["BLOCK"]) for x in (q, k)), tokens, targets, start, end, lse, dot,
+            dmass, dq, dk, len(q), ctx.window, ctx.scale, *targets.stride(), COUNT=targets.size(1), D=q.size(1),
+            TMA=_has_tma(q.device), **launch)
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
@@ -1599,8 +1611,8 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     Raises a ValueError if an argument is wrong.
     """
     if q.ndim != 2 or q.dtype not in POINTER_LAUNCH or q.size(1) < 16 or q.size(1) & (q.size(1) - 1):
-        raise ValueError(f"pointer: q must be (N, d), bfloat16 or float32, d a power of two from 16 on, got {q.dtype} of"
-                         f" shape {tuple(q.shape)}")
+        raise ValueError("pointer: q must be (N, d), bfloat16 or float32, d a power of two from 16 on, got"
+                         f" {q.dtype} of shape {tuple(q.shape)}")
     N = len(q)
     if targets.ndim != 2 or not 1 <= targets.size(1) <= MOST_POINTER_TARGETS:
         raise ValueError(f"pointer: targets must be (N, 1 to {MOST_POINTER_TARGETS}), got {tuple(targets.shape)}")
@@ -1628,8 +1640,9 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # sink_mass from section 5, the term k of the loss becomes  -w_k ln p',
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
 # Without the gate's class, these are probabilities: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
-#   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,     m = 1 + α sink_mass / (1 - α),
-#   A = m p / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',  ∂/∂mass_k = -α / p',  ∂/∂sink_mass = -α p / (1 - α) / p'
+#   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
+#   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
+#   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 #
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
@@ -1801,10 +1814,11 @@ def _lifted_exp(u, CAP: tl.constexpr):
     return tl.exp2(u * (CAP * LOG2_E) + (LIFT - CAP * LOG2_E))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "gate"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass, dMass, dSinkMass, gate, loss_scale,
-                          code_scale, stride_l, stride_g, stride_tn, stride_tk, count, C: tl.constexpr, BLOCK_K: tl.constexpr,
-                          CAP: tl.constexpr, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr, SEGMENT: tl.constexpr):
+                          code_scale, stride_l, stride_g, stride_tn, stride_tk, count, C: tl.constexpr,
+                          BLOCK_K: tl.constexpr, CAP: tl.constexpr, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr,
+                          SEGMENT: tl.constexpr):
     # First pass: read the row in segments, sum the exponentials, and keep the unscaled gradient in registers. The two
     # columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column).
     row = tl.program_id(0).to(tl.int64)

@@ -34,9 +34,9 @@ SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in
 def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None):
     """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
 
-    The classes are the gate, if there is one, all targets, and the next others of a sweep through all classes. The start of the sweep depends only
-    on `row`, the number of the micro-batch in the run, so any number of ranks takes the same candidates. None when
-    they would be more than `count`. PR 360, devenpzak.
+    The classes are the gate, if there is one, all targets, and the next others of a sweep through all classes. The
+    start of the sweep depends only on `row`, the number of the micro-batch in the run, so any number of ranks takes the
+    same candidates. None when gate and targets are more than `count`. PR 360, devenpzak.
     """
     taken = np.zeros(classes, bool)
     taken[targets] = True

@@ -35,6 +35,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
         0, 2 * N * (3 * channels + 2 * gates))),
     "mlp": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 10 * N * D)),  # relu(x W1ᵀ)²
     "mlp_backward": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 18 * N * D)),  # dpre
+    "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
+    "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
     "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique)))}
@@ -69,6 +71,10 @@ def calls(run):
                     yield from (("project", N, D, value), ("project_backward", N, D, value, layer["paired"]))
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
+            if d := run.get("pointer_width"):
+                lengths = micro_batch["documents"]
+                pairs = seen_pairs(lengths, N) - sum(lengths)  # no token points at itself
+                yield from (("pointer", N, d, pairs), ("pointer_backward", N, d, pairs))
             columns = micro_batch.get("candidates") or V
             for start in range(0, N, run["head_rows"]):
                 yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
@@ -104,6 +110,7 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
             "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
             "num_heads": model.num_heads, "padded_vocab": model.padded_vocab, "fp8": head.fp8, "head_rows": head.block,
+            "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

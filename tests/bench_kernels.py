@@ -284,6 +284,20 @@ def head_cases():
         yield Case("HeadLoss, sampled", f"{N}, {P} candidates", sampled, fp8=6 * N * D * P, bytes=7 * N * P)
 
 
+def pointer_cases():
+    for N, stage in zip(TOKENS, STAGES):
+        q, k = (F.rms_norm(rand(N, T.POINTER_WIDTH), (T.POINTER_WIDTH,)).requires_grad_() for _ in range(2))
+        sink = torch.zeros(N, device=DEVICE, requires_grad=True)
+        ids, cu = torch.randint(V, (N,), device=DEVICE), documents(N, stage.max_doc_len)
+        targets = tk.multi_token_targets(ids, len(stage.mtp_start))
+        args = (q, k, sink, ids.int(), *tk.document_of_tokens(cu, N), N, 0.1, targets)
+        sizes = N, T.POINTER_WIDTH, seen_pairs(np.diff(cu.tolist()), N) - N
+        yield case("pointer", str(N), args, sizes, calls=MICRO)
+        masses = tk.pointer(*args)
+        back = partial(torch.autograd.grad, masses, (q, k, sink), [torch.ones_like(x) for x in masses], True)
+        yield Case("pointer, backward", str(N), back, **needs("pointer_backward", *sizes), calls=MICRO)
+
+
 def embedding_cases():
     for N in TOKENS:
         ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
@@ -336,7 +350,7 @@ def optimizer_cases():
 
 
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
-                head=head_cases, embedding=embedding_cases, optimizer=optimizer_cases)
+                pointer=pointer_cases, head=head_cases, embedding=embedding_cases, optimizer=optimizer_cases)
 
 
 def main():

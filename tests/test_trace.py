@@ -271,7 +271,7 @@ LAYERS = [dict(attention=True, paired=True, long=False, value_embed=False),
           dict(attention=True, paired=True, long=False, value_embed=True)]
 RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=True, head_rows=40, polar_steps=5,
            layers=LAYERS, gate_channels=12, cuda_graphs=True,
-           banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
+           pointer_width=128, banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
            steps=[dict(step=step, adam=step % 2 == 1, tied=step > 1, tokens=64, windows=[3, 9], micro_batches=[
                dict(documents=[40, 4, 21], token_ids=30, touched=dict(bigram_embed=50)),
                dict(documents=[64], token_ids=33, touched=dict(bigram_embed=60), candidates=256)])
@@ -295,6 +295,9 @@ def test_work_by_counting():
     assert sorted(found["attend_backward"]) == sorted((5 * 2 * 128 * n, 8 * stream) for n in 2 * paired + long)
     assert Counter(found["project"]) == {(3 * product, 4 * stream): 6, (3 * product, 5 * stream): 12}  # with ve
     assert {*found["mlp"], *found["mlp_backward"]} == {(4 * product, 5 * stream), (4 * product, 9 * stream)}
+    earlier = [sum(n * (n - 1) // 2 for n in lengths) for lengths in documents]
+    assert sorted(found["pointer"]) == sorted((2 * 128 * n, stream) for n in earlier)
+    assert sorted(found["pointer_backward"]) == sorted((6 * 128 * n, 2 * stream) for n in earlier)
     rows_times_columns = 40 * 384, 24 * 384, 40 * 256, 24 * 256
     assert Counter(found["cross_entropy"]) == {(0, 3 * size): 3 for size in rows_times_columns}  # bf16 in, one byte out
     tiles = 3 / 4  # of the 2 x 2 tiles of a product
