@@ -1425,7 +1425,7 @@ def pointer_weights(q, k, sink, start, window, scale, rows):
 def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
     """(mass (N, J), sink_mass (N,)) in blocks of 128 rows, O(N · window) memory, differentiable by autograd."""
     (N, J), sums = targets.shape, []
-    ahead = F.pad(tokens, (0, J), value=-2)
+    ahead = F.pad(tokens, (0, J))  # s + j <= t, so the padding is never a hit
     for first_row in range(0, N, 128):
         rows = slice(first_row, min(first_row + 128, N))
         first, attn = pointer_weights(q, k, sink, start, window, scale, rows)
@@ -1434,7 +1434,7 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
         hits = [(ahead[s + j] == targets[rows, j:j + 1]) & (s + j <= t) for j in range(J)]
         sums.append(torch.stack([attn[:, 0], *(attn[:, 1:].where(hit, 0).sum(1) for hit in hits)], 1))
     sums = torch.cat(sums)
-    return sums[:, 1:], sums[:, 0]
+    return sums[:, 1:].contiguous(), sums[:, 0].contiguous()
 
 
 @triton.jit
@@ -1445,8 +1445,8 @@ def _target(Targets, t, N, j, stride_n, stride_j):
 
 @triton.jit
 def _token(Tokens, s, N):
-    """tokens[s] (BLOCK,), -2, which is no target, beyond N."""
-    return tl.load(Tokens + s, mask=s < N, other=-2)
+    """tokens[s] (BLOCK,); any number beyond N."""
+    return tl.load(Tokens + s, mask=s < N, other=0)
 
 
 @triton.jit
@@ -1746,6 +1746,9 @@ CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
              (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
 
 
+LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
+
+
 class Copies(NamedTuple):
     """What the loss takes from the pointer head; all tensors fp32."""
 
@@ -1769,14 +1772,15 @@ def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad
     losses, pull, push = lse - z.gather(1, targets.clamp(min=0)), w, 0.0
     if copies is not None:
         alpha, p = torch.exp(z[:, copies.gate, None] - lse), torch.exp(-losses)
-        sink, ratio = copies.sink_mass[:, None] / (1 - alpha), copies.mass / p
+        rest = 1 / (1 - alpha).clamp(min=LEAST_REST)
+        sink, ratio = copies.sink_mass[:, None] * rest, copies.mass / p
         kept = 1 + alpha * sink
         mixed = kept + alpha * ratio  # probability of the target / p
         losses, pull = losses - mixed.log(), w * kept / mixed
-        push = (w * alpha * (sink / (1 - alpha) + ratio) / mixed).sum(1, keepdim=True)
+        push = (w * alpha * (sink * rest + ratio) / mixed).sum(1, keepdim=True)
         if grad is not None:
             copies.dmass.copy_(-loss_scale * w * alpha / p / mixed)
-            copies.dsink_mass.copy_(-loss_scale * (w * alpha / (1 - alpha) / mixed).sum(1))
+            copies.dsink_mass.copy_(-loss_scale * (w * alpha * rest / mixed).sum(1))
     losses = loss_scale * (w * losses).sum(1)
     if grad is not None:
         dz = (pull.sum(1, keepdim=True) + push) * torch.exp(z - lse)
@@ -1818,7 +1822,7 @@ def _lifted_exp(u, CAP: tl.constexpr):
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass, dMass, dSinkMass, gate, loss_scale,
                           code_scale, stride_l, stride_g, stride_tn, stride_tk, count, C: tl.constexpr,
                           BLOCK_K: tl.constexpr, CAP: tl.constexpr, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr,
-                          SEGMENT: tl.constexpr):
+                          LEAST_REST: tl.constexpr, SEGMENT: tl.constexpr):
     # First pass: read the row in segments, sum the exponentials, and keep the unscaled gradient in registers. The two
     # columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column).
     row = tl.program_id(0).to(tl.int64)
@@ -1876,7 +1880,7 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
         alpha = _lifted_exp(gate_u, CAP) / total
         p = _lifted_exp(u, CAP) / total
         ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
-        rest = 1.0 / (1.0 - alpha)
+        rest = 1.0 / tl.maximum(1.0 - alpha, LEAST_REST)
         sink = tl.load(SinkMass + row) * rest
         kept = 1.0 + alpha * sink
         mixed = kept + alpha * ratio  # probability of the target / p
@@ -1947,7 +1951,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
         logits, targets, weights, losses, grad, mass, sink_mass, dmass, dsink_mass, gate, loss_scale, code_scale,
         logits.stride(0),
         0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=block_k, CAP=CAP,
-        CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, **launch)
+        CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, LEAST_REST=LEAST_REST, **launch)
     return losses
 
 

@@ -286,16 +286,98 @@ def mtp_losses(z, targets, weights):
     return loss
 
 
-def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale, **settings):
-    """Without FP8: (loss_scale * sum_t loss_t, softcapped logits (N, V)); settings as for model_hidden()."""
-    z = softcapped_logits(params, model_hidden(params, tok, cu, bigram_rows, **settings))
-    return loss_scale * mtp_losses(z, targets, mtp_weights).sum(), z
+def pointer_inputs(params, h, cu):
+    """Queries, keys (N, 128) and the sink's scores (N,) of the pointer head, from the normalised output h (N, D).
+
+    Key j also takes a projection of h[j - 1], but not where token j is the first of its document.
+    """
+    W, width = params["pointer_weights"], params["pointer_sink"].shape[0]
+    keys = h @ W[1].T
+    follows = torch.ones(h.shape[0], 1, dtype=h.dtype, device=h.device)
+    follows[[c for c in cu[:-1] if c < cu[-1]]] = 0
+    before = torch.cat([h[:1], h[:-1]]) @ W[2].T
+    q = params["pointer_gain"] * rms(h @ W[0].T)
+    return q, rms(keys + follows * before), q @ params["pointer_sink"] / math.sqrt(width)
 
 
-def validation_loss(params, tok, targets, cu, bigram_rows, **settings):
-    """Plain mean cross-entropy of the next token; settings as for model_hidden()."""
+def pointer_attention(q, k, sink, cu, window, scale):
+    """(N, 1 + N): softmax over the sink's score and the keys i - window ... i - 1 of token i's own document."""
+    n = q.shape[0]
+    seen = torch.zeros(n, n, dtype=torch.bool)
+    for a, b in zip(cu[:-1], cu[1:]):
+        for i in range(a, b):
+            for j in range(max(a, i - window), i):
+                seen[i, j] = True
+    scores = (scale * (q @ k.T)).masked_fill(~seen.to(q.device), -math.inf)
+    return torch.softmax(torch.cat([sink[:, None], scores], dim=1), dim=1)
+
+
+def pointer_hits(tokens, targets):
+    """(K, N, N) booleans: the token k places behind token j, which is not after token i, is target k of token i.
+
+    targets (N, K), -1 = none.
+    """
+    n, K = targets.shape
+    tokens, targets = torch.as_tensor(tokens).tolist(), targets.tolist()
+    hits = torch.zeros(K, n, n, dtype=torch.bool)
+    for k in range(K):
+        for i in range(n):
+            for j in range(i - k + 1):
+                hits[k, i, j] = targets[i][k] >= 0 and tokens[j + k] == targets[i][k]
+    return hits
+
+
+def copy_masses(attn, hits):
+    """(mass (N, K), sink_mass (N,)): attention on copies of each target, and on the sink."""
+    return torch.stack([(attn[:, 1:] * hit.to(attn)).sum(1) for hit in hits], dim=1), attn[:, 0]
+
+
+def later_targets(targets, count):
+    """(N, count): column k is the target k tokens later, -1 beyond the end."""
+    targets = torch.as_tensor(targets).tolist()
+    return torch.tensor([[targets[i + k] if i + k < len(targets) else -1 for k in range(count)]
+                         for i in range(len(targets))])
+
+
+def copy_probabilities(z, gate, mass, sink_mass, targets):
+    """(N, K): p' of the targets (N, K) (-1: of class 0) from softcapped logits z (N, C) and column `gate`."""
+    p = torch.softmax(z, dim=-1)
+    alpha = p[:, gate, None]
+    return p.gather(1, targets.clamp(min=0)) * (1 + alpha * sink_mass[:, None] / (1 - alpha)) + alpha * mass
+
+
+def copy_losses(z, gate, mass, sink_mass, targets, weights):
+    """Losses (N,) of a head with a pointer; targets (N, K) are columns of z, -1 = none."""
+    w = torch.as_tensor(weights).to(z) * (targets >= 0)
+    return -(w * copy_probabilities(z, gate, mass, sink_mass, targets).log()).sum(1)
+
+
+def losses_of_head(params, h, tok, targets, cu, mtp_weights, pointer=None):
+    """(losses (N,), softcapped logits (N, V)). pointer: None, or (class of the gate, window) of the pointer head."""
+    z = softcapped_logits(params, h)
+    if pointer is None:
+        return mtp_losses(z, targets, mtp_weights), z
+    (gate, window), cu = pointer, [int(c) for c in cu]
+    shifted = later_targets(targets, len(mtp_weights))
+    attn = pointer_attention(*pointer_inputs(params, h, cu), cu, window, 128**-0.5)
+    masses = copy_masses(attn, pointer_hits(tok, shifted))
+    return copy_losses(z, gate, *masses, shifted.to(z.device), mtp_weights), z
+
+
+def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale, pointer=None, **settings):
+    """Without FP8: (loss_scale * sum_t loss_t, softcapped logits (N, V)).
+
+    pointer: as for losses_of_head(); settings: as for model_hidden().
+    """
     h = model_hidden(params, tok, cu, bigram_rows, **settings)
-    return mtp_losses(softcapped_logits(params, h), targets, [1.0]).mean()
+    losses, z = losses_of_head(params, h, tok, targets, cu, mtp_weights, pointer)
+    return loss_scale * losses.sum(), z
+
+
+def validation_loss(params, tok, targets, cu, bigram_rows, *, pointer=None, **settings):
+    """Plain mean loss of the next token; pointer and settings as for model_loss()."""
+    h = model_hidden(params, tok, cu, bigram_rows, **settings)
+    return losses_of_head(params, h, tok, targets, cu, [1.0], pointer)[0].mean()
 
 
 # ------------------------------------------------------------------------------------------------- data

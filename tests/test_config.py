@@ -160,6 +160,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--vocab_size=50256": "--vocab_size=50256: --bigram_normal needs .* add --bigram_normal=false",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
+    "--pointer=1 --stage2.mtp_start=1,1,1,1,1 --stage2.mtp_end=1,1,1,1,1":
+        "--pointer=True: at most four numbers in mtp_start and mtp_end",
     "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
     "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",
@@ -362,19 +364,24 @@ def test_parameter_table():
 
 def test_parameters_of_features_that_record74_lacks():
     config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
-                             "--layer8.mix=1"]).model
+                             "--layer8.mix=1", "--pointer=1"]).model
     rows = {row.label: row for row in T.param_table(config) if row.label not in TABLE}
     assert {label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for label, row in rows.items()} == {
         "dynamic_in": (*SMOOTH, 0.25, 1), "dynamic_out": (*SMOOTH, 0.25, 1), "xsa_lambdas": (*SMOOTH, 1, 0),
-        "mix_lambdas": (*SMOOTH, 1, 0)}
+        "mix_lambdas": (*SMOOTH, 1, 0), "pointer_weights": (*SMOOTH, 1, 1), "pointer_sink": (*SMOOTH, 1, 0),
+        "pointer_gain": (*SMOOTH, 1, 0)}
     # From layer 4 on: 2 factors in each of 6 layers with attention, those of 6 heads, 6 + 5 of the mixtures.
     assert {label: row.shape for label, row in rows.items()} == {
-        "dynamic_in": (1, 64, 768), "dynamic_out": (29, 64), "xsa_lambdas": (2, 6), "mix_lambdas": (11,)}
-    assert [row.dtype for row in rows.values()] == [BF16, FP32, FP32, FP32]
+        "dynamic_in": (1, 64, 768), "dynamic_out": (29, 64), "xsa_lambdas": (2, 6), "mix_lambdas": (11,),
+        "pointer_weights": (3, 128, 768), "pointer_sink": (128,), "pointer_gain": (1,)}
+    assert [row.dtype for row in rows.values()] == [BF16, FP32, FP32, FP32, BF16, FP32, FP32]
     model = T.GPT(config, None, FP32, CPU)
     model.init_weights(3)
     assert uniform(model.dynamic_in.detach(), 768**-0.5)
-    assert not any(model.get_parameter(label).any() for label in rows if label != "dynamic_in")
+    assert all(uniform(weight, 3**0.5 * 0.5 * 768**-0.5) for weight in model.pointer_weights.detach()[:2])
+    assert not torch.equal(*model.pointer_weights[:2]) and not model.pointer_weights[2].any()
+    assert normal(model.pointer_sink.detach(), 128**-0.5) and model.pointer_gain.tolist() == [1.0]
+    assert not any(model.get_parameter(label).any() for label in ("dynamic_out", "xsa_lambdas", "mix_lambdas"))
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------

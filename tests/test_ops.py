@@ -62,7 +62,7 @@ def test_attention_ref(n, longest, windows, device):
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
 OPS = ("XXT", "XTX", "ba_plus_cAA", "fused_momentum", "normuon_tail", "transpose_copy", "transpose_add", "attention",
-       "mlp", "cross_entropy", "embedding_grad")
+       "mlp", "pointer", "cross_entropy", "embedding_grad")
 FAST = dict.fromkeys(OPS, "triton")
 
 
@@ -129,7 +129,7 @@ def test_compiled_model_equals_eager(device):
 
     def run(model, forward, stage, dtype):
         model.zero_grad()
-        h = forward(tokens, cu, rows, view(stage, dtype))
+        h, *_ = forward(tokens, cu, rows, view(stage, dtype))
         h.backward(upstream.to(dtype))
         grads = {name: p.grad.double() for name, p in model.named_parameters() if name != "lm_head"}
         return {"h": h.detach().double()} | grads
@@ -161,19 +161,19 @@ def test_compiled_model_equals_eager(device):
 # ---- Micro-steps -----------------------------------------------------------------------------------------------------
 
 
-def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=False):
+def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208), apart=False):
     """Losses of micro-steps of two stages in turn, fresh data each, the head changed on the way; and the gradients.
 
     The stage with 320 tokens takes 256 of 384 classes. Micro-step 4 has too many targets for the 128 that it may take.
     apart: the gradients of each micro-step start from zero and are added up in fp64."""
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
-    config = T.Model(vocab_size=257, model_dim=768 if on_gpu else 96)
+    config = T.Model(vocab_size=257, model_dim=768 if on_gpu else 96, pointer=pointer)
     ops, _ = tk.choose_ops(device, "auto")
     dtype = BF16 if on_gpu else FP32
     model = T.GPT(config, ops, dtype, device)
     model.init_weights(0)
-    head = tk.HeadLoss(model.lm_head, dtype, on_gpu, ops.cross_entropy, model.embed)
+    head = tk.HeadLoss(model.lm_head, dtype, on_gpu, ops.cross_entropy, model.embed, ops.pointer, config.gate_id)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
@@ -189,7 +189,7 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
         ids, sample = tokens[1:].numpy(), None
         if n == 320:
-            sample = L.sample_candidates(ids, 384, 128 if i == 4 else 256, i)
+            sample = L.sample_candidates(ids, 384, 128 if i == 4 else 256, i, config.gate_id)
         candidates, ids = sample or (None, ids)
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), torch.from_numpy(ids), cu)),
                         {"bigram_embed": hashed.to(device)}, {},
@@ -206,11 +206,12 @@ def micro_steps(device, record, rows=(320, 208, 320, 208, 320, 208, 208), apart=
     return losses, sums
 
 
-def test_micro_steps_add_up(device):
+@pytest.mark.parametrize("pointer", [False, True])
+def test_micro_steps_add_up(pointer, device):
     """Without CUDA graphs: gradients of two micro-steps are the sum of both, but for the rounding of the bf16
     buffers."""
-    losses, together = micro_steps(device, False, (320, 208))
-    same, apart = micro_steps(device, False, (320, 208), apart=True)
+    losses, together = micro_steps(device, False, pointer, (320, 208))
+    same, apart = micro_steps(device, False, pointer, (320, 208), apart=True)
     assert losses == same
     for name, wanted in apart.items():
         assert wanted.any() or name in ("smear_gate", "bigram_lambdas"), name  # these meet a zero at the start
@@ -218,10 +219,11 @@ def test_micro_steps_add_up(device):
 
 
 @gpu
-def test_recorded_micro_steps(device):
+@pytest.mark.parametrize("pointer", [False, True])
+def test_recorded_micro_steps(pointer, device):
     """A CUDA graph sees the data, the loss weights and the head of each call, and adds to the same gradients."""
-    losses, grads = micro_steps(device, True)
-    wanted_losses, wanted = micro_steps(device, False)
+    losses, grads = micro_steps(device, True, pointer)
+    wanted_losses, wanted = micro_steps(device, False, pointer)
     assert losses == pytest.approx(wanted_losses, rel=1e-4)
     for name, grad in wanted.items():
         assert (grads[name] - grad).norm() <= 2e-2 * grad.norm() + 1e-12, name
