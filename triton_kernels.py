@@ -1411,7 +1411,7 @@ POINTER_LAUNCH = {torch.bfloat16: dict(BLOCK=64, num_warps=4, num_stages=2),
 MOST_POINTER_TARGETS = 4
 
 
-def pointer_weights(q, k, sink, start, window, scale, rows):
+def pointer_attention(q, k, sink, start, window, scale, rows):
     """(first key, attn (n, 1 + keys)): of a slice of rows, the softmax over the sink and the keys from the first on."""
     first = max(0, rows.start - int(window))
     t = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
@@ -1428,7 +1428,7 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
     ahead = F.pad(tokens, (0, J))  # s + j <= t, so the padding is never a hit
     for first_row in range(0, N, 128):
         rows = slice(first_row, min(first_row + 128, N))
-        first, attn = pointer_weights(q, k, sink, start, window, scale, rows)
+        first, attn = pointer_attention(q, k, sink, start, window, scale, rows)
         s = torch.arange(first, rows.stop, device=q.device)
         t = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
         hits = [(ahead[s + j] == targets[rows, j:j + 1]) & (s + j <= t) for j in range(J)]
@@ -1438,9 +1438,10 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 @triton.jit
-def _target(Targets, t, N, j, stride_n, stride_j):
-    """targets[t, j] (BLOCK,) as int32, -1 beyond N."""
-    return tl.load(Targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1).to(tl.int32)
+def _target(Targets, t, N, j: tl.constexpr, stride_n, stride_j, COUNT: tl.constexpr):
+    """targets[t, j] (BLOCK,) as int32; -1, which no token is, beyond N and where j is not below COUNT."""
+    here = Targets + t.to(tl.int64) * stride_n + j * stride_j
+    return tl.load(here, mask=(t < N) & (j < COUNT), other=-1).to(tl.int32)
 
 
 @triton.jit
@@ -1450,10 +1451,19 @@ def _token(Tokens, s, N):
 
 
 @triton.jit
-def _add_hits(sums, x, target, Tokens, s, t, N, j):
+def _add_hits(sums, x, target, Tokens, s, t, N, j: tl.constexpr, COUNT: tl.constexpr):
     """sums (queries,) + Σ_s x (queries, keys) where the token j behind key s is the target of query t."""
-    hit = (_token(Tokens, s + j, N)[None, :] == target[:, None]) & ((s + j)[None, :] <= t[:, None])
-    return sums + tl.sum(tl.where(hit, x, 0.0), 1)
+    if j < COUNT:
+        hit = (_token(Tokens, s + j, N)[None, :] == target[:, None]) & ((s + j)[None, :] <= t[:, None])
+        sums += tl.sum(tl.where(hit, x, 0.0), 1)
+    return sums
+
+
+@triton.jit
+def _store_mass(Mass, mass, t, N, j: tl.constexpr, COUNT: tl.constexpr):
+    """Column j of Mass (N, COUNT), if there is one."""
+    if j < COUNT:
+        tl.store(Mass + t.to(tl.int64) * COUNT + j, mass, mask=t < N)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -1461,7 +1471,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
                     COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     m0 = tl.program_id(0) * BLOCK
     t = m0 + tl.arange(0, BLOCK)
-    low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
+    low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
     q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
     scale2 = tl.cast(scale, tl.float32) * LOG2_E
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
@@ -1471,10 +1481,10 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     sum1 = tl.zeros((BLOCK,), dtype=tl.float32)
     sum2 = tl.zeros((BLOCK,), dtype=tl.float32)
     sum3 = tl.zeros((BLOCK,), dtype=tl.float32)
-    target0 = _target(Targets, t, N, 0, stride_tn, stride_tj)
-    target1 = _target(Targets, t, N, 1 if COUNT > 1 else 0, stride_tn, stride_tj)
-    target2 = _target(Targets, t, N, 2 if COUNT > 2 else 0, stride_tn, stride_tj)
-    target3 = _target(Targets, t, N, 3 if COUNT > 3 else 0, stride_tn, stride_tj)
+    target0 = _target(Targets, t, N, 0, stride_tn, stride_tj, COUNT)
+    target1 = _target(Targets, t, N, 1, stride_tn, stride_tj, COUNT)
+    target2 = _target(Targets, t, N, 2, stride_tn, stride_tj, COUNT)
+    target3 = _target(Targets, t, N, 3, stride_tn, stride_tj, COUNT)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
         k = _load_tile(K, 0, n0, N, D, D, BLOCK, D, TMA)
@@ -1485,25 +1495,17 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
         fade = tl.exp2(top - higher)
         p = tl.exp2(x - higher[:, None])
         total = total * fade + tl.sum(p, 1)
-        sum0 = _add_hits(sum0 * fade, p, target0, Tokens, s, t, N, 0)
-        if COUNT > 1:
-            sum1 = _add_hits(sum1 * fade, p, target1, Tokens, s, t, N, 1)
-        if COUNT > 2:
-            sum2 = _add_hits(sum2 * fade, p, target2, Tokens, s, t, N, 2)
-        if COUNT > 3:
-            sum3 = _add_hits(sum3 * fade, p, target3, Tokens, s, t, N, 3)
+        sum0 = _add_hits(sum0 * fade, p, target0, Tokens, s, t, N, 0, COUNT)
+        sum1 = _add_hits(sum1 * fade, p, target1, Tokens, s, t, N, 1, COUNT)
+        sum2 = _add_hits(sum2 * fade, p, target2, Tokens, s, t, N, 2, COUNT)
+        sum3 = _add_hits(sum3 * fade, p, target3, Tokens, s, t, N, 3, COUNT)
         top = higher
-    inside = t < N
-    tl.store(Lse + t, top + tl.log2(total), mask=inside)
-    tl.store(SinkMass + t, tl.exp2(sink - top) / total, mask=inside)
-    Mass += t.to(tl.int64) * COUNT
-    tl.store(Mass, sum0 / total, mask=inside)
-    if COUNT > 1:
-        tl.store(Mass + 1, sum1 / total, mask=inside)
-    if COUNT > 2:
-        tl.store(Mass + 2, sum2 / total, mask=inside)
-    if COUNT > 3:
-        tl.store(Mass + 3, sum3 / total, mask=inside)
+    tl.store(Lse + t, top + tl.log2(total), mask=t < N)
+    tl.store(SinkMass + t, tl.exp2(sink - top) / total, mask=t < N)
+    _store_mass(Mass, sum0 / total, t, N, 0, COUNT)
+    _store_mass(Mass, sum1 / total, t, N, 1, COUNT)
+    _store_mass(Mass, sum2 / total, t, N, 2, COUNT)
+    _store_mass(Mass, sum3 / total, t, N, 3, COUNT)
 
 
 @triton.jit
@@ -1515,7 +1517,7 @@ def _pointer_score_grad(x, lse, dot, q_axis: tl.constexpr, dMass, Tokens, Target
     """
     grad = tl.expand_dims(-dot, 1 - q_axis)
     for j in tl.static_range(COUNT):
-        target = tl.expand_dims(_target(Targets, t, N, j, stride_tn, stride_tj), 1 - q_axis)
+        target = tl.expand_dims(_target(Targets, t, N, j, stride_tn, stride_tj, COUNT), 1 - q_axis)
         dmass = tl.expand_dims(tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0), 1 - q_axis)
         hit = (tl.expand_dims(_token(Tokens, s + j, N), q_axis) == target) & (
             tl.expand_dims(s + j, q_axis) <= tl.expand_dims(t, 1 - q_axis))
@@ -1528,7 +1530,7 @@ def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ
                      stride_tj, COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the queries m0 ... m0 + BLOCK - 1."""
     t = m0 + tl.arange(0, BLOCK)
-    low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
+    low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
     q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
     lse = tl.load(Lse + t, mask=t < N, other=0.0)
     dot = tl.load(Dot + t, mask=t < N, other=0.0)

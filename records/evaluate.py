@@ -97,7 +97,7 @@ def log_probabilities(model, output, row):
     z = T.kernels.softcap(h[row] @ model.lm_head.to(h.dtype)).log_softmax(0)
     if point is None:
         return z
-    first, attn = T.kernels.pointer_weights(point.q, point.k, point.sink, point.start, point.window, point.scale,
+    first, attn = T.kernels.pointer_attention(point.q, point.k, point.sink, point.start, point.window, point.scale,
                                             slice(row, row + 1))
     sink_mass, p = attn[0, 0], z.exp()
     gate = p[model.config.gate_id].item()
