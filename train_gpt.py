@@ -335,8 +335,8 @@ PRESETS = {
     # --train_tokens=0 it is `short`.
     "single": dataclasses.replace(SHORT, schedule=dataclasses.replace(SHORT.schedule, train_tokens=363e6)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
-    # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. With the pointer head, without
-    # MTP, and with other rates than `short`, it learns more (records/2026-11-22_cpu).
+    # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. With the pointer head,
+    # without MTP and with other rates than `short`, it learns more (records/2026-11-22_cpu).
     "cpu": Config(
         Model(vocab_size=257, model_dim=96, pointer=True, layers=LAYERS),
         Schedule(
