@@ -1379,8 +1379,8 @@ def mlp(x, W1, W2):
 #   copies nothing; tokens (N,) int32; start, end (N,) int32 from document_of_tokens; targets (N, J) int64 token ids,
 #   1 <= J <= 4, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 #
-# A token reads the tokens before it in its own document, and nothing else: no other document, no other shard, and in a
-# validation no text but that which the model is asked to continue.
+# The pointer reads the earlier tokens of the same document. It reads no other document and no other shard. In a
+# validation it reads only the text that the model is asked to continue.
 # It is attention whose value is a comparison: there is no (N, d) output, only J sums per row. Column j serves the
 # target j tokens further on: it copies the token j places behind the key. The running maximum begins at the sink's
 # score, so a row without keys gives sink_mass = 1. The sums are one number per row, so a running maximum costs nothing,
@@ -1390,7 +1390,8 @@ def mlp(x, W1, W2):
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
 # One launch, half of its programs for dq and half for dk, as in section 2; no atomics.
 #
-# Pointer sentinel mixture: Merity et al., arXiv 1609.07843. As a head of this trainer: NathanGodey, yoavartzi (PR 379).
+# Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
+# the pointer a head of the track's model (PR 379).
 # ======================================================================================================================
 
 class Point(NamedTuple):
@@ -1451,6 +1452,13 @@ def _token(Tokens, s, N):
 
 
 @triton.jit
+def _mask_later(x, low, s, t):
+    """x (queries, keys) with -inf except where low <= s < t."""
+    # One comparison: as uint32, a negative difference is huge.
+    return tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
+
+
+@triton.jit
 def _add_hits(sums, x, target, Tokens, s, t, N, j: tl.constexpr, COUNT: tl.constexpr):
     """sums (queries,) + Σ_s x (queries, keys) where the token j behind key s is the target of query t."""
     if j < COUNT:
@@ -1489,8 +1497,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
         s = n0 + tl.arange(0, BLOCK)
         k = _load_tile(K, 0, n0, N, D, D, BLOCK, D, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
-        # low <= s < t in one comparison: as uint32, a negative difference is huge.
-        x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
+        x = _mask_later(x, low, s, t)
         higher = tl.maximum(top, tl.max(x, 1))
         fade = tl.exp2(top - higher)
         p = tl.exp2(x - higher[:, None])
@@ -1539,7 +1546,7 @@ def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ
         s = n0 + tl.arange(0, BLOCK)
         k = _load_tile(k_tiles, 0, n0, N, D, D, BLOCK, D, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-        x = tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
+        x = _mask_later(x, low, s, t)
         grad = _pointer_score_grad(x, lse, dot, 0, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
         dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
     _store_rows(dQ, dq * scale, 0, m0, N, D, BLOCK, D)
@@ -1638,8 +1645,8 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 #   ∂Loss/∂ℓ = loss_scale (S exp(z - lse) - Σ_k w_k [v = target[t + k]]) (23 / 7.5) u (1 - u),
 #             S = Σ_k w_k of the terms that are not dropped
 #
-# Pointer head: with c the gate's class, which is no token's, α = exp(z_c - lse), p = exp(z_target - lse), and mass and
-# sink_mass from section 5, the term k of the loss becomes  -w_k ln p',
+# Pointer head: no token has the class c, the gate. Section 5 gives mass and sink_mass. The term k of the loss becomes
+#   -w_k ln p',  α = exp(z_c - lse),  p = exp(z_target - lse),
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
 # Without the gate's class, these are probabilities: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
@@ -1761,7 +1768,7 @@ class Copies(NamedTuple):
     dsink_mass: Tensor | None = None  # like sink_mass
 
     def rows(self, rows):
-        """Of a slice of rows."""
+        """The copies of some rows: a slice, or their numbers (n,) int64."""
         return Copies(*(x[rows] if isinstance(x, Tensor) else x for x in self))
 
 
@@ -2074,12 +2081,10 @@ class HeadLoss:
     @torch.no_grad()
     def losses(self, h, targets, weights, point=None, rows=None):
         """Loss of each token (N,) fp32 with the unquantised weight; rows (n,) int64: only the losses of these rows."""
-        masses, W = self.masses(targets, weights, point), self.weight.to(self.dtype)
-        shifted = multi_token_targets(targets, weights.numel())
+        W, shifted = self.weight.to(self.dtype), multi_token_targets(targets, weights.numel())
+        copies = None if point is None else Copies(*self.masses(targets, weights, point), self.gate)
         if rows is not None:
-            h, shifted = h[rows], shifted[rows]
-            masses = [x if x is None else x[rows] for x in masses]
-        copies = None if point is None else Copies(*masses, self.gate)
+            h, shifted, copies = h[rows], shifted[rows], copies and copies.rows(rows)
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
 
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):

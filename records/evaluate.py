@@ -70,7 +70,7 @@ def final_attention(model, config, tokens):
 
 
 def forward(model, config, documents, attention):
-    """(Output, tokens (N + 1,)) of documents (lists of token ids), packed into one micro-batch.
+    """(Output, the next tokens (N,)) of documents (lists of token ids), packed into one micro-batch.
 
     A document of separators pads the micro-batch to a multiple of 128, as the kernels require. Padding changes nothing,
     since no token sees later tokens.
@@ -82,7 +82,7 @@ def forward(model, config, documents, attention):
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = loader.make_batch(tokens, cu, config, model.embed.device, hash_ids=model.hash_ids_on_host())
     output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
-    return output, torch.from_numpy(tokens.astype(np.int64)).to(model.embed.device)
+    return output, batch.targets
 
 
 def head(model):
@@ -100,10 +100,10 @@ def log_probabilities(model, output, row):
     first, attn = T.kernels.pointer_attention(point.q, point.k, point.sink, point.start, point.window, point.scale,
                                             slice(row, row + 1))
     sink_mass, p = attn[0, 0], z.exp()
-    gate = p[model.config.gate_id].item()
+    gate = p[model.config.gate_id].clone()
     p[model.config.gate_id] = 0.0
     mass = torch.zeros_like(p).index_add_(0, point.tokens[first:row + 1].long(), attn[0, 1:].to(p.dtype))
-    return (p * (1 + gate * sink_mass / (1 - gate)) + gate * mass).log()
+    return (p * (1 + gate * sink_mass / (1 - gate).clamp(min=T.kernels.LEAST_REST)) + gate * mass).log()
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
@@ -231,15 +231,15 @@ def ending_losses(model, config, pairs):
         micro_batches[-1].append(pair)
         room -= length
     attention = final_attention(model, config, limit + 128)
+    exact, one = head(model), torch.ones(1, device=model.embed.device)
     for packed in micro_batches:
         # Smear, bigram hash and key offset look one token back, also into another document (K1). After two documents of
         # one separator each, the previous token is always the same. So a loss does not depend on the other pairs.
         documents = [part for pair in packed for part in ([separator], [separator], [separator, *pair[0], *pair[1]])]
-        output, tokens = forward(model, config, documents, attention)
+        output, targets = forward(model, config, documents, attention)
         ends = accumulate(3 + sum(map(len, pair)) for pair in packed)
         before = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, packed)])
-        rows = torch.from_numpy(before).to(tokens.device)
-        losses = head(model).losses(output.h, tokens[1:], torch.ones(1, device=tokens.device), output.point, rows)
+        losses = exact.losses(output.h, targets, one, output.point, torch.from_numpy(before).to(one.device))
         yield from losses.cpu().split([len(ending) for _, ending in packed])
 
 
