@@ -308,7 +308,7 @@ class Config:
 
 
 RECORD74 = Config()
-MODEL = Model(bigram_normal=True, bigram_signs=True, layers=LAYERS)
+MODEL = Model(bigram_normal=True, bigram_signs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from records/2026-11-22_short_runs and
 # records/2026-11-22_sampled_softmax.
 SHORT = Config(

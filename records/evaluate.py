@@ -159,7 +159,8 @@ def bits_per_byte(config, loss, tokens):
 def validate(model, config):
     """Prints the loss of the final validation."""
     rt = T.Runtime(0, 1, model.embed.device)
-    data, attention = loader.ValidationData(config, rt), T.attention_settings(config, rt.device, model.dtype)[-1]
+    data = loader.ValidationData(config, rt, model.hash_ids_on_host())
+    attention = T.attention_settings(config, rt.device, model.dtype)[-1]
     loss = T.validate(model, head(model), data, attention, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:

@@ -71,7 +71,7 @@ def run(function, x, window, upstream):
 
 
 def dense(x, cu, window, upstream):
-    """As run(), in fp64 with dense matrices, and the sizes of the terms of dq and dk before they cancel."""
+    """As run(), in fp64 with dense matrices, and the sizes of the terms of the gradients before they cancel."""
     q, k, sink, tokens, _, _, targets = x
     q, k, sink = leaves(*(y.double() for y in (q, k, sink)))
     attn = oracles.pointer_attention(q, k, sink, cu, window, SCALE)
@@ -82,7 +82,8 @@ def dense(x, cu, window, upstream):
     dot = (dmass.abs() * mass).sum(1) + dsink_mass.abs() * sink_mass
     reach = torch.einsum("nk,knm->nm", dmass.double().abs(), hits.double()) + dot[:, None]
     terms = SCALE * attn[:, 1:] * reach
-    return [*(y.detach() for y in out), *grads], {"dq": terms @ k.detach().abs(), "dk": terms.T @ q.detach().abs()}
+    return [*(y.detach() for y in out), *grads], {
+        "dq": terms @ k.detach().abs(), "dk": terms.T @ q.detach().abs(), "dsink": sink_mass * (dsink_mass.abs() + dot)}
 
 
 CASES = [  # document lengths, windows, numbers of targets
@@ -278,14 +279,15 @@ def test_cross_entropy_with_copies(n, classes, count, gate, device, monkeypatch)
 @gpu
 @pytest.mark.parametrize("classes, gate", [(130, 0), (14336, 0), (50304, 50257)])
 def test_gradient_codes_with_copies(classes, gate, device):
-    """Codes are within half a step of e5m2 of the exact gradient, also in the column of the gate."""
+    """Codes are within half a step of e5m2 of the exact gradient, also in the column of the gate, where terms cancel."""
     logits, targets, weights, mass, sink_mass = copied_rows(50, classes, 3, gate, device, BF16)
     codes, copies = empty(50, classes, E5M2, device)[1], copies_of(mass, sink_mass, gate)
     losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, LOSS_SCALE * SCALE_G, codes, copies)
     wanted, grad, dmass, dsink_mass = copies_oracle(logits, targets, weights, mass, sink_mass, gate)
     exact = (grad / (LOSS_SCALE * SCALE_G)).clamp(-57344, 57344)
     assert ((losses - wanted).abs() <= 1e-5 * wanted.abs() + 1e-6).all()
-    assert ((codes.double() - exact).abs() <= 1.01 * exact.abs() / 8 + 2**-17 * 1.01).all()
+    size = exact.norm(dim=1, keepdim=True)
+    assert ((codes.double() - exact).abs() <= 1.01 * exact.abs() / 8 + 2**-17 * 1.01 + 2**-23 * size).all()
     torch.testing.assert_close(copies.dmass.double(), dmass, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(copies.dsink_mass.double(), dsink_mass, rtol=1e-4, atol=1e-6)
 
@@ -370,7 +372,7 @@ def test_head_loss(n, count, dtype, implementation, device):
     assert got[0].item() == pytest.approx(ref[0].item(), rel=2e-6 if dtype == FP32 else 1e-4)
     assert ref[0].item() == pytest.approx(wanted[0].item(), rel=2e-6 if dtype == FP32 else 1e-3)
     for name, a, b, c in zip(("dh", "dW", "dq", "dk", "dsink"), got[1:], ref[1:], wanted[1:], strict=True):
-        assert_as_good(a, b, c, name)
+        oracles.assert_as_good(a, b, c, name, floor=2 * c.abs().max(), norm_floor=2 * c.norm())
         assert (b.double() - c).norm() <= 32 * torch.finfo(dtype).eps / 2 * c.norm() + 1e-9, name  # seen: 18, dq
 
 
