@@ -127,8 +127,7 @@ def test_attention_on_copies_in_bf16(lengths, window, count, device):
     wanted, terms = dense(x, borders(lengths), window, upstream)
     got, ref = (run(function, x, window, upstream) for function in (tk.pointer, tk.pointer_ref))
     for name, a, b, c in zip(NAMES, got, ref, wanted, strict=True):
-        floor = c.abs() + terms[name] if name in terms else 32 * c.abs().max()
-        print(name, ((a.double() - c).norm() / c.norm()).item(), ((b.double() - c).norm() / c.norm()).item())
+        floor = c.abs() + terms[name] if name in ("dq", "dk") else 32 * c.abs().max()
         oracles.assert_as_good(a, b, c, name, floor=floor)
     assert all(map(torch.equal, got, run(tk.pointer, x, window, upstream)))
 
@@ -279,7 +278,7 @@ def test_cross_entropy_with_copies(n, classes, count, gate, device, monkeypatch)
 @gpu
 @pytest.mark.parametrize("classes, gate", [(130, 0), (14336, 0), (50304, 50257)])
 def test_gradient_codes_with_copies(classes, gate, device):
-    """Codes are within half a step of e5m2 of the exact gradient, also in the column of the gate, where terms cancel."""
+    """Codes are within half a step of e5m2 of the exact gradient, also in the gate's column, where terms cancel."""
     logits, targets, weights, mass, sink_mass = copied_rows(50, classes, 3, gate, device, BF16)
     codes, copies = empty(50, classes, E5M2, device)[1], copies_of(mass, sink_mass, gate)
     losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, LOSS_SCALE * SCALE_G, codes, copies)
