@@ -189,7 +189,9 @@ def check_config(config, world=1):
             f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-
+        require(len(stage.prefix) == 2 and min(stage.prefix) >= 0,
+                f"--stage{i}.prefix={render(stage.prefix)}: two numbers from 0 on, its first and its last weight")
+    require(not schedule.has_prefix_loss or model.vocab_size != 257, "--stage1.prefix: a byte has no shorter prefix")
     require(not model.pointer or all(len(stage.mtp_start) <= 4 for stage in stages),
             "--pointer=True: at most four numbers in mtp_start and mtp_end")
     require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")
