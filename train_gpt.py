@@ -98,7 +98,8 @@ IMPORT_SECONDS = time.perf_counter() - started
 class Layer:
     """The parts of one layer. The parameters, gates and windows of the model follow from its layers."""
 
-    attention: bool = True  # false: the layer has only the MLP
+    attention: bool = True  # false: the layer has no attention
+    mlps: int = 1  # number of MLPs; they read the same input and are added up
     paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
@@ -108,6 +109,11 @@ class Layer:
     xsa: bool = False  # take a learned part of each head's component along its own value away (PR 264, djdumpling)
     dynamic: bool = False  # a network reads lane 0 and adds to factors of this and later layers (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
+
+    @property
+    def embeds(self):
+        """Whether the layer adds the token embedding and the bigram embedding."""
+        return self.attention or self.skip_from is None
 
 
 RECORD74_LAYERS = (
@@ -144,6 +150,7 @@ class Model:
     vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
     model_dim: int = 768  # D, width of the residual stream: heads * head width
     num_heads: int = 6  # H, even, because a paired layer folds two heads into one
+    mlp_ratio: float = 4.0  # width of an MLP / D
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
     bigram_normal: bool = False  # bigrams whose tokens differ in case, accents or spaces alone are one (PR 375)
     bigram_signs: bool = False  # multiply the row of each bigram by one of 8192 random rows of signs (PR 299, TrianX)
@@ -169,6 +176,10 @@ class Model:
         return self.model_dim // self.num_heads
 
     @property
+    def mlp_dim(self):
+        return round(self.mlp_ratio * self.model_dim)
+
+    @property
     def bigram_rows(self):
         return int(self.bigram_tables * self.padded_vocab)
 
@@ -183,7 +194,7 @@ class Model:
     def dynamic_sizes(self) -> dict[int, dict[tuple[int, str], int]]:
         """{dynamic layer: {(place, name): number of factors}} of the factors to which its network adds."""
         sizes = [(i, name, size) for i, layer in enumerate(self.layers) for name, size in (
-            ("x0", layer.attention), ("bigram", layer.attention), ("xsa", layer.xsa * self.num_heads)) if size]
+            ("x0", layer.embeds), ("bigram", layer.embeds), ("xsa", layer.xsa * self.num_heads)) if size]
         sizes += [(i, "mix", size) for i, size in self.mix_sizes.items()]
         starts = [*self.layers_with("dynamic"), math.inf]
         return {start: {(i, name): int(size) for i, name, size in sizes if start <= i < end}
@@ -571,7 +582,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
     with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
     dynamic = model.dynamic_sizes
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
-    mlp_rows = -(-len(layers) // 4) * 4  # padded: 2 matrices per layer divide evenly among 8 ranks
+    # Padded: the matrices, two for each MLP, divide evenly among 8 ranks.
+    mlp_rows = -(-sum(layer.mlps for layer in layers) // 4) * 4
 
     def uniform(p, generator, bound=3**0.5 * 0.5 * D**-0.5):  # this bound: standard deviation 0.5 / D**0.5
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
@@ -598,8 +610,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         # Each layer: Q, K, V, O, all (D, D).
         Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
               init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0), average=0.12),
-        # W1 (up) and W2 (down), both (4D, D). K9 (PR 168, nanochat PR 492)
-        Param("mlp_bank", (mlp_rows, 2, 4 * D, D), "normuon", "sharded", reduce_order=1, update_order=6,
+        # W1 (up) and W2 (down). K9 (PR 168, nanochat PR 492)
+        Param("mlp_bank", (mlp_rows, 2, model.mlp_dim, D), "normuon", "sharded", reduce_order=1, update_order=6,
               init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0), average=0.06),
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
               init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, None), lr_mul=75.0,
@@ -809,7 +821,8 @@ class GPT(nn.Module):
         # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
         # bank of zeros per layer (PR 233).
         attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
-        mlp_weights = self.mlp_bank.to(dtype).view(-1, 4 * D, D).unbind(0)
+        matrices = iter(self.mlp_bank.to(dtype).view(-1, model.mlp_dim, D).unbind(0))
+        mlp_weights = [[(next(matrices), next(matrices)) for _ in range(layer.mlps)] for layer in model.layers]
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
         values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
         if self.with_values:
@@ -863,6 +876,11 @@ class GPT(nn.Module):
                 y = (y - part[..., None] * v).to(dtype)
             return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
+        def mlps(x, i, factor=None):
+            """RMS-normed stream (N, D) -> sum of the MLPs of layer i (N, D), times a 0-D factor."""
+            first, *others = (ops.mlp(x, W1, W2 if factor is None else factor * W2) for W1, W2 in mlp_weights[i])
+            return sum(others, first)
+
         lane0, lane1 = x0, None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
             if not torch.compiler.is_compiling():
@@ -886,21 +904,23 @@ class GPT(nn.Module):
             if layer.attention:
                 a = attention(rms_norm(lane0) if layer.input_from is None else inputs[layer.input_from], i, layer)
                 lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)
-                injected = factors(i, "x0") * x0
-                lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
                 if lane1 is not None:
                     lane1 = mix.resid_attn * lane1 + mix.attn_lane1 * a  # K5
+            elif layer.embeds:
+                lane0 = mix.resid_attn * lane0
+            if layer.embeds:
+                injected = factors(i, "x0") * x0
+                lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
             if i in skip_sources:
                 skip_streams[i] = lane0
-            W1, W2 = mlp_weights[2 * i], mlp_weights[2 * i + 1]
-            if lane1 is not None:
-                m = ops.mlp(rms_norm(lane1), W1, W2)
+            if layer.mlps and lane1 is not None:
+                m = mlps(rms_norm(lane1), i)
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * m
                 lane1 = mix.resid_mlp * lane1 + mix.mlp_lane1 * m
-            elif mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward pass
-                lane0 = mix.resid_mlp * lane0 + ops.mlp(rms_norm(lane0), W1, mix.mlp * W2)
-            else:
-                lane0 = mix.resid_mlp * lane0 + mix.mlp * ops.mlp(rms_norm(lane0), W1, W2)
+            elif layer.mlps and mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward pass
+                lane0 = mix.resid_mlp * lane0 + mlps(rms_norm(lane0), i, mix.mlp)
+            elif layer.mlps:
+                lane0 = mix.resid_mlp * lane0 + mix.mlp * mlps(rms_norm(lane0), i)
             if i in input_sources:
                 inputs[i] = rms_norm(lane0)
             if i == model.backout_layer:

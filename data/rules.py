@@ -139,12 +139,19 @@ def check_config(config, world=1):
     require(model.vocab_size == 50257 or not model.bigram_normal,
             f"--vocab_size={model.vocab_size}: --bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
             " --bigram_normal=false")
+    require(model.vocab_size == 50257 or not schedule.has_prefix_loss,
+            f"--vocab_size={model.vocab_size}: a prefix loss needs the tokens of GPT-2, a vocabulary of 50257; set"
+            " --stage1.prefix=0,0, and that of the other stages")
+    require(model.mlp_dim >= 8 and model.mlp_dim % 8 == 0,
+            f"--mlp_ratio={model.mlp_ratio}: an MLP of {model.mlp_dim} channels, which must be a multiple of 8")
+    require(any(layer.mlps for layer in layers), "all layers are without MLP: at least one needs it")
     require(model.backout_layer is None or model.backout_layer < len(layers),
             f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
     require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")
     for i, layer in enumerate(layers):
         require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
                 f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
+        require(layer.mlps >= 0, f"--layer{i}.mlps={layer.mlps}: must be 0 or more")
         require(layer.skip_from is None or 0 <= layer.skip_from < i,
                 f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
         require(layer.input_from is None or layer.attention and 0 <= layer.input_from < i,
@@ -191,7 +198,6 @@ def check_config(config, world=1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
         require(len(stage.prefix) == 2 and min(stage.prefix) >= 0,
                 f"--stage{i}.prefix={render(stage.prefix)}: two numbers from 0 on, its first and its last weight")
-    require(not schedule.has_prefix_loss or model.vocab_size != 257, "--stage1.prefix: a byte has no shorter prefix")
     require(not model.pointer or all(len(stage.mtp_start) <= 4 for stage in stages),
             "--pointer=True: at most four numbers in mtp_start and mtp_end")
     require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")

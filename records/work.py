@@ -33,8 +33,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
         0, 2 * N * (3 * channels + 2 * gates))),
-    "mlp": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 10 * N * D)),  # relu(x W1ᵀ)²
-    "mlp_backward": ("_mlp_kernel", lambda N, D: (8 * N * D * D, 18 * N * D)),  # dpre
+    "mlp": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + F))),  # relu(x W1ᵀ)²
+    "mlp_backward": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + 2 * F))),  # dpre
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
@@ -57,12 +57,13 @@ def seen_pairs(lengths, window):
 def calls(run):
     """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
+    F = run.get("mlp_dim", 4 * D)
     tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
     for step in run["steps"]:
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
             for layer in layers:
-                yield from (("mlp", N, D), ("mlp_backward", N, D))
+                yield from (("mlp", N, D, F), ("mlp_backward", N, D, F)) * layer.get("mlps", 1)
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
                     lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
@@ -109,7 +110,8 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
                       "micro_batches": micro_batches[i * each:(i + 1) * each]})
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
             "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
-            "num_heads": model.num_heads, "padded_vocab": model.padded_vocab, "fp8": head.fp8, "head_rows": head.block,
+            "num_heads": model.num_heads, "mlp_dim": model.mlp_dim, "padded_vocab": model.padded_vocab,
+            "fp8": head.fp8, "head_rows": head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],

@@ -232,12 +232,12 @@ def mlp_cases():
         post = tk._relu_square(x, W1)
         square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
         derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
-        work = dict(needs("mlp", N, D), calls=MICRO * len(CONFIG.model.layers))
+        work = dict(needs("mlp", N, D, 4 * D), calls=MICRO * len(CONFIG.model.layers))
         yield Case("mlp: relu(x W1ᵀ)²", str(N), partial(tk._relu_square, x, W1), {
             "GEMM alone": partial(F.linear, x, W1), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
         yield Case("mlp: dpre", str(N), partial(tk._relu_square, g, W2, post), {
             "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
-            **(work | needs("mlp_backward", N, D)))
+            **(work | needs("mlp_backward", N, D, 4 * D)))
         yield Case("mlp: post W2 (library)", str(N), partial(torch.matmul, post, W2), **work)
         yield Case("mlp: postᵀ g (library)", str(N), partial(torch.matmul, post.t(), g), **work)
 

@@ -33,6 +33,18 @@ LAYERS = [
 ]
 
 
+def layers_without_attention(removed):
+    """LAYERS in which the layers `removed` have no attention; later layers take the next rows and value tables."""
+    rows, tables, layers = 0, 0, []
+    for i, (row, *others, value) in enumerate(LAYERS):
+        if row is None or i in removed:
+            layers.append((None, None, False, False, None))
+        else:
+            layers.append((rows, *others, value and (tables, *value[1:])))
+            rows, tables = rows + 1, tables + (value is not None)
+    return layers
+
+
 # ------------------------------------------------------------------------------------------------ model
 
 def rms(x):
@@ -117,9 +129,9 @@ def attend(q, k, v, cu, window, scale):
     return torch.stack(heads, dim=1)
 
 
-def attention(params, i, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None):
-    """Attention of layer i on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,) or (N, H)."""
-    row, window, paired, key_offset, value = LAYERS[i]
+def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None):
+    """Attention of layer i, a row of LAYERS, on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,) or (N, H)."""
+    row, window, paired, key_offset, value = layer
     window = S if window == "S" else L
     N, D = x.shape
     d = D // H
@@ -157,9 +169,9 @@ def attention(params, i, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None):
     return y.reshape(N, D) @ (sa[1] * W[3 * D:4 * D]).T
 
 
-def mlp(params, i, x):
+def mlp(params, slot, x):
     """relu(x W1^T)^2 W2; both matrices are stored as (F, D)."""
-    W1, W2 = params["mlp_bank"][i, 0], params["mlp_bank"][i, 1]
+    W1, W2 = params["mlp_bank"][slot, 0], params["mlp_bank"][slot, 1]
     return torch.relu(x @ W1.T) ** 2 @ W2
 
 
@@ -168,13 +180,14 @@ def gelu(x):
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
-                 dynamic=(), mix=None, signs=None, **settings):
+                 dynamic=(), mix=None, signs=None, removed=(), mlps={}, **settings):
     """The normalised output h (N, D) of the model, before the head.
 
     settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:
     {layer: the layer that its skip connection comes from}. The remaining arguments are features that record 74 lacks.
     input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
-    signs: (8192, D), the factors of bigrams.
+    signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. mlps: {layer: number of
+    its MLPs}, where it is not 1.
     """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
@@ -189,11 +202,12 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
     smear_lambda, backout_lambda = params["smear_lambda"][0], params["backout_lambda"][0]
 
+    layers = layers_without_attention(removed)
     # Each factor has a constant part. The key is its place (a layer, or 11: behind the last layer) and its name; the
     # order is the order of dynamic_out.
     constants = {}
-    for i, (row, *_) in enumerate(LAYERS):
-        if row is not None:
+    for i, (row, *_) in enumerate(layers):
+        if row is not None or i not in skip:
             constants |= {(i, "x0"): alpha[i:i + 1], (i, "bigram"): beta[i:i + 1]}
         if i in xsa:
             constants[i, "xsa"] = params["xsa_lambdas"][xsa.index(i)]
@@ -228,11 +242,12 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     if signs is not None:
         pairs = [0] + [(int(t) ^ int(before)) % 8192 for before, t in zip(tok[:-1], tok[1:])]
         b = b * signs[pairs].to(b)
-    ves = {i: params["value_embeds"][value[0] * V + tok] for i, (*_, value) in enumerate(LAYERS) if value}
+    ves = {i: params["value_embeds"][value[0] * V + tok] for i, (*_, value) in enumerate(layers) if value}
 
     # layers
     lane0, lane1, before_mlp, left = x0, None, [], []  # lane 0 before every MLP, and as it left every layer
-    for i, (row, *_) in enumerate(LAYERS):
+    slot = 0
+    for i, layer in enumerate(layers):
         if i in dynamic:
             network_streams.append(lane0)
         if i == 0:
@@ -247,18 +262,23 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
             before_mix, sources, m = lane0, [first, left[7], lane0], factor(i, "mix")
             ves[i] = ves[i] + weighted(m[..., :3], sources)
             lane0 = lane0 + weighted(m[..., 3:], sources)
-        if row is not None:
-            a = attention(params, i, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
+        a = None
+        if layer[0] is not None:
+            a = attention(params, i, layer, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
                           xsa=factor(i, "xsa") if i in xsa else None, **settings)
-            inject = factor(i, "x0") * x0 + (factor(i, "bigram") * b if i > 0 else 0)
-            lane0 = rho[i, 0] * lane0 + (a if lane1 is None else pi[i, 0, 0] * a) + inject
             if lane1 is not None:
                 lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
+                a = pi[i, 0, 0] * a
+        if a is not None or i not in skip:
+            inject = factor(i, "x0") * x0 + (factor(i, "bigram") * b if i > 0 else 0)
+            lane0 = rho[i, 0] * lane0 + (0 if a is None else a) + inject
         before_mlp.append(lane0)
-        m = mlp(params, i, rms(lane0 if lane1 is None else lane1))
-        lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * m
-        if lane1 is not None:
-            lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
+        if number := mlps.get(i, 1):
+            m = sum(mlp(params, slot + j, rms(lane0 if lane1 is None else lane1)) for j in range(number))
+            slot += number
+            lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * m
+            if lane1 is not None:
+                lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
         left.append(lane0)
     x = (lane0 if lane1 is None else 0.5 * (lane0 + lane1)) - backout_lambda * left[7]
     if mix is not None:

@@ -246,11 +246,12 @@ def other_values(config):
     for key, value in T.flatten(config).items():
         if isinstance(value, T.Layer):
             if not value.attention:  # the other fields need attention
-                yield from ((f"{key}.attention", "true"), (f"{key}.skip_from", "0"), (f"{key}.dynamic", "true"))
+                yield from ((f"{key}.{field}", text) for field, text in (
+                    ("attention", "true"), ("mlps", "0"), ("skip_from", "0"), ("dynamic", "true")))
                 continue
             for field, old in vars(value).items():
                 if field not in ("attention", "skip_from"):
-                    yield f"{key}.{field}", "0" if field == "input_from" else T.render(not old)
+                    yield f"{key}.{field}", {"input_from": "0", "mlps": "2"}.get(field) or T.render(not old)
         elif isinstance(value, bool):
             if key not in free:
                 yield key, T.render(not value)

@@ -34,6 +34,9 @@ FEATURES = {
     "bigram": (["--bigram_tables=7.5", "--bigram_signs=1"], {}),
     "one lane": ([f"--layer{i}.two_lanes=0" for i in (7, 8, 9, 10)], dict(lanes_from=None)),
     "pointer": (["--pointer=1"], dict(pointer=(120, POINTER_WINDOW))),
+    "less attention": (["--layer4=attention=0 dynamic", "--layer9=attention=0", "--layer7=attention=0 mlps=0",
+                        "--layer8=value_embed mlps=2", "--layer10=value_embed long", "--mlp_ratio=3"],
+                       dict(removed=(4, 7, 9), mlps={7: 0, 8: 2}, dynamic=(4,), lanes_from=None)),
     "all": ([*LATER_LAYERS, "--bigram_tables=7.5", "--bigram_signs=1", "--pointer=1"],
             dict(input_from={8: 7, 9: 7, 10: 7}, xsa=(1, 3, 4, 7, 8, 10), dynamic=(0, 4, 10), mix=10, lanes_from=None,
                  pointer=(120, POINTER_WINDOW)))}
