@@ -101,6 +101,7 @@ class Layer:
     attention: bool = True  # false: the layer has no attention
     mlps: int = 1  # number of MLPs; they read the same input and are added up
     paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
+    narrow: bool = False  # of queries and keys, only the half of each head that the rotary embedding turns (PR 349)
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
@@ -543,6 +544,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
 DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
+NARROW_SCALE = 0.13  # attention scale of narrow layers for the first window
 POINTER_WIDTH = 128  # of the queries and keys of the pointer head
 SIGN_ROWS = 8192  # rows of signs that tell apart the bigrams that share a row of the table
 
@@ -675,9 +677,12 @@ def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.
     return frequencies * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
 
 
-def rotary_states(head_dim: int, windows) -> list[tuple[np.ndarray, float]]:
-    """(frequencies, attention scale) for each of the long windows, in their order; half of the channel pairs rotate."""
-    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), 0.1  # of the first window
+def rotary_states(head_dim: int, windows, scale=0.1) -> list[tuple[np.ndarray, float]]:
+    """(frequencies, attention scale) for each of the windows, in their order; half of the channel pairs rotate.
+
+    scale: of the first window.
+    """
+    state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), scale
     states = [state]
     for old, new in zip(windows, windows[1:]):
         states.append(states[-1] if old == new else yarn(*states[-1], old, new))
@@ -700,6 +705,8 @@ class AttentionSettings(NamedTuple):
     long_window: Tensor | int
     scale: Tensor | float
     max_doc_len: int  # only FlashAttention-3 reads this
+    narrow_rotary: Tensor | None = None  # like rotary and scale, of the narrow layers
+    narrow_scale: Tensor | float | None = None
 
 
 def attention_settings(config, device, dtype, number=torch.tensor) -> list[AttentionSettings]:
@@ -713,6 +720,10 @@ def attention_settings(config, device, dtype, number=torch.tensor) -> list[Atten
     settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), number(stage.short_window),
                                   number(stage.long_window), number(scale), stage.max_doc_len)
                 for stage, (frequencies, scale) in zip(stages, states)]
+    if config.model.layers_with("narrow"):
+        states = rotary_states(config.model.head_dim, [s.short_window for s in stages], NARROW_SCALE)
+        settings = [each._replace(narrow_rotary=rotary_table(frequencies, rows, device, dtype),
+                                  narrow_scale=number(scale)) for each, (frequencies, scale) in zip(settings, states)]
     return [*settings, settings[-1]._replace(long_window=number(config.schedule.final_window))]
 
 
@@ -866,15 +877,20 @@ class GPT(nn.Module):
         def attention(x, i, layer):
             """RMS-normed stream (N, D) -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
+            qkv_weight, rotary, scale = weights[:3 * D], attn.rotary, attn.scale
+            if layer.narrow:  # the other rows of Q and K have no gradient
+                heads = weights[:2 * D].view(2 * model.num_heads, model.head_dim, D)
+                qkv_weight = torch.cat((heads[:, :model.head_dim // 2].flatten(0, 1), weights[2 * D:3 * D]))
+                rotary, scale = attn.narrow_rotary, attn.narrow_scale
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-            qkv_weight = self.sa_lambdas[i, 0] * weights[:3 * D]
-            y, v = ops.attention(x, qkv_weight, attn.rotary, values.get(i), value_gates.get(i), attn_gates[i],
-                                 cu_seqlens, attn.max_doc_len, window, attn.scale, layer.paired, layer.long)
+            y, v = ops.attention(x, self.sa_lambdas[i, 0] * qkv_weight, rotary, values.get(i), value_gates.get(i),
+                                 attn_gates[i], cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long,
+                                 layer.narrow)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
                 y = (y - part[..., None] * v).to(dtype)
-            return F.linear(y.view(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
+            return F.linear(y.reshape(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
 
         def mlps(x, i, factor=None):
             """RMS-normed stream (N, D) -> sum of the MLPs of layer i (N, D), times a 0-D factor."""

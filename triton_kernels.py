@@ -246,9 +246,9 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
 #   out_t = Σ_s p_ts v_s,  p_t = softmax over s of  scale · q_t · k_s,  s in t's document with t - window <= s <= t
 #   y_t   = gate_t · out_t          per head
 #
-#   q, k, v (N, H, d) bf16 (fp32 for tests), d a power of two >= 16 with stride 1, any other strides (v may be a slice);
-#   y contiguous; gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the
-#   end = N.
+#   q, k (N, H, d), v (N, H, dv), bf16 (fp32 for tests), d and dv powers of two >= 16 with stride 1, any other strides
+#   (v may be a slice); y (N, H, dv) contiguous; gate (N, H), not negative; cu_seqlens (K,) int32: document borders,
+#   cu[0] = 0, unused entries at the end = N.
 #   window (int) and scale (float): numbers or 0-D CPU tensors. attention_block takes tensors, so that one compiled
 #   graph serves every stage.
 #   Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
@@ -297,11 +297,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # kernels compute exponentials as pow
 
 
 def attention_ref(q, k, v, gate, cu_seqlens, max_len, window, scale):
-    """y (N, H, d) in blocks of plain PyTorch, O(N · window) memory. max_len is not used; fa3_attention needs max_len.
+    """y (N, H, dv) in blocks of plain PyTorch, O(N · window) memory. max_len is not used; fa3_attention needs max_len.
 
     A block of queries sees its own key block and the few blocks before it.
     """
-    N, H, d = q.shape
+    N, H = q.shape[:2]
     window, scale = int(window), float(scale)
     block = min(128, N)
     preceding = min(-(-window // block), -(-N // block) - 1)  # key blocks before its own that the window can reach
@@ -325,7 +325,7 @@ def attention_ref(q, k, v, gate, cu_seqlens, max_len, window, scale):
     q = F.pad(q, (0, 0, 0, 0, 0, pad)).unflatten(0, (blocks, block)).transpose(1, 2)
     k, v = (key_blocks(F.pad(x, (0, 0, 0, 0, preceding * block, pad))).transpose(1, 2) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
-    return out.transpose(1, 2).reshape(N + pad, H, d)[:N] * gate[..., None].to(out.dtype)
+    return out.transpose(1, 2).reshape(N + pad, H, -1)[:N] * gate[..., None].to(out.dtype)
 
 
 @triton.jit
@@ -382,8 +382,8 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit(do_not_specialize=["window"])
 def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_qn, stride_qh, stride_kn, stride_kh,
-                      stride_vn, stride_vh, stride_gn, stride_gh, stride_lh, D: tl.constexpr, TMA: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+                      stride_vn, stride_vh, stride_gn, stride_gh, stride_lh, D: tl.constexpr, DV: tl.constexpr,
+                      TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     # In launch order, first the heads of a tile, then the next tile: programs that run together share keys in L2 and
     # read whole tokens.
     head = tl.program_id(0) % H
@@ -392,7 +392,7 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK_M)
     q = _load_rows(Q, head, m0, N, stride_qn, stride_qh, BLOCK_M, D)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK_N):
         k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK_N, D, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
@@ -400,11 +400,11 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_
         p = tl.exp2(x * scale2)
         total += tl.sum(p, 1)
         # Loaded here and not together with k: the first product would wait for both.
-        v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK_N, D, TMA)
+        v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK_N, DV, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     t = m0 + tl.arange(0, BLOCK_M)
     gate = tl.load(Gate + t.to(tl.int64) * stride_gn + head * stride_gh, mask=t < N, other=1.0).to(tl.float32)
-    _store_rows(Y, acc * (gate / total)[:, None], head, m0, N, H * D, BLOCK_M, D)
+    _store_rows(Y, acc * (gate / total)[:, None], head, m0, N, H * DV, BLOCK_M, DV)
     tl.store(Lse + head.to(tl.int64) * stride_lh + t, tl.log2(total) - tl.log2(gate), mask=t < N)
 
 
@@ -425,7 +425,7 @@ def _row_dot_kernel(dY, Y, Gate, dGate, RowDot, N, H, stride_dn, stride_dh, stri
 
 @triton.jit
 def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, stride_kn, stride_kh, stride_vn,
-             stride_vh, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+             stride_vh, D: tl.constexpr, DV: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the queries m0 ... m0 + BLOCK - 1 of one head."""
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
     t = m0 + tl.arange(0, BLOCK)
@@ -434,7 +434,7 @@ def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale,
     dq = tl.zeros((BLOCK, D), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK):
         k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
-        v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, D, TMA)
+        v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, DV, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
         x = _mask_keys(x, low, m0, n0, to_all, BLOCK, BLOCK)
@@ -446,7 +446,7 @@ def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale,
 @triton.jit
 def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window, scale, stride_qn, stride_qh,
               stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
-              TMA: tl.constexpr, BLOCK: tl.constexpr):
+              DV: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
     # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
     s = n0 + tl.arange(0, BLOCK)
@@ -455,15 +455,15 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window
     last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
     of_all = tl.minimum(tl.load(End + n0) - 1, n0 + window)  # last query that could see every key
     k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
-    v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, D, TMA)
+    v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, DV, TMA)
     dk = tl.zeros((BLOCK, D), dtype=tl.float32)
     if dV0 is None:
-        dv = tl.zeros((BLOCK, D), dtype=tl.float32)
+        dv = tl.zeros((BLOCK, DV), dtype=tl.float32)
     else:
-        dv = _load_rows(dV0, head, n0, N, H * D, D, BLOCK, D).to(tl.float32)
+        dv = _load_rows(dV0, head, n0, N, H * DV, DV, BLOCK, DV).to(tl.float32)
     for m0 in range(n0, last + 1, BLOCK):
         q = _load_tile(Q, head, m0, N, stride_qn, stride_qh, BLOCK, D, TMA)
-        dy = _load_tile(dY, head, m0, N, stride_dn, stride_dh, BLOCK, D, TMA)
+        dy = _load_tile(dY, head, m0, N, stride_dn, stride_dh, BLOCK, DV, TMA)
         t = m0 + tl.arange(0, BLOCK)
         if TMA:
             lse = Lse.load([head, m0]).reshape(BLOCK)
@@ -481,14 +481,14 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window
         ds = p * (dp - row_dot[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     _store_rows(dK, dk * scale, head, n0, N, H * D, BLOCK, D)
-    _store_rows(dV, dv, head, n0, N, stride_dv, BLOCK, D)
+    _store_rows(dV, dv, head, n0, N, stride_dv, BLOCK, DV)
 
 
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dQ,
                                dK, dV, dV0, Start, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh,
                                stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
-                               TMA: tl.constexpr, BLOCK: tl.constexpr):
+                               DV: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0) // 2
     head = tile % H
     first = tile // H * BLOCK
@@ -496,13 +496,13 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
     if tl.program_id(0) % 2 == 0:
         _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, dV0, End, N, H,
                   window, scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh,
-                  stride_lh, stride_dv, D, TMA, BLOCK)
+                  stride_lh, stride_dv, D, DV, TMA, BLOCK)
     else:
         q = _load_rows(Q, head, first, N, stride_qn, stride_qh, BLOCK, D)
-        dy = _load_rows(dY, head, first, N, stride_dn, stride_dh, BLOCK, D)
+        dy = _load_rows(dY, head, first, N, stride_dn, stride_dh, BLOCK, DV)
         row = head.to(tl.int64) * stride_lh
         _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse + row, RowDot + row, dQ, Start, N, H, window, scale,
-                 stride_kn, stride_kh, stride_vn, stride_vh, D, TMA, BLOCK)
+                 stride_kn, stride_kh, stride_vn, stride_vh, D, DV, TMA, BLOCK)
 
 
 def _aligned_for_tma(x):
@@ -529,27 +529,27 @@ def _empty_row_scalars(q):
 
 
 def attend(q, k, v, gate, start, end, window, scale):
-    """y (N, H, d) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
+    """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
 
     start, end (N,) int32: borders of the document of every token, from document_of_tokens. The forward pass does not
     use `end`; attend_backward takes the same arguments. The caller has checked the arguments.
     """
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
-    y, lse = q.new_empty((N, H, D)), _empty_row_scalars(q)
+    y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
     q, k, v = (_aligned_for_tma(x) for x in (q, k, v))
     _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
         q, *(_head_tiles(x, launch["BLOCK_N"]) for x in (k, v)), gate, y, lse, start, N, H, int(window), float(scale),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride(), lse.stride(0), D=D, TMA=_has_tma(q.device),
-        **launch)
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride(), lse.stride(0), D=D, DV=v.size(2),
+        TMA=_has_tma(q.device), **launch)
     return y, lse
 
 
 def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=None, dv_upstream=None):
     """Gradients (dq, dk, dv, dgate). The caller has checked the arguments; y and lse are the results of attend.
 
-    dv (N, H, d), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
-    (N, H, d), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
+    dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
+    (N, H, dv), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
     """
     N, H, D = q.shape
     window, scale = int(window), float(scale)
@@ -559,12 +559,13 @@ def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=Non
     q, dy, k, v = (_aligned_for_tma(x) for x in (q, dy, k, v))
     launch = ATTENTION_LAUNCH[q.dtype]["row_dot"]
     _row_dot_kernel[(triton.cdiv(N, launch["BLOCK"]) * H,)](
-        dy, y, gate, dgate, row_dot, N, H, *dy.stride()[:2], *gate.stride(), row_dot.stride(0), D=D, **launch)
+        dy, y, gate, dgate, row_dot, N, H, *dy.stride()[:2], *gate.stride(), row_dot.stride(0), D=v.size(2),
+        **launch)
     launch = ATTENTION_LAUNCH[q.dtype]["backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
         q, dy, lse, row_dot, *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv,
         dv_upstream, start, end, N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], lse.stride(0), dv.stride(0), D=D, TMA=_has_tma(q.device), **launch)
+        *v.stride()[:2], lse.stride(0), dv.stride(0), D=D, DV=v.size(2), TMA=_has_tma(q.device), **launch)
     return dq, dk, dv, dgate
 
 
@@ -586,6 +587,8 @@ def _flash_attention_3():
 
 def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
     """`attention_ref` through FlashAttention-3 (Shah et al., arXiv 2407.08608), where that package is installed."""
+    if q.size(2) < v.size(2):  # the package lacks kernels for two widths
+        q, k = (F.pad(x, (0, v.size(2) - x.size(2))) for x in (q, k))
     out = _flash_attention_3()(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len,
                                max_seqlen_k=max_len, causal=True, softmax_scale=float(scale),
                                window_size=(int(window), 0))
@@ -598,7 +601,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset)
 #
 #   x           (N, D)               normalised input, one row per token
-#   weight      (3 H d, D)           projections to q, k and v, in this order
+#   weight      (3 H d, D)           projections to q, k and v, in this order; in narrow layers (2 H d, D)
 #   rotary      (rows, d/4, 2)       cosine and sine side by side, so that a thread loads both of its pairs at once;
 #                                    contiguous; rows >= N, in paired layers >= 2N
 #   ve          (N, H d) or None     value embeddings, unit stride along H d
@@ -610,6 +613,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   scale       0-D CPU tensor       factor of the scores
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
+#   narrow      bool                 heads of q and k have width d/2, and all their channels turn; without offset
 #   y           (N, H, d)            gated result of attention, before the output projection
 #   v           (N, H, d)            the values that attention reads; train_gpt.py removes their direction from y
 #
@@ -780,22 +784,30 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
 
 
 def rotate(x, rotary):
-    """x (..., d) with the adjacent pairs of the first half of d turned by the angles of rotary (..., d / 4, 2)."""
+    """x (..., d) with its first adjacent pairs turned by the angles of rotary (..., pairs, 2)."""
     cos, sin = rotary.unbind(-1)
-    even, odd = x[..., :x.size(-1) // 2].unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x[..., :2 * cos.size(-1)].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), -1).flatten(-2)
-    return torch.cat((turned, x[..., x.size(-1) // 2:]), -1)
+    return torch.cat((turned, x[..., 2 * cos.size(-1):]), -1)
 
 
-def project_ref(x, weight, rotary, ve, ve_gate, paired, offset):
-    """q, k, v, each (N, H, d), as attention takes them before the view of paired layers."""
-    N, d = x.size(0), 4 * rotary.size(1)
-    q, k, v = F.linear(x, weight).view(N, 3, -1, d).unbind(1)
-    q, k = (F.rms_norm(u, (d,), eps=RMS_EPS) for u in (q, k))
+def head_sizes(weight, rotary, narrow):
+    """(H, width of q and k, width d of v) of a weight of attention_block."""
+    d = 4 * rotary.size(1)
+    return weight.size(0) // ((2 if narrow else 3) * d), d // 2 if narrow else d, d
+
+
+def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False):
+    """q, k and v as attention takes them before the view of paired layers."""
+    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
+    q, k, v = F.linear(x, weight).split((H * width, H * width, H * d), 1)
+    q, k = (F.rms_norm(u.view(N, H, width), (width,), eps=RMS_EPS) for u in (q, k))
+    v = v.view(N, H, d)
     if ve is not None:
         v = v + ve_gate[..., None] * ve.view(v.shape)
     if paired:
-        q, k = (rotate(u.view(N, -1, 2, d), rotary[:2 * N].view(N, 1, 2, d // 4, 2)).view(v.shape) for u in (q, k))
+        angles = rotary[:2 * N].view(N, 1, 2, d // 4, 2)
+        q, k = (rotate(u.view(N, -1, 2, width), angles).view(u.shape) for u in (q, k))
     else:
         q, k = (rotate(u, rotary[:N, None]) for u in (q, k))
     if offset:
@@ -804,15 +816,28 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset):
 
 
 @triton.jit
+def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """x (BLOCK, WIDTH) with its adjacent pairs turned by the angles of `row` (BLOCK,); of v (part 2) x itself."""
+    c = tl.arange(0, WIDTH)[None, :]
+    table = tl.load(Rotary + row[:, None] * WIDTH + c, mask=inside & (part < 2), other=0.0).to(tl.float32)
+    cos, sin = tl.split(tl.reshape(table, (BLOCK, WIDTH // 2, 2)))
+    cos = tl.where(part < 2, cos, 1.0)
+    even, odd = tl.split(tl.reshape(x, (BLOCK, WIDTH // 2, 2)))
+    return tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), (BLOCK, WIDTH))
+
+
+@triton.jit
 def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve, K: tl.constexpr,
-                    EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
-                    D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+                    EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
+                    VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+                    BLOCK_K: tl.constexpr):
     c = tl.arange(0, D // 2)[None, :]
+    TILES: tl.constexpr = 2 * H if NARROW else 3 * H  # NARROW: a tile of q or k has two heads
     # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
     # tiles and K, so that the first loads of a tile are under way while the tile before is finished.
-    for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * 3 * H, tl.num_programs(0), flatten=True):
-        first = tile // (3 * H) * BLOCK_M
-        head = tile % (3 * H)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
+        first = tile // TILES * BLOCK_M
+        head = tile % TILES
         acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
             if TMA:
@@ -827,27 +852,41 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
             acc = tl.dot(x, w, acc, input_precision="ieee")
         # From here on, operations of q and k alone, or of v alone, are masked. A branch would keep the loops from
         # merging.
-        part, h = head // H, head % H
+        if NARROW:
+            part = tl.minimum(head // (H // 2), 2)
+            h = tl.where(part == 2, head - H, head % (H // 2) * 2)  # of q and k the first of two heads
+        else:
+            part, h = head // H, head % H
         t = first + tl.arange(0, BLOCK_M)
         token = t.to(tl.int64)[:, None]
         inside = (t < N)[:, None]
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, D // 2)), (0, 2, 1)))
-        rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + EPS)
+        if NARROW:
+            rstd = tl.rsqrt(tl.sum(lo * lo, 1) / (D // 2) + EPS)
+            second_rstd = tl.rsqrt(tl.sum(hi * hi, 1) / (D // 2) + EPS)
+            tl.store(Rstd + (part * N + t) * H + h + 1, second_rstd, mask=(t < N) & (part < 2))
+        else:
+            rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + EPS)
         tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
         rstd = tl.where(part < 2, rstd, 1.0)[:, None]
         row = 2 * t + h % 2 if PAIRED else t
-        table = tl.load(Rotary + row[:, None] * (D // 2) + c, mask=inside & (part < 2), other=0.0).to(tl.float32)
-        cos, sin = tl.split(tl.reshape(table, (BLOCK_M, D // 4, 2)))
-        cos = tl.where(part < 2, cos, 1.0)
-        even, odd = tl.split(tl.reshape(lo * rstd, (BLOCK_M, D // 4, 2)))
-        lo = tl.reshape(tl.join(cos * even + sin * odd, cos * odd - sin * even), (BLOCK_M, D // 2))
-        hi *= rstd
+        lo = _turned(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
+        if NARROW:
+            second_rstd = tl.where(part < 2, second_rstd, 1.0)[:, None]
+            hi = _turned(hi * second_rstd, Rotary, 2 * t + 1 if PAIRED else t, inside, part, D // 2, BLOCK_M)
+        else:
+            hi *= rstd
         if VALUE:
             gate = tl.load(Gate + t * H + h, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
             ve = Ve + token * stride_ve + h * D + c
             lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
             hi += gate * tl.load(ve + D // 2, mask=inside & (part == 2), other=0.0).to(tl.float32)
-        out = tl.where(part == 2, V, Qk + part.to(tl.int64) * stride_part) + token * (H * D) + h * D + c
+        out = tl.where(part == 2, V, Qk + part.to(tl.int64) * stride_part) + c
+        if NARROW:
+            width = tl.where(part == 2, D, D // 2)
+            out += token * (H * width) + h * width
+        else:
+            out += token * (H * D) + h * D
         tl.store(out, lo.to(Qk.dtype.element_ty), mask=inside)
         hi = hi.to(Qk.dtype.element_ty)
         if OFFSET:
@@ -858,10 +897,11 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
 
 @triton.jit
 def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                      H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+                      TURNED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient dX of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k.
 
-    row (BLOCK,) counts the rows of the matrix (N · H, D), one head of one token each.
+    The first TURNED channels are rotated. row (BLOCK,) counts the rows of the matrix (N · H, D), one head of one token
+    each.
     """
     t, h = row // H, row % H
     c = tl.arange(0, D)[None, :]
@@ -878,8 +918,8 @@ def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAI
     mean = tl.sum(dy * y, 1) / D
 
     angle = 2 * t + h % 2 if PAIRED else t
-    table = tl.load(Rotary + angle[:, None] * (D // 2) + c, mask=inside & (c < D // 2), other=0.0)
-    table = tl.where(c < D // 2, table.to(tl.float32), 1.0 - c % 2)  # cosine 1, sine 0: the second half is not turned
+    table = tl.load(Rotary + angle[:, None] * TURNED + c, mask=inside & (c < TURNED), other=0.0)
+    table = tl.where(c < TURNED, table.to(tl.float32), 1.0 - c % 2)  # cosine 1, sine 0: the other channels do not turn
     cos, sin = tl.split(tl.reshape(table, (BLOCK, D // 2, 2)))
     y_even, y_odd = tl.split(tl.reshape(y, (BLOCK, D // 2, 2)))
     dy_even, dy_odd = tl.split(tl.reshape(dy, (BLOCK, D // 2, 2)))
@@ -892,24 +932,26 @@ def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAI
 
 @triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq, stride_dk, stride_dv,
-                         stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, COPY: tl.constexpr,
-                         H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+                         stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
+                         VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+                         BLOCK: tl.constexpr):
     # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
     row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
-    width: tl.constexpr = 3 * H * D
+    WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
+    width: tl.constexpr = H * (2 * WIDTH + D)
     if part == 0:
-        _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, row, N, stride_dq, width, PAIRED, False, H, D, BLOCK)
+        _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, row, N, stride_dq, width, PAIRED, False, D // 2, H, WIDTH, BLOCK)
     elif part == 1:
-        _norm_rotary_grad(dK, K, dQkv + H * D, Rstd + N * H, Rotary, row, N, stride_dk, width, PAIRED, OFFSET, H, D,
-                          BLOCK)
+        _norm_rotary_grad(dK, K, dQkv + H * WIDTH, Rstd + N * H, Rotary, row, N, stride_dk, width, PAIRED, OFFSET,
+                          D // 2, H, WIDTH, BLOCK)
     else:
         t = (row // H).to(tl.int64)[:, None]
         inside = t < N
         column = (row % H * D)[:, None] + tl.arange(0, D)[None, :]
         dv = tl.load(dV + t * stride_dv + column, mask=inside, other=0.0)
         if COPY:
-            tl.store(dQkv + 2 * H * D + t * width + column, dv, mask=inside)
+            tl.store(dQkv + 2 * H * WIDTH + t * width + column, dv, mask=inside)
         if VALUE:
             dv = dv.to(tl.float32)
             gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
@@ -918,66 +960,67 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
             tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=row < N * H)
 
 
-def project(x, weight, rotary, ve, ve_gate, paired, offset):
-    """qk (2, N + 1, H, d), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
+def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow):
+    """qk (2, N + 1, H, width), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H)
+    fp32.
 
     The caller has checked the arguments.
     """
-    N, d = x.size(0), 4 * rotary.size(1)
-    H = weight.size(0) // (3 * d)
+    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     launch = PROJECT_LAUNCH[x.dtype]
-    qk, v, rstd = x.new_empty(2, N + 1, H, d), x.new_empty(N, H, d), x.new_empty(2, N, H, dtype=torch.float32)
-    programs = min(triton.cdiv(N, launch["BLOCK_M"]) * 3 * H, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
+    qk, v, rstd = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, d), x.new_empty(2, N, H, dtype=torch.float32)
+    tiles = triton.cdiv(N, launch["BLOCK_M"]) * weight.size(0) // d
+    programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     value, tma = ve is not None, _has_tma(x.device)
     _project_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else x,
         TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]) if tma else weight, qk, v, rstd,
         rotary, ve if value else x, ve_gate if value else x, N, x.stride(0), weight.stride(0), qk.stride(0),
-        ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, VALUE=value, H=H, D=d,
-        TMA=tma, **launch)
+        ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
+        VALUE=value, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv):
-    """Fills dqkv (N, 3, H, d); returns the gradients of ve and ve_gate, or (None, None) without ve.
+    """Fills dqkv (N, 2 H width + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
 
     dv may be its part of dqkv already, then the kernel does not copy dv. The caller has checked the arguments.
     """
-    N, _, H, d = dqkv.shape
-    value, copy = ve is not None, dv.data_ptr() != dqkv[:, 2].data_ptr()
+    (N, H, d), narrow = dv.shape, dq.size(2) < dv.size(2)
+    value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
     blocks = triton.cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
         dq, dk, dv, qk[0], qk[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv,
         dve if value else dv, dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0),
-        ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, VALUE=value, COPY=copy, H=H, D=d,
+        ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, NARROW=narrow, VALUE=value, COPY=copy, H=H, D=d,
         **PROJECT_GRAD_LAUNCH)
     return dve, dgate
 
 
 def _pair_heads(qk, v, paired):
-    """q, k, v from qk (2, N + 1, H, d) and v: each (N, H, d), in paired layers viewed as (2N, H/2, d)."""
+    """q, k, v from qk (2, N + 1, H, width) and v (N, H, d), in paired layers viewed as (2N, H/2, ...)."""
     q, k = qk[:, :-1]
     return (u.view(2 * u.size(0), u.size(1) // 2, u.size(2)) for u in (q, k, v)) if paired else (q, k, v)
 
 
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
-                     start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool,
-                     offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
+                     narrow: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gates = head_gates(x, ve, w_ve, w_out, paired)
     # The kernel reads the gate only if there is a ve.
-    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset)
+    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow)
     q, k, v = _pair_heads(qk, values, paired)
     y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
     return y.view(values.shape), values, lse, qk, rstd, gates
 
 
 @_attention_block.register_fake
-def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset):
-    N, H, d = x.size(0), w_out.size(0), 4 * rotary.size(1)
+def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow):
+    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
-    return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, d),
+    return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, width),
             x.new_empty(2, N, H, dtype=torch.float32), x.new_empty(1 if ve is None else 2, N, H))
 
 
@@ -988,14 +1031,14 @@ def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: 
                               rstd: Tensor, gates: Tensor, paired: bool,
                               offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, H, d = y.shape
-    dqkv = x.new_empty(N, 3, H, d)
+    dqkv = x.new_empty(N, weight.size(0))
     q, k, v = _pair_heads(qk, v, paired)
     *dq_dk_dv, dout_gate = attend_backward(
-        dy.reshape(q.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(q.shape), lse, start, end, window, scale,
-        dv=None if paired else dqkv[:, 2], dv_upstream=None if dv is None else dv.contiguous().view(q.shape))
-    dve, dve_gate = project_backward(*(u.view(N, H, d) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
+        dy.reshape(v.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(v.shape), lse, start, end, window, scale,
+        dv=None if paired else dqkv[:, -H * d:].view(N, H, d),
+        dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
+    dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
                                      offset, dqkv)
-    dqkv = dqkv.view(N, 3 * H * d)
     dx = dqkv @ weight
     dgate_weights = head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
     dve = x.new_empty(0) if ve is None else dve  # an op must return tensors
@@ -1009,7 +1052,7 @@ def _(dy, dv, x, weight, rotary, ve, w_ve, w_out, *others):
 
 
 def _block_setup(ctx, inputs, output):
-    *tensors, ctx.paired, ctx.offset = inputs
+    *tensors, ctx.paired, ctx.offset, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)  # only y and v may have a gradient; PyTorch would write zeros for the rest
 
@@ -1017,38 +1060,41 @@ def _block_setup(ctx, inputs, output):
 def _block_grad(ctx, dy, dv, *others):
     dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *ctx.saved_tensors, ctx.paired, ctx.offset)
     dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 6
+    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 7
 
 
 _attention_block.register_autograd(_block_grad, setup_context=_block_setup)
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                        attention=attention_ref):
+                        narrow=False, attention=attention_ref):
     """y and v, both (N, H, d), see the banner above; `attention` has the signature of attention_ref."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
-    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset)
-    N, H, d = q.shape
+    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow)
+    N, H, d = v.shape
     if not paired:
         return attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale), v
     paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
     return attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(N, H, d), v
 
 
-def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset):
+def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
+                    narrow=False):
     """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out.
 
     Raises a ValueError if an argument is wrong.
 
-    x (N, D), weight (3 H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out (H, C): one dtype, bf16 or
-    fp32; ve and w_ve may both be None. cu_seqlens (K,) int32; max_len int; window and scale 0-D CPU tensors; paired and
-    offset bool. The banner above says what each argument means.
+    x (N, D), weight (3 H d, D), with `narrow` (2 H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out
+    (H, C): one dtype, bf16 or fp32; ve and w_ve may both be None. cu_seqlens (K,) int32; max_len int; window and scale
+    0-D CPU tensors; paired, offset and narrow bool. The banner above says what each argument means.
     """
-    d = 4 * rotary.size(1)
-    (N, D), H = x.shape, weight.size(0) // (3 * d)
-    if N == 0 or weight.shape != (3 * H * d, D) or paired and H % 2:
-        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {d} weight must be (3 H d, {D}),"
-                         f" H even in paired layers, got {tuple(weight.shape)}")
+    (N, D), (H, _, d), times = x.shape, head_sizes(weight, rotary, narrow), 2 if narrow else 3
+    if N == 0 or weight.shape != (times * H * d, D) or (paired or narrow) and H % 2:
+        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {d} weight must be ({times} H d,"
+                         f" {D}), H even in paired and narrow layers, got {tuple(weight.shape)}")
+    if narrow and (offset or d < 32):
+        raise ValueError(f"attention_block: a narrow layer has no offset, and its values have heads of at least 32, got"
+                         f" {d} and offset={offset}")
     if rotary.shape[2:] != (2,) or rotary.size(0) < N * (1 + paired) or not rotary.is_contiguous():
         raise ValueError(f"attention_block: rotary must be (>= {N * (1 + paired)}, d/4, 2), contiguous, got"
                          f" {tuple(rotary.shape)} with strides {rotary.stride()}")
@@ -1067,12 +1113,12 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
                          f" got {[u.dtype for u in tensors]}")
     if _takes_ref(x, exact=False):
         return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
-                                   offset)
+                                   offset, narrow)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
-    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset)[:2]
+    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow)[:2]
 
 
 def attention_block_fa3(*args):

@@ -157,6 +157,8 @@ def check_config(config, world=1):
         require(layer.input_from is None or layer.attention and 0 <= layer.input_from < i,
                 f"--layer{i}.input_from={layer.input_from}: must be an earlier layer, 0 to {i - 1}, or none, in a layer"
                 " with attention")
+        require(not layer.narrow or layer.attention and not layer.long,
+                f"--layer{i}.narrow=True: only for a layer with attention that is not long")
         require(not layer.xsa or layer.attention and not layer.paired,
                 f"--layer{i}.xsa=True: only for a layer with attention that is not paired")
         require(not layer.mix or layer.value_embed and model.backout_layer is not None and model.backout_layer < i
@@ -215,9 +217,11 @@ def check_config(config, world=1):
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    require(plain_attention or model.head_dim >= 16 and model.head_dim & (model.head_dim - 1) == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of 16, 32,"
-            " 64, 128, ... channels; or add --kernels=attention:torch")
+    least = 32 if model.layers_with("narrow") else 16
+    require(plain_attention or model.head_dim >= least and model.head_dim & (model.head_dim - 1) == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of {least}"
+            f" or more channels, a power of two{', in models with narrow layers' * (least == 32)}; or add"
+            " --kernels=attention:torch")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"

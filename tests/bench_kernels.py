@@ -37,7 +37,8 @@ STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
-KINDS = Counter((layer.paired, layer.long, layer.value_embed) for layer in CONFIG.model.layers if layer.attention)
+KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed) for layer in CONFIG.model.layers
+                if layer.attention)
 DEVICE, PEERS = "cuda", True
 
 
@@ -181,22 +182,24 @@ def flex(q, k, v, dy, start, window):
 
 def attention_cases():
     for tokens, stage in zip(TOKENS, STAGES):
-        for paired, long in (False, False), (False, True), (True, False):
+        for paired, long, narrow in (False, False, False), (False, True, False), (True, False, False), (
+                False, False, True), (True, False, True):
             N, heads, longest = tokens, H, stage.max_doc_len
             if paired:
                 N, heads, longest = 2 * N, H // 2, 2 * longest
             window = stage.long_window if long else stage.short_window
             cu = documents(N, longest)
             start, end = tk.document_of_tokens(cu, N)
-            q, k, v, dy = (F.rms_norm(rand(N, heads, HEAD), (HEAD,)) for _ in range(4))
+            width = HEAD // 2 if narrow else HEAD
+            q, k, v, dy = (F.rms_norm(rand(N, heads, d), (d,)) for d in (width, width, HEAD, HEAD))
             args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
             y, lse = tk.attend(*args)
-            peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS else {}
+            peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS and not narrow else {}
             if PEERS and N == TOKENS[0]:
                 peers["Flex"] = flex(q, k, v, dy, start, window)
-            sizes = tokens, D, HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
-            shape = f"{N}, {heads} heads, window {window}"
-            calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:2] == (paired, long))
+            sizes = tokens, D, HEAD, width / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
+            shape = f"{N}, {heads} heads, window {window}{', narrow' * narrow}"
+            calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:3] == (paired, long, narrow))
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
             yield case("attend_backward", shape, (dy, *args[:4], y, lse, *args[4:]), sizes, backward, calls)
@@ -204,20 +207,23 @@ def attention_cases():
 
 def block_cases():
     for N in TOKENS:
-        x, weight, rotary = rand(N, D), rand(3 * D, D) * D**-0.5, rand(2 * N, HEAD // 4, 2)
+        x, rotary = rand(N, D), rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
         w_out, w_ve = (rand(H, T.GATE_CHANNELS) for _ in range(2))
-        grads = [rand(N, H, HEAD) for _ in range(3)]
-        dqkv = torch.empty(N, 3, H, HEAD, device=DEVICE, dtype=BF16)
-        for (paired, offset, value), layers in KINDS.items():
-            names = [name for name, on in zip(("paired", "offset", "value"), (paired, offset, value)) if on]
+        for (paired, offset, narrow, value), layers in (KINDS | {(False, False, True, False): 0}).items():
+            qk, weight = 0.5 if narrow else 1, rand((3 - narrow) * D, D) * D**-0.5
+            grads = [rand(N, H, int(share * HEAD)) for share in (qk, qk, 1)]
+            dqkv = torch.empty(N, weight.size(0), device=DEVICE, dtype=BF16)
+            switches = zip(("paired", "offset", "narrow", "value"), (paired, offset, narrow, value))
+            names = [name for name, on in switches if on]
             shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
-            args = (x, weight, rotary, *values, paired, offset)
-            qk, _, rstd = tk.project(*args)
-            yield case("project", shape, args, (N, D, value), {"GEMM alone": partial(F.linear, x, weight)},
+            args = (x, weight, rotary, *values, paired, offset, narrow)
+            planes, _, rstd = tk.project(*args)
+            yield case("project", shape, args, (N, D, value, qk), {"GEMM alone": partial(F.linear, x, weight)},
                        MICRO * layers)
-            back = *grads[:2], grads[2] if paired else dqkv[:, 2], qk, rstd, rotary, *values, paired, offset, dqkv
-            yield case("project_backward", shape, back, (N, D, value, paired), calls=MICRO * layers)
+            dv = grads[2] if paired else dqkv[:, -D:].view(N, H, HEAD)
+            back = *grads[:2], dv, planes, rstd, rotary, *values, paired, offset, dqkv
+            yield case("project_backward", shape, back, (N, D, value, paired, qk), calls=MICRO * layers)
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
             sizes, peers = (N, channels, H * len(gates)), {"torch": partial(tk.head_gates_ref, *args)}

@@ -79,14 +79,13 @@ def bigram_hash(tokens, rows):
 
 
 def rotate(u, tau, freqs):
-    """Rotary embedding of u (N, H, d); tau (N, H) holds the angle index of every head vector."""
-    d = u.shape[-1]
+    """Rotary embedding of u (N, H, d); tau (N, H) holds the angle index of every head vector. The first two channels
+    turn by the first frequency, and so on; channels without a frequency stay."""
     freqs = torch.as_tensor(freqs, dtype=u.dtype, device=u.device)
-    assert len(freqs) == d // 4
-    angle = tau[:, :, None].to(u.dtype) * freqs  # (N, H, d/4)
+    angle = tau[:, :, None].to(u.dtype) * freqs  # (N, H, pairs)
     cos, sin = torch.cos(angle), torch.sin(angle)
     out = list(u.unbind(-1))  # d channels of (N, H)
-    for j in range(d // 4):
+    for j in range(len(freqs)):
         even, odd = u[:, :, 2 * j], u[:, :, 2 * j + 1]
         out[2 * j] = cos[:, :, j] * even + sin[:, :, j] * odd
         out[2 * j + 1] = cos[:, :, j] * odd - sin[:, :, j] * even
@@ -129,8 +128,9 @@ def attend(q, k, v, cu, window, scale):
     return torch.stack(heads, dim=1)
 
 
-def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None):
-    """Attention of layer i, a row of LAYERS, on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,) or (N, H)."""
+def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None):
+    """Attention of layer i, a row of LAYERS, on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,)
+    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each head."""
     row, window, paired, key_offset, value = layer
     window = S if window == "S" else L
     N, D = x.shape
@@ -141,6 +141,8 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     q = (x @ (sa[0] * W[0:D]).T).reshape(N, H, d)
     k = (x @ (sa[0] * W[D:2 * D]).T).reshape(N, H, d)
     v = (x @ (sa[0] * W[2 * D:3 * D]).T).reshape(N, H, d)
+    if narrow is not None:
+        (freqs, attn_scale), q, k = narrow, q[:, :, :d // 2], k[:, :, :d // 2]
     q, k = rms(q), rms(k)
 
     t, h = torch.arange(N, device=x.device)[:, None], torch.arange(H, device=x.device)[None, :]
@@ -180,14 +182,16 @@ def gelu(x):
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
-                 dynamic=(), mix=None, signs=None, removed=(), mlps={}, **settings):
+                 dynamic=(), mix=None, signs=None, removed=(), mlps={}, narrow=(),
+                 narrow_state=None, **settings):
     """The normalised output h (N, D) of the model, before the head.
 
     settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:
     {layer: the layer that its skip connection comes from}. The remaining arguments are features that record 74 lacks.
     input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
     signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. mlps: {layer: number of
-    its MLPs}, where it is not 1.
+    its MLPs}, where it is not 1. narrow: layers whose queries and keys have half of the channels; narrow_state: their
+    (frequencies, scale).
     """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
@@ -265,7 +269,8 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         a = None
         if layer[0] is not None:
             a = attention(params, i, layer, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
-                          xsa=factor(i, "xsa") if i in xsa else None, **settings)
+                          xsa=factor(i, "xsa") if i in xsa else None, narrow=narrow_state if i in narrow else None,
+                          **settings)
             if lane1 is not None:
                 lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
                 a = pi[i, 0, 0] * a

@@ -79,24 +79,26 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
 
 
-@pytest.mark.parametrize("paired, offset, value", [(False, True, True), (True, False, False)])
-def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, value):
+@pytest.mark.parametrize("paired, offset, narrow, value", [
+    (False, True, False, True), (True, False, False, False), (True, False, True, True)])
+def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, narrow, value):
     """Loads by pointers, for GPUs without TMA, give the same bits as TMA: ragged shapes and strided views."""
     import triton_kernels as tk
     gpu = device.type == "cuda"
-    dtype, N, H, d, D = (torch.bfloat16, 1000, 6, 128, 768) if gpu else (torch.float32, 75, 2, 16, 40)
+    dtype, N, H, d, D = (torch.bfloat16, 1000, 6, 128, 768) if gpu else (torch.float32, 75, 2, 32, 40)
 
     def random(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
-    x, weight, rotary, grad = random(N, D), random(3 * H * d, D) * D**-0.5, random(2 * N, d // 4, 2), random(N, H, d)
+    x, weight, rotary = random(N, D), random((3 - narrow) * H * d, D) * D**-0.5, random(2 * N, d // 4, 2)
+    grad = random(N, H, d)
     ve, gate = (random(N, H * d), random(N, H).sigmoid()) if value else (None, None)
     starts, ends = tk.document_of_tokens(torch.tensor([0, N // 3, N // 3 + 7, N], dtype=torch.int32, device=device), N)
     gram, square = random(2, 100, 64), random(2, 72, 72)
     square = square + square.mT
 
     def results():
-        qk, v, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset)
+        qk, v, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset, narrow)
         q, k = qk[:, :N].unbind()
         y, lse = tk.attend(q, k, v, random(N, H).fill_(0.5), starts, ends, 21, 0.2)
         grads = tk.attend_backward(grad, q, k, v, random(N, H).fill_(0.5), y, lse, starts, ends, 21, 0.2)

@@ -11,8 +11,8 @@ from oracles import ON_GPU, framed, gpu
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPE = BF16 if ON_GPU else FP32
-KINDS = {"plain": (False, False, False), "value": (False, False, True), "paired": (True, False, False),
-         "paired+value": (True, False, True), "long": (False, True, False), "long+value": (False, True, True)}
+KINDS = ("plain", "value", "paired", "paired+value", "long", "long+value", "narrow", "narrow+value", "narrow+paired",
+         "narrow+paired+value")
 WINDOW, SCALE = torch.tensor(9), torch.tensor(0.2)
 
 
@@ -24,30 +24,36 @@ def poisoned_empty():
     torch.use_deterministic_algorithms(False)
 
 
+def switches(kind):
+    """(paired, offset, narrow), value."""
+    return tuple(word in kind for word in ("paired", "long", "narrow")), "value" in kind
+
+
 def rotary(rows, d, device, dtype):
     """Table (rows, d/4, 2), rounded to bf16 for every dtype, so that c² + s² is not 1."""
     angle = torch.arange(rows, device=device)[:, None] * (1 / 1024) ** torch.linspace(0, 1, d // 4, device=device)
     return torch.stack((angle.cos(), angle.sin()), -1).bfloat16().to(dtype)
 
 
-def inputs(N, H, d, D, value, device, dtype):
+def inputs(N, H, d, D, value, device, dtype, narrow=False):
     """x, weight, rotary, ve, ve_gate; ve is a slice of a larger tensor of NaN."""
     def random(*shape):
         return torch.randn(shape, device=device)
     ve = framed(random(N, H * d).to(dtype), (N, N), (0, 8))[1]
     ve, gate = (ve, 2 * torch.sigmoid(random(N, H)).to(dtype)) if value else (None, None)
-    return random(N, D).to(dtype), (random(3 * H * d, D) * D**-0.5).to(dtype), rotary(2 * N, d, device, dtype), ve, gate
+    weight = random((3 - narrow) * H * d, D) * D**-0.5
+    return random(N, D).to(dtype), weight.to(dtype), rotary(2 * N, d, device, dtype), ve, gate
 
 
 def leaves(tensors, dtype):
     return [None if u is None else u.detach().to(dtype).requires_grad_() for u in tensors]
 
 
-def plain(qkv, table, ve, gate, paired, offset, grads, dtype):
-    """q, k, v and the gradients of qkv (N, 3 H d), ve, gate by the reference; its projection is the identity here."""
+def plain(qkv, table, ve, gate, kind, grads, dtype):
+    """q, k, v and the gradients of qkv, ve, gate by the reference; its projection is the identity here."""
     qkv, ve, gate = inputs = leaves((qkv, ve, gate), dtype)
     eye = torch.eye(qkv.size(1), dtype=dtype, device=qkv.device)
-    outs = tk.project_ref(qkv, eye, table.to(dtype), ve, gate, paired, offset)
+    outs = tk.project_ref(qkv, eye, table.to(dtype), ve, gate, *kind)
     inputs = [u for u in inputs if u is not None]
     return [u.detach() for u in outs], torch.autograd.grad(outs, inputs, [g.to(dtype) for g in grads])
 
@@ -61,34 +67,38 @@ def only_gpu(*values):
     (1, 2, 16, 8, FP32), (2, 2, 16, 20, FP32), (37, 6, 16, 40, FP32),
     only_gpu(129, 2, 64, 72), *[only_gpu(N, 6, 128, 768) for N in (1, 1003, 49152)]])
 def test_project(N, H, d, D, kind, device, dtype):
-    paired, offset, value = KINDS[kind]
-    x, weight, table, ve, gate = inputs(N, H, d, D, value, device, dtype)
-    qk, v, rstd = tk.project(x, weight, table, ve, gate, paired, offset)
-    assert qk.shape == (2, N + 1, H, d)
-    grads = [torch.randn(N + 1, H, d, device=device).to(dtype) for _ in range(3)]
+    kind, value = switches(kind)
+    narrow, d = kind[2], max(d, 32) if kind[2] else d
+    width = d // 2 if narrow else d  # of q and k
+    x, weight, table, ve, gate = inputs(N, H, d, D, value, device, dtype, narrow)
+    qk, v, rstd = tk.project(x, weight, table, ve, gate, *kind)
+    assert qk.shape == (2, N + 1, H, width)
+    grads = [torch.randn(N + 1, H, size, device=device).to(dtype) for size in (width, width, d)]
     for grad in grads:
         grad[N] = math.nan  # the kernel must not read beyond the last token
     grads = [grad[:N] for grad in grads]
-    dqkv = x.new_empty(N, 3, H, d)
+    dqkv = x.new_empty(N, weight.size(0))
     assert dqkv.isnan().all()
-    dve, dgate = tk.project_backward(*grads, qk, rstd, table, ve, gate, paired, offset, dqkv)
+    dve, dgate = tk.project_backward(*grads, qk, rstd, table, ve, gate, *kind[:2], dqkv)
 
     wide = x.double() @ weight.double().T
-    outs64, grads64 = plain(wide, table, ve, gate, paired, offset, grads, torch.float64)
-    outs, ref_grads = plain(x @ weight.T, table, ve, gate, paired, offset, grads, dtype)
+    outs64, grads64 = plain(wide, table, ve, gate, kind, grads, torch.float64)
+    outs, ref_grads = plain(x @ weight.T, table, ve, gate, kind, grads, dtype)
     names = "q", "k", "v", "dqkv", *(("dve", "dgate") if value else ())
-    got = *qk[:, :N], v, dqkv.flatten(1), *((dve, dgate) if value else ())
+    got = *qk[:, :N], v, dqkv, *((dve, dgate) if value else ())
     for name, *parts in zip(names, got, (*outs, *ref_grads), (*outs64, *grads64), strict=True):
         oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 4 (fp32)
-    wanted_rstd = (wide.view(N, 3, H, d)[:, :2].square().mean(-1) + tk.RMS_EPS).rsqrt().transpose(0, 1)
+    heads = wide[:, :2 * H * width].view(N, 2, H, width)
+    wanted_rstd = (heads.square().mean(-1) + tk.RMS_EPS).rsqrt().transpose(0, 1)
     torch.testing.assert_close(rstd.double(), wanted_rstd, rtol=1e-5, atol=0)
 
     # dv may be in its part of dqkv already, then the kernel fills only q and k; a run repeats bit for bit.
     again = torch.empty_like(dqkv)
-    again[:, 2] = grads[2]
-    more = tk.project_backward(*grads[:2], again[:, 2], qk, rstd, table, ve, gate, paired, offset, again)
+    again[:, -H * d:] = grads[2].flatten(1)
+    its_part = again[:, -H * d:].view(N, H, d)
+    more = tk.project_backward(*grads[:2], its_part, qk, rstd, table, ve, gate, *kind[:2], again)
     assert torch.equal(again, dqkv) and (not value or all(map(torch.equal, more, (dve, dgate))))
-    qk_again, *v_and_rstd = tk.project(x, weight, table, ve, gate, paired, offset)
+    qk_again, *v_and_rstd = tk.project(x, weight, table, ve, gate, *kind)
     assert torch.equal(qk_again[:, :N], qk[:, :N]) and all(map(torch.equal, v_and_rstd, (v, rstd)))
 
 
@@ -96,19 +106,21 @@ def test_rows_of_the_offset(device):
     """Half a key moves to the next token. Token 0 keeps its half; row N keeps the last half for the backward pass."""
     N, H, d = 35, 2, 16
     args = inputs(N, H, d, 24, False, device, FP32)
-    still, moved = (tk.project(*args, False, offset)[0] for offset in (False, True))
+    still, moved = (tk.project(*args, False, offset, False)[0] for offset in (False, True))
     assert torch.equal(still[:, :N, :, :d // 2], moved[:, :N, :, :d // 2])
     assert torch.equal(still[1, :N, :, d // 2:], moved[1, 1:, :, d // 2:])
     assert torch.equal(still[1, 0], moved[1, 0])
     assert torch.equal(still[::2, :N], moved[::2, :N])
 
 
-def test_rotary_rows_of_paired_layers(device):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_rotary_rows_of_paired_layers(narrow, device):
     """K4: the angle depends on the token and on the parity of the head."""
-    N, H, d = 3, 6, 16
-    x, weight, table, *_ = inputs(N, H, d, 24, False, device, FP32)
-    plain = tk.project(x, weight, torch.ones_like(table) * table.new_tensor([1, 0]), None, None, False, False)[0][0, :N]
-    q = tk.project(x, weight, table, None, None, True, False)[0][0, :N]
+    N, H, d = 3, 6, 32
+    x, weight, table, *_ = inputs(N, H, d, 24, False, device, FP32, narrow)
+    still = torch.ones_like(table) * table.new_tensor([1, 0])
+    plain = tk.project(x, weight, still, None, None, False, False, narrow)[0][0, :N]
+    q = tk.project(x, weight, table, None, None, True, False, narrow)[0][0, :N]
     for t in range(N):
         for h in range(H):
             torch.testing.assert_close(q[t, h], tk.rotate(plain[t, h], table[2 * t + h % 2]))
@@ -165,10 +177,10 @@ def test_gates(N, H, d, D, C, paired, value, device, dtype):
 
 
 def block_inputs(N, H, d, D, kind, device, dtype):
-    paired, offset, value = KINDS[kind]
-    x, weight, table, ve, _ = inputs(N, H, d, D, value, device, dtype)
+    kind, value = switches(kind)
+    x, weight, table, ve, _ = inputs(N, H, d, D, value, device, dtype, kind[2])
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
-    return x, weight, table, ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW, SCALE, paired, offset
+    return x, weight, table, ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW, SCALE, *kind
 
 
 def block_run(function, args, upstream, dtype):
@@ -185,7 +197,7 @@ def block_run(function, args, upstream, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_block(kind, count, device, monkeypatch):
     """With a gradient of y alone, and of y and v."""
-    N, H, d, D = (261, 6, 128, 768) if ON_GPU else (29, 4, 16, 40)
+    N, H, d, D = (261, 6, 128, 768) if ON_GPU else (29, 4, 32 if "narrow" in kind else 16, 40)
     args = block_inputs(N, H, d, D, kind, device, DTYPE)
     upstream = [torch.randn(N, H, d, device=device).to(DTYPE) for _ in range(count)]
     ref, oracle = (block_run(tk.attention_block_ref, args, upstream, dtype) for dtype in (DTYPE, torch.float64))
@@ -194,16 +206,16 @@ def test_attention_block(kind, count, device, monkeypatch):
         oracles.assert_as_good(*parts, f"output {i}", worst_ref=12)
 
 
-@pytest.mark.parametrize("kind", ["paired", "long+value"])
+@pytest.mark.parametrize("kind", ["paired", "long+value", "narrow+paired"])
 def test_compiled(kind, device):
     """One graph without breaks; the shapes and strides of the fake implementation are right."""
-    args = block_inputs(21, 4, 16, 24, kind, device, DTYPE)
-    upstream = torch.randn(2, 21, 4, 16, device=device).to(DTYPE).unbind()
+    args = block_inputs(21, 4, 32, 24, kind, device, DTYPE)
+    upstream = torch.randn(2, 21, 4, 32, device=device).to(DTYPE).unbind()
     compiled = torch.compile(tk.attention_block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     assert all(map(torch.equal, *(block_run(f, args, upstream, DTYPE) for f in (compiled, tk.attention_block))))
-    x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset = args
+    x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset, narrow = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
-    args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset
+    args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, narrow
     torch.library.opcheck(tk._attention_block, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -225,7 +237,10 @@ def test_reference_on_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({1: torch.zeros(97, 16)}, r"weight must be \(3 H d, 16\), H even in paired layers, got \(97, 16\)"),
+    ({1: torch.zeros(97, 16)}, r"weight must be \(3 H d, 16\), H even in paired and narrow layers, got \(97, 16\)"),
+    ({1: torch.zeros(64, 16), 12: True}, "a narrow layer has no offset, and .* heads of at least 32, got 16"),
+    ({1: torch.zeros(64, 16), 11: True, 12: True}, "a narrow layer has no offset, .* and offset=True"),
+    ({1: torch.zeros(48, 16), 12: True}, r"weight must be \(2 H d, 16\), H even in paired and narrow layers"),
     ({5: torch.zeros(3, 12)}, r"w_out must be \(2, C\), C even and at most 16, got \(3, 12\)"),
     ({5: torch.zeros(2, 18)}, r"got \(2, 18\)"),
     ({5: torch.zeros(2, 11)}, r"got \(2, 11\)"),

@@ -135,7 +135,10 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--data_end=loop": "--data_end=loop: wrap or stop",
     # numbers that do not fit together
     "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
-    "--model_dim=960": "heads of 16, 32, 64, 128",
+    "--model_dim=960": "heads of 16 or more channels, a power of two; or add",
+    "--model_dim=96 --layer0.narrow=1": "heads of 32 or more channels, a power of two, in models with narrow layers",
+    "--layer3.narrow=1": "--layer3.narrow=True: only for a layer with attention that is not long",
+    "--layer6.narrow=1": "--layer6.narrow=True: only for a layer with attention that is not long",
     "--dtype=float32": "--kernels=attention:torch",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 1000000 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",

@@ -34,6 +34,9 @@ FEATURES = {
     "bigram": (["--bigram_tables=7.5", "--bigram_signs=1"], {}),
     "one lane": ([f"--layer{i}.two_lanes=0" for i in (7, 8, 9, 10)], dict(lanes_from=None)),
     "pointer": (["--pointer=1"], dict(pointer=(120, POINTER_WINDOW))),
+    "narrow": (["--layer0.narrow=1", "--layer1.narrow=1", "--layer2.narrow=1", "--layer8.narrow=1",
+                "--kernels=torch"],
+               dict(narrow=(0, 1, 2, 8))),
     "less attention": (["--layer4=attention=0 dynamic", "--layer9=attention=0", "--layer7=attention=0 mlps=0",
                         "--layer8=value_embed mlps=2", "--layer10=value_embed long", "--mlp_ratio=3"],
                        dict(removed=(4, 7, 9), mlps={7: 0, 8: 2}, dynamic=(4,), lanes_from=None)),
@@ -73,8 +76,13 @@ def make_setting(config, features=None):
     frequencies, _ = T.rotary_states(config.head_dim, [LONG])[0]
     view = T.AttentionSettings(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT),
                                torch.tensor(LONG), torch.tensor(SCALE, dtype=torch.float64), POINTER_WINDOW)
+    if config.layers_with("narrow"):
+        view = view._replace(narrow_rotary=T.rotary_table(0.875 * frequencies, 2 * n, cpu, torch.float64),
+                             narrow_scale=torch.tensor(0.3, dtype=torch.float64))
     settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(config.head_dim // 4), attn_scale=SCALE,
                     H=config.num_heads, lambda_dtype=torch.bfloat16, **features or {})
+    if config.layers_with("narrow"):
+        settings["narrow_state"] = 0.875 * torch.as_tensor(oracles.base_freqs(config.head_dim // 4)), 0.3
     if config.bigram_signs:
         settings["signs"] = model.signs
     return model, tokens, cu, rows, view, settings
@@ -97,6 +105,8 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
     view = view._replace(rotary=view.rotary.to(device, dtype), scale=view.scale.to(dtype))
+    if view.narrow_rotary is not None:
+        view = view._replace(narrow_rotary=view.narrow_rotary.to(device, dtype))
     h, point = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view)
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()
