@@ -621,18 +621,19 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
-#   q, k, v = x Wᵀ, H heads of width d each;  q, k ← rms_norm(q), rms_norm(k);  v ← v + ve_gate · ve
-#   In the first half of the d axis of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in
-#   paired layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its
+#   q, k, v = x Wᵀ, H heads of width d each (of q and k in narrow layers d/2);  q, k ← rms_norm(q), rms_norm(k);
+#   v ← v + ve_gate · ve
+#   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
+#   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its
 #   own).
-#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, d)
+#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, width)
 #
 #   Kept for the backward pass: gates (1 or 2, N, H), that is out_gate and, with ve, ve_gate; q, k, v; 1 / rms; lse; y.
 #
-# Forward: one GEMM whose tiles are a head wide, so norm, rotation, offset and value embedding work on the fp32
-# accumulator; nothing is read or written between projection and attention. q and k are planes of one tensor
-# (2, N + 1, H, d). Therefore each of them is contiguous, as the view of paired layers requires. Row N takes the half
-# key that the offset moves past the end; the backward pass reads this half key.
+# Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
+# embedding work on the fp32 accumulator; nothing is read or written between projection and attention. q and k are
+# planes of one tensor (2, N + 1, H, width). Therefore each of them is contiguous, as the view of paired layers
+# requires. Row N takes the half key that the offset moves past the end; the backward pass reads this half key.
 # Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
 # (not quite 1, because the table is rounded):
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
