@@ -219,8 +219,8 @@ class Stage:
     mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
     mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
     share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
-    # The longest other token with which the next token begins is a second target (PR 337, jvarho).
-    prefix: tuple[float, float] = (0.0, 0.0)  # its loss weight at the start and at the end of the stage
+    # At the start and at the end of the stage, like mtp_start and mtp_end:
+    prefix: tuple[float, float] = (0.0, 0.0)  # loss weights of the longest token that begins the next one (PR 337)
 
 
 @dataclass(frozen=True)
@@ -1242,13 +1242,23 @@ class NorMuonAndAdam:
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
-        in_pairs = label == "attn_bank" and self.config.head_pairs
-        y = (self._polar_of_head_pairs if in_pairs else kernels.polar_express)(X, scale, self.ops)
+        y = (self._polar_of_head_pairs if self._in_pairs(label) else kernels.polar_express)(X, scale, self.ops)
         lr = self.config.muon_lr * plan.lr_factor
         rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
                               self.config.muon_wd * lr,  # the decay has no factor per matrix
                               self.config.muon_beta2, state["average"] if rate else None, rate)
+
+    def _in_pairs(self, label):
+        return label == "attn_bank" and self.config.head_pairs
+
+    def polar_shapes(self, label):
+        """(n, R, C) of the matrices of a bank that this rank orthogonalises, one for each call of `polar_express`."""
+        n, R, C = self.shards[label].shape
+        if not self._in_pairs(label):
+            return [(n, R, C)]
+        rows, qk, vo = self.head_pairs
+        return [(len(vo), R, C), (len(qk) * R // rows, rows, C)]
 
     def _polar_of_head_pairs(self, X, scale, ops):
         """`kernels.polar_express` of every two heads of Q and K by themselves, and of V and O as a whole."""

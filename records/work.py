@@ -85,9 +85,10 @@ def calls(run):
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
             for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
                 yield "embedding_grad", N, D, touched
-        for n, R, C in run["banks"]:
+        for n, R, C in run.get("polar", run["banks"]):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
+        for n, R, C in run["banks"]:
             yield from (("fused_momentum", n * R * C), ("normuon_tail", n * R * C))
         if step["adam"]:
             yield from [("quantise", D * V)] * fp8
@@ -117,6 +118,7 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
+            "polar": [list(shape) for label in optimizer.matrix_lr for shape in optimizer.polar_shapes(label)],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}
 
 

@@ -89,8 +89,8 @@ def cancelled(q, k, v, gate, dy, cu, window):
 
 
 def assert_as_good(got, ref, wanted, name, terms=0.0):
-    """Allows one rounding of `terms`, too, and in fp32, whose sums have another order, four roundings of `terms` and one
-    of the largest element.
+    """Allows one rounding of `terms`, too. fp32 sums have another order: four roundings of `terms`, and one of the
+    largest element.
 
     Largest ratio seen: 2.1 (dgate).
     """

@@ -302,6 +302,15 @@ def test_work_by_counting():
     assert Counter(found["cross_entropy"]) == {(0, 3 * size): 3 for size in rows_times_columns}  # bf16 in, one byte out
     tiles = 3 / 4  # of the 2 x 2 tiles of a product
     assert found["XXT"] == [(8 * 2 * 256**3 * tiles, 8 * 2 * 2 * 256**2)] * 15
+    narrow = dict(attention=True, paired=False, long=False, value_embed=False, narrow=True, mlps=2)
+    found = {}
+    for name, *sizes in work.calls(RUN | dict(layers=[narrow], mlp_dim=512, polar=[[4, 128, 256]])):
+        found.setdefault(name, []).append(work.WORK[name][1](*sizes))
+    near = [2 * pairs(lengths, 3) for lengths in documents]
+    assert found["attend"] == [(2 * (64 + 128) * n, 3 * stream) for n in near]  # q and k are half a (N, D) each
+    assert found["attend_backward"] == [(2 * (3 * 64 + 2 * 128) * n, 6 * stream) for n in near]
+    assert found["project"] == [(2 * product, 3 * stream)] * 6
+    assert found["mlp"] == [(2 * product, 3 * stream)] * 12 and found["XXT"][0][0] == 4 * 2 * 128**2 * 256
 
 
 def test_rates_of_our_kernels():
