@@ -264,3 +264,21 @@ def test_mixing_factors_scalar_or_per_token(setting, monkeypatch):
     for field in T.Mix._fields:  # in the last layer, which has them all
         changed = output(lambda i, mix: mix._replace(**{field: 2 * getattr(mix, field)}) if i == 10 else mix)
         assert not torch.allclose(changed, base, rtol=1e-6), field
+
+
+def test_settings_of_narrow_layers():
+    """Rotary table and scale follow the short window, those of the other layers the long window."""
+    small = "--preset=record74", "--val_batch_tokens=256", "--val_tokens=256", "--micro_batches=128"
+    config, plain = T.parse_config([*small, "--layer1.narrow=1"]), T.parse_config(small)
+    stages, cpu = config.schedule.stages, torch.device("cpu")
+    settings = T.attention_settings(config, cpu, torch.float32)
+    for name, window, scale in ("narrow_", "short_window", 0.13), ("", "long_window", 0.1):
+        frequencies, windows = oracles.base_freqs(32), [getattr(stage, window) for stage in stages]
+        for i, each in enumerate(settings[:-1]):
+            if i:
+                frequencies, scale = oracles.yarn(frequencies, scale, windows[i - 1], windows[i])
+            assert getattr(each, name + "scale").item() == pytest.approx(scale)
+            cosines = torch.as_tensor(frequencies).to(torch.float32).cos()
+            torch.testing.assert_close(getattr(each, name + "rotary")[1, :, 0], cosines)
+    assert settings[-1].narrow_rotary is settings[-2].narrow_rotary  # the final window is a long window
+    assert T.attention_settings(plain, cpu, torch.float32)[0][-2:] == (None, None)
