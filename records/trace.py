@@ -80,13 +80,14 @@ class Host:
 
         A layer begins where it calls the first of our operators. In the backward pass the first layer begins with the
         node; the last layer ends with its last operator, since the node then adds up the gradients of all layers. A
-        pass has no ranges if it does not call one operator for each block of the layers.
+        pass has no ranges if it does not call one operator for each block of the layers. The work of a layer without
+        blocks counts to the layer before.
         """
         calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
                        if e.get("cat") == "cpu_op" and BLOCK.match(e["name"]))
         found = []
         for start, end, name in (r for r in self.ranges if r[2] in ("forward", "backward")):
-            blocks = [n for n, layer in enumerate(layers) for _ in range(1 + layer["attention"])]
+            blocks = [n for n, layer in enumerate(layers) for _ in range(layer["attention"] + layer.get("mlps", 1))]
             inside = [call for call in calls if start <= call[0] < end]
             if not blocks or len(inside) != len(blocks):
                 continue

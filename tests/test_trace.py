@@ -199,6 +199,9 @@ def test_layers_of_compiled_code():
         "micro-step", lambda: rec.range("forward", forward),
         lambda: rec.range("backward", lambda: rec.node(numbers["compiled"], backward))))
     assert rec.regions(layers=[dict(attention=True), dict(attention=False)]) == as_ms(rec.truth)
+    layers = [dict(attention=True, mlps=1), dict(attention=False, mlps=0), dict(attention=False, mlps=1)]
+    truth = {region.replace("layer 1", "layer 2"): time for region, time in rec.truth.items()}
+    assert rec.regions(layers=layers) == as_ms(truth)
     other = trace.analyse(rec.trace(layers=[dict(attention=True)] * 2))  # does not fit the number of operators
     assert "backward" in other["regions"] and "not told apart" in trace.table(other)
 
