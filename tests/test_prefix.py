@@ -11,11 +11,11 @@ import train_gpt as T
 import triton_kernels as tk
 from data import tokenizer
 from data.files import UserError
-from test_checkpoint import differing, train
 from test_guard import KNOBS, make_corpus
 from test_head import FP32, FP64, LOSS_SCALE, sampled_head
 from test_pointer import head_gradients, head_operands
 from test_run import fails  # noqa: F401 (a fixture)
+from test_tokenizer import train_and_resume_without_tokenizer
 
 GATE, CLASSES = 129, 130
 
@@ -109,15 +109,7 @@ def test_reaches_the_loss_and_the_checkpoint(tmp_path, monkeypatch, fails):
         return found
 
     monkeypatch.setattr(tk.HeadLoss, "prefix_targets", watched)
-    monkeypatch.setattr(T, "text_codec", lambda size: (None, lambda id: str(id).encode()))
-    whole = train(corpus, tmp_path / "whole")
-
-    def no_tokenizer(size):
-        raise UserError("no GPT-2 tokenizer")
-
-    monkeypatch.setattr(T, "text_codec", no_tokenizer)
-    resumed = train(corpus, tmp_path / "resumed", f"--resume={whole.saved[2]}")
-    assert differing(resumed.saved[4], whole.saved[4]) == []
+    whole, resumed = train_and_resume_without_tokenizer(corpus, tmp_path, monkeypatch, lambda id: str(id).encode())
     (line,) = (line for line in whole.text.splitlines() if line.startswith("prefixes: sha256 "))
     assert line in resumed.text.splitlines() and {candidates is None for _, candidates, _ in seen} == {True, False}
     for ids, candidates, found in seen:
