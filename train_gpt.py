@@ -37,7 +37,7 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
-    K5  Token and bigram embeddings are not injected into lane 1, nor into a layer without attention.
+    K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
     K6  GPT.mixes rounds its lambdas to bf16 (1.1 ** 0.5 becomes 1.046875).
     K7  NorMuon decays a weight whose update is zero; Adam does not.
     K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
@@ -99,9 +99,9 @@ class Layer:
     """The parts of one layer. The parameters, gates and windows of the model follow from its layers."""
 
     attention: bool = True  # false: the layer has no attention
-    mlps: int = 1  # number of MLPs; they read the same input and are added up
+    mlps: int = 1  # number of MLPs; all read the same input, and their outputs are added up
     paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
-    narrow: bool = False  # of queries and keys, only the half of each head that the rotary embedding turns (PR 349)
+    narrow: bool = False  # queries and keys have only the half of each head that the rotary embedding turns (PR 349)
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
@@ -219,8 +219,8 @@ class Stage:
     mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
     mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
     share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
-    # At the start and at the end of the stage, like mtp_start and mtp_end:
-    prefix: tuple[float, float] = (0.0, 0.0)  # loss weights of the longest token that begins the next one (PR 337)
+    # The longest other token with which the next token begins is a second target (PR 337, jvarho).
+    prefix: tuple[float, float] = (0.0, 0.0)  # prefix loss: its weight at the start and at the end of the stage
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ class Config:
 
 RECORD74 = Config()
 MODEL = Model(bigram_normal=True, bigram_signs=True, pointer=True, layers=LAYERS)
-# This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from records/2026-11-22_short_runs and
-# records/2026-11-22_sampled_softmax.
+# This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from the records of 2026-11-22:
+# short_runs, sampled_softmax, model and pointer.
 SHORT = Config(
     MODEL,
     Schedule(
@@ -353,8 +353,8 @@ PRESETS = {
     # --train_tokens=0 it is `short`.
     "single": dataclasses.replace(SHORT, schedule=dataclasses.replace(SHORT.schedule, train_tokens=334e6)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
-    # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. With the pointer head,
-    # without MTP and with other rates than `short`, it learns more (records/2026-11-22_cpu).
+    # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP and with other
+    # rates than `short`, it learns more (records/2026-11-22_cpu).
     "cpu": Config(
         Model(vocab_size=257, model_dim=96, pointer=True, layers=LAYERS),
         Schedule(
@@ -544,7 +544,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
 DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
-NARROW_SCALE = 0.13  # attention scale of narrow layers for the first window
+NARROW_SCALE = 0.13  # attention scale of narrow layers in the first stage
 POINTER_WIDTH = 128  # of the queries and keys of the pointer head
 SIGN_ROWS = 8192  # rows of signs that tell apart the bigrams that share a row of the table
 
@@ -612,7 +612,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         # Each layer: Q, K, V, O, all (D, D).
         Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
               init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0), average=0.12),
-        # W1 (up) and W2 (down). K9 (PR 168, nanochat PR 492)
+        # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
         Param("mlp_bank", (mlp_rows, 2, model.mlp_dim, D), "normuon", "sharded", reduce_order=1, update_order=6,
               init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0), average=0.06),
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
@@ -678,9 +678,9 @@ def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.
 
 
 def rotary_states(head_dim: int, windows, scale=0.1) -> list[tuple[np.ndarray, float]]:
-    """(frequencies, attention scale) for each of the windows, in their order; half of the channel pairs rotate.
+    """(frequencies of the head_dim / 4 rotating pairs, attention scale) for each of the windows, in their order.
 
-    scale: of the first window.
+    scale: the attention scale for the first window.
     """
     state = (1 / 1024) ** np.linspace(0, 1, head_dim // 4), scale
     states = [state]
@@ -705,7 +705,7 @@ class AttentionSettings(NamedTuple):
     long_window: Tensor | int
     scale: Tensor | float
     max_doc_len: int  # only FlashAttention-3 reads this
-    narrow_rotary: Tensor | None = None  # like rotary and scale, of the narrow layers
+    narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
     narrow_scale: Tensor | float | None = None
 
 
@@ -730,10 +730,11 @@ def attention_settings(config, device, dtype, number=torch.tensor) -> list[Atten
 class Mix(NamedTuple):
     """The factors of the terms that one layer adds up: each a scalar, or one number per token (N, 1), or None."""
 
-    resid_attn: Tensor  # factor of the stream (of both lanes) where the attention output is added
+    # Factor of the stream (of both lanes) where the attention output is added; without attention, of lane 0 only.
+    resid_attn: Tensor
     attn: Tensor | None  # factor of the attention output in lane 0; None: 1
     attn_lane1: Tensor | None  # factor of the attention output in lane 1; None: there is one lane
-    x0: Tensor  # factor of the token embedding, added to lane 0 after attention
+    x0: Tensor  # factor of the token embedding, added to lane 0 before the MLPs
     bigram: Tensor  # factor of the bigram embedding, added likewise
     resid_mlp: Tensor  # factor of the stream (of both lanes) where the MLP output is added
     mlp: Tensor  # factor of the MLP output in lane 0
@@ -878,7 +879,7 @@ class GPT(nn.Module):
             """RMS-normed stream (N, D) -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             qkv_weight, rotary, scale = weights[:3 * D], attn.rotary, attn.scale
-            if layer.narrow:  # the other rows of Q and K have no gradient
+            if layer.narrow:  # the other rows of Q and K are unused: their gradient is zero
                 heads = weights[:2 * D].view(2 * model.num_heads, model.head_dim, D)
                 qkv_weight = torch.cat((heads[:, :model.head_dim // 2].flatten(0, 1), weights[2 * D:3 * D]))
                 rotary, scale = attn.narrow_rotary, attn.narrow_scale
@@ -905,7 +906,7 @@ class GPT(nn.Module):
             if layer.dynamic:
                 add_to_factors(i, lane0)
             if i == 0:
-                first = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add it after their attention
+                first = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add it before their MLPs
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = skips[i]
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
@@ -1443,8 +1444,9 @@ def estimate_memory(config, world) -> tuple[float, float]:
 
     Measured on 1, 2 and 4 H200s, the error is at most 0.8 % and 2 % (records/2026-11-22_lengths: the record run took
     22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). 14.2, the number of activations that autograd keeps
-    per layer, is fitted. 18, the number of activations in a validation, is counted. LAYERS keeps as much as
-    RECORD74_LAYERS: one lane less makes up for the mixtures (20519 MiB, where the estimate is 20692).
+    per layer, is fitted to layers with attention and one MLP of width 4 D; with other layers the error is larger. 18,
+    the number of activations in a validation, is counted. LAYERS keeps as much as RECORD74_LAYERS: one lane less makes
+    up for the mixtures (20519 MiB, where the estimate is 20692).
     """
     (weights, state), system, V = state_bytes(config), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
@@ -1768,7 +1770,7 @@ class Trainer:
         watch.lap("model")
 
     def from_tokenizer(self, name, make, config, saved):
-        """The table of `saved`, a part of a checkpoint, or without one the table that `make` makes, an array."""
+        """A table made from the tokenizer, an array: from `saved`, a part of a checkpoint, or else from `make`."""
         table = saved[name].numpy() if saved else make(text_codec(config.model.vocab_size)[1], config.model)
         self.log.line(f"{name}: sha256 {hashlib.sha256(table.tobytes()).hexdigest()}")
         return table
@@ -2005,9 +2007,9 @@ class Trainer:
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
-        if self.prefixes is not None:
-            state["prefixes"] = torch.from_numpy(self.prefixes)
         if self.rt.rank == 0:
+            if self.prefixes is not None:
+                state["prefixes"] = torch.from_numpy(self.prefixes)
             model = self.model.state_dict().items()
             state["model"] = {label: x.to("cpu", copy=True) for label, x in model}  # copies, without the padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"

@@ -587,7 +587,7 @@ def _flash_attention_3():
 
 def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
     """`attention_ref` through FlashAttention-3 (Shah et al., arXiv 2407.08608), where that package is installed."""
-    if q.size(2) < v.size(2):  # the package lacks kernels for two widths
+    if q.size(2) < v.size(2):  # the package has no kernel for these two widths
         q, k = (F.pad(x, (0, v.size(2) - x.size(2))) for x in (q, k))
     out = _flash_attention_3()(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len,
                                max_seqlen_k=max_len, causal=True, softmax_scale=float(scale),
@@ -598,7 +598,8 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
-#   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset)
+#   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
+#                          narrow)
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (3 H d, D)           projections to q, k and v, in this order; in narrow layers (2 H d, D)
@@ -818,7 +819,7 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False):
 
 @triton.jit
 def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """x (BLOCK, WIDTH) with its adjacent pairs turned by the angles of `row` (BLOCK,); of v (part 2) x itself."""
+    """x (BLOCK, WIDTH) with its adjacent pairs turned by the angles of `row` (BLOCK,); tiles of v (part 2) stay."""
     c = tl.arange(0, WIDTH)[None, :]
     table = tl.load(Rotary + row[:, None] * WIDTH + c, mask=inside & (part < 2), other=0.0).to(tl.float32)
     cos, sin = tl.split(tl.reshape(table, (BLOCK, WIDTH // 2, 2)))
@@ -1700,8 +1701,9 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 #
-# Prefix loss: a further column of the targets holds, for each target, the longest other token with which its bytes
-# begin. A copy of the target is a copy of this token, too: both have the same mass.
+# Prefix loss: the last column of the targets holds the prefix, the longest other token with which the bytes of the next
+# token begin. The prefix has the mass of the copies of the next token; copies of the prefix itself do not count. A
+# sampled softmax drops the term of a prefix that is not among the candidates.
 #
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
@@ -2100,8 +2102,9 @@ class HeadLoss:
     point: None, or a Point for the pointer head, whose gate is the class `gate`; the first of the candidates is then
     this class. pointer: the function of that name or pointer_ref.
 
-    prefixes: None, or (V,) int64, another class for each class, or -1. The last of the weights is then that of
-    prefixes[target], a second target of each token, and K - 1 weights remain for the targets (not with `exact`).
+    prefixes: None, or (V,) int64, another class for each class, or -1. The last weight is then that of
+    prefixes[target], a second target of each token, which is left out if it is not among the candidates. The other
+    K - 1 weights are those of the target and of the tokens after it. With `exact` there is no prefix loss.
     """
 
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None,
@@ -2136,7 +2139,7 @@ class HeadLoss:
         """Columns of the logits of the prefixes of `ids` (N,); -1: no prefix, or not among the candidates."""
         if candidates is None:
             return self.prefixes[ids]
-        positions = self.prefixes.new_full((len(self.prefixes) + 1,), -1)  # the last one is that of -1
+        positions = self.prefixes.new_full((len(self.prefixes) + 1,), -1)  # the last entry serves the index -1
         positions[candidates] = torch.arange(len(candidates), device=ids.device)
         return positions[self.prefixes[ids]]
 

@@ -200,6 +200,7 @@ def check_config(config, world=1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
         require(len(stage.prefix) == 2 and min(stage.prefix) >= 0,
                 f"--stage{i}.prefix={render(stage.prefix)}: two numbers from 0 on, its first and its last weight")
+
     require(not model.pointer or all(len(stage.mtp_start) <= 4 for stage in stages),
             "--pointer=True: at most four numbers in mtp_start and mtp_end")
     require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")

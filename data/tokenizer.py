@@ -59,7 +59,7 @@ def prefixes(decode, model) -> np.ndarray:
     PR 337, jvarho.
     """
     tokens = {decode(id): id for id in range(model.bos_id)}
-    ids = np.full(model.padded_vocab, -1)
+    ids = np.full(model.padded_vocab, -1, np.int64)
     for token, id in tokens.items():
         ids[id] = next((tokens[token[:n]] for n in range(len(token) - 1, 0, -1) if token[:n] in tokens), -1)
     return ids

@@ -21,8 +21,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
-    # d: width of a head of values; qk: width of queries and keys / d; pairs: (query, key) that see each other, over all
-    # heads
+    # d: width of a head of values; qk: width of a head of queries or keys, divided by d; pairs: (query, key) that see
+    # each other, over all heads
     "attend": ("_attention_kernel", lambda N, D, d, qk, pairs: (2 * d * (1 + qk) * pairs, 4 * N * D * (1 + qk))),
     "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, qk, pairs: (
         2 * d * (2 + 3 * qk) * pairs, 8 * N * D * (1 + qk))),
