@@ -1805,7 +1805,8 @@ class Trainer:
         return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def new_loader(self, plans, config):
-        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
+        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids,
+                      self.prefixes)
 
     def step(self, loader, plan, micro_steps, eager=False):
         attn, weights = self.attn[plan.stage], self.target_weights(plan.step)

@@ -1702,8 +1702,8 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 #
 # Prefix loss: the last column of the targets holds the prefix, the longest other token with which the bytes of the next
-# token begin. The prefix has the mass of the copies of the next token; copies of the prefix itself do not count. A
-# sampled softmax drops the term of a prefix that is not among the candidates.
+# token begin. The prefix has the mass of the copies of the next token; copies of the prefix itself do not count. The
+# loader puts the prefixes of all targets among the candidates of a sampled softmax.
 #
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains

@@ -114,9 +114,8 @@ def test_reaches_the_loss_and_the_checkpoint(tmp_path, monkeypatch, fails):
     assert line in resumed.text.splitlines() and {candidates is None for _, candidates, _ in seen} == {True, False}
     for ids, candidates, found in seen:
         shorter = torch.where((ids > 9) & (ids < 50256), ids // 10, -1)
-        if candidates is not None:
+        if candidates is not None:  # all prefixes are among them
             found = torch.where(found < 0, found, candidates[found])
-            shorter = torch.where(torch.isin(shorter, candidates), shorter, -1)
         assert torch.equal(found, shorter)
     assert len(seen) >= 4 and any((found >= 0).any() for *_, found in seen)
     fails([*args, f"--log_dir={tmp_path}"], "no GPT-2 tokenizer")
