@@ -87,7 +87,7 @@ from data.loader import (
     Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
 from data.log import Log, loaded_sources, published, write_header
 from data.rules import SHORTEST_RUN, check_config, fit_length, stage_starts, stage_steps, total_tokens, with_steps
-from data.tokenizer import normalised_ids, prefixes, text_codec
+from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
 
@@ -219,8 +219,6 @@ class Stage:
     mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
     mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
     share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
-    # The longest other token with which the next token begins is a second target (PR 337, jvarho).
-    prefix: tuple[float, float] = (0.0, 0.0)  # prefix loss: its weight at the start and at the end of the stage
 
 
 @dataclass(frozen=True)
@@ -248,10 +246,6 @@ class Schedule:
     sampled_frac: float = 0.0  # this part of the steps, as long as embedding and head are tied
     # Number of these classes / root of the tokens of a forward pass. A micro-batch with more targets takes all classes.
     candidates: float = 64.0
-
-    @property
-    def has_prefix_loss(self):
-        return any(any(stage.prefix) for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -1355,7 +1349,7 @@ class StepPlan(NamedTuple):
     lr_factor: float
     momentum: float  # momentum of NorMuon
     average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
-    target_weights: tuple[float, ...]  # in the loss: of the MTP targets and, in runs with a prefix loss, of the prefix
+    mtp_weights: tuple[float, ...]
     candidates: int  # classes in the loss of a micro-batch; 0: all
     adam: bool  # whether Adam updates: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
     tied: bool  # whether embedding and head share their weights
@@ -1415,8 +1409,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
         max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
         momentum=low + (high - low) * warmth,
         average_rates=average_rates(config, step, total),
-        target_weights=tuple(a + (b - a) * progress for a, b in (
-            *zip(stage.mtp_start, stage.mtp_end), *([stage.prefix] if schedule.has_prefix_loss else []))),
+        mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         candidates=num_candidates(config, tokens) if sampled else 0,
         adam=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
@@ -1554,8 +1547,8 @@ def require_disk(config) -> str:
 
 
 def needs_tokenizer(config) -> bool:
-    """Whether the run makes tables from the tokenizer; a checkpoint contains these tables."""
-    return (config.model.bigram_normal or config.schedule.has_prefix_loss) and not config.system.resume
+    """Whether the run makes `hash_ids`; a checkpoint contains them."""
+    return config.model.bigram_normal and not config.system.resume
 
 
 def check_start(config, world) -> Config:
@@ -1615,46 +1608,45 @@ class MicroStep:
 
     def __init__(self, forward, head, loss_scale, cuda_graphs):
         self.forward, self.head, self.loss_scale, self.cuda_graphs = forward, head, loss_scale, cuda_graphs
-        self.graphs = {}  # key -> (graph, and its batch, weights of the targets, AttentionSettings, loss)
+        self.graphs = {}  # key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
         # Autograd adds gradients on the stream that first used the parameter, so all micro-steps use one stream.
         # Only one graph runs at a time, so the graphs share one memory pool.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if cuda_graphs else (None, None)
 
-    def run(self, batch: Batch, target_weights, attn):
+    def run(self, batch: Batch, mtp_weights, attn):
         with trace_range("forward"):
             h, point = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
         with trace_range("loss"):
-            loss = self.head(h, batch.targets, target_weights, self.loss_scale, candidates=batch.candidates,
-                             point=point)
+            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale, candidates=batch.candidates, point=point)
         with trace_range("backward"):
             loss.backward()
         return loss.detach()
 
-    def run_eagerly(self, batch, target_weights, attn):
+    def run_eagerly(self, batch, mtp_weights, attn):
         """`run` without a graph, on the stream of the graphs."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            loss = self.run(batch, target_weights, attn)
+            loss = self.run(batch, mtp_weights, attn)
         torch.cuda.current_stream().wait_stream(self.stream)
         return loss
 
-    def __call__(self, batch, target_weights, attn, stage, eager=False):
+    def __call__(self, batch, mtp_weights, attn, stage, eager=False):
         """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
         if not self.cuda_graphs:
-            return self.run(batch, target_weights, attn)
+            return self.run(batch, mtp_weights, attn)
         # The key is StepPlan.forward_key, unless the batch has more targets than candidates: such a batch takes all
         # classes, and the warm-up may not have met its graph.
         key = stage, 0 if batch.candidates is None else len(batch.candidates)
         if key not in self.graphs:
-            first_loss = self.run_eagerly(batch, target_weights, attn)  # compiles kernels, which a capture must not do
-            batch, target_weights, graph = batch.clone(), target_weights.clone(), torch.cuda.CUDAGraph()
+            first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
+            batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
             # thread_local: the threads of the loader may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                loss = self.run(batch, target_weights, attn)
-            self.graphs[key] = graph, batch, target_weights, attn, loss
+                loss = self.run(batch, mtp_weights, attn)
+            self.graphs[key] = graph, batch, mtp_weights, attn, loss
             return first_loss
         graph, graph_batch, graph_weights, graph_attn, loss = self.graphs[key]
-        for target, value in zip((*graph_batch.tensors, graph_weights), (*batch.tensors, target_weights)):
+        for target, value in zip((*graph_batch.tensors, graph_weights), (*batch.tensors, mtp_weights)):
             target.copy_(value)
         if eager:
             return self.run_eagerly(graph_batch, graph_weights, graph_attn)
@@ -1662,7 +1654,7 @@ class MicroStep:
         return loss
 
 
-def train_step(micro_step, optimizer, loader, plan, attn, target_weights, micro_steps, eager=False):
+def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, eager=False):
     """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
 
     eager: affects the first micro-batch only.
@@ -1672,7 +1664,7 @@ def train_step(micro_step, optimizer, loader, plan, attn, target_weights, micro_
             batch = loader.next_batch()
         optimizer.before_micro_step(plan, batch.touched)
         with trace_range("micro-step"):
-            loss = micro_step(batch, target_weights, attn, plan.stage, eager and number == 0)
+            loss = micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
     if plan.adam:
@@ -1742,11 +1734,11 @@ class Trainer:
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
         self.clock_ms = []  # training time at the end of every step
 
-        self.hash_ids = self.prefixes = None
+        self.hash_ids = None
         if config.model.bigram_normal:
-            self.hash_ids = self.from_tokenizer("hash_ids", normalised_ids, config, resumed and resumed["model"])
-        if config.schedule.has_prefix_loss:
-            self.prefixes = self.from_tokenizer("prefixes", prefixes, config, resumed)
+            self.hash_ids = (resumed["model"]["hash_ids"].numpy() if resumed else
+                             normalised_ids(text_codec(config.model.vocab_size)[1], config.model))
+            log.line(f"hash_ids: sha256 {hashlib.sha256(self.hash_ids.tobytes()).hexdigest()}")
         self.validation = ValidationData(config, rt, self.hash_ids)
         self.set_length(config)
         watch.lap("data")
@@ -1757,7 +1749,7 @@ class Trainer:
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
             self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,
-            config.model.gate_id, None if self.prefixes is None else torch.from_numpy(self.prefixes).to(rt.device))
+            config.model.gate_id)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
@@ -1769,26 +1761,16 @@ class Trainer:
         self.synchronize()
         watch.lap("model")
 
-    def from_tokenizer(self, name, make, config, saved):
-        """A table made from the tokenizer, an array: from `saved`, a part of a checkpoint, or else from `make`."""
-        table = saved[name].numpy() if saved else make(text_codec(config.model.vocab_size)[1], config.model)
-        self.log.line(f"{name}: sha256 {hashlib.sha256(table.tobytes()).hexdigest()}")
-        return table
-
     def set_length(self, config):
         """Plan the steps of a config, which may differ from the last one only in the number of steps."""
         self.config, self.total = config, stage_starts(config.schedule)[-1]
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
         self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
-        width = max(len(plan.target_weights) for plan in self.plans)
-        weights = [(*plan.target_weights, *[0.0] * width)[:width] for plan in self.plans]
-        self.weight_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
+        width = max(len(plan.mtp_weights) for plan in self.plans)
+        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
+        self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
         self.loader = self.new_loader(self.plans[:-1], config)
-
-    def target_weights(self, step):
-        """StepPlan.target_weights on the device."""
-        return self.weight_table[step, :len(self.plans[step].target_weights)]
 
     def init_weights(self):
         """`GPT.init_weights`, and the weights of rank 0 for all ranks."""
@@ -1805,13 +1787,12 @@ class Trainer:
         return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def new_loader(self, plans, config):
-        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids,
-                      self.prefixes)
+        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
 
     def step(self, loader, plan, micro_steps, eager=False):
-        attn, weights = self.attn[plan.stage], self.target_weights(plan.step)
+        attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
-            return train_step(self.micro_step, self.optimizer, loader, plan, attn, weights, micro_steps, eager)
+            return train_step(self.micro_step, self.optimizer, loader, plan, attn, mtp_weights, micro_steps, eager)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
@@ -1828,7 +1809,7 @@ class Trainer:
         """Compile the Triton kernels: run the model eagerly on a few tokens. Changes weights and optimizer state."""
         torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
         N, attn = 256, self.attn[0]
-        tokens, cu, weights = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.target_weights(0)
+        tokens, cu, weights = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.mtp_table[0, :1]
         with torch.cuda.stream(self.micro_step.stream):
             for count in {0, *(plan.candidates for plan in self.plans)}:
                 batch = make_batch(tokens, cu, self.config, self.rt.device, count)
@@ -2009,8 +1990,6 @@ class Trainer:
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.rt.rank == 0:
-            if self.prefixes is not None:
-                state["prefixes"] = torch.from_numpy(self.prefixes)
             model = self.model.state_dict().items()
             state["model"] = {label: x.to("cpu", copy=True) for label, x in model}  # copies, without the padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"

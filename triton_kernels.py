@@ -1701,10 +1701,6 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 #
-# Prefix loss: the last column of the targets holds the prefix, the longest other token with which the bytes of the next
-# token begin. The prefix has the mass of the copies of the next token; copies of the prefix itself do not count. The
-# loader puts the prefixes of all targets among the candidates of a sampled softmax.
-#
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
 # (records/2026-11-22_sampled_softmax).
@@ -1718,7 +1714,7 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 #
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
-# Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379). Prefix loss: jvarho (PR 337).
+# Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
 # ======================================================================================================================
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
@@ -2021,7 +2017,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, mass, sink_mass):  # targets (N, K)
+    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
         columns = len(candidates) if sampled else weight.size(1)
         dtype = torch.float8_e5m2 if head.fp8 else head.dtype
@@ -2045,6 +2041,7 @@ class _HeadLoss(torch.autograd.Function):
             copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
         ctx.save_for_backward(grad, *operands, candidates, *copies[3:] if copies else (None, None))
         code_scale = GRAD_SCALE * loss_scale if head.fp8 else 1.0
+        targets = multi_token_targets(targets, weights.numel())
         return head.blockwise(logits, targets, weights, loss_scale, code_scale, grad, copies).sum()
 
     @staticmethod
@@ -2101,16 +2098,11 @@ class HeadLoss:
 
     point: None, or a Point for the pointer head, whose gate is the class `gate`; the first of the candidates is then
     this class. pointer: the function of that name or pointer_ref.
-
-    prefixes: None, or (V,) int64, another class for each class, or -1. The last weight is then that of
-    prefixes[target], a second target of each token, which is left out if it is not among the candidates. The other
-    K - 1 weights are those of the target and of the tokens after it. With `exact` there is no prefix loss.
     """
 
-    def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None,
-                 prefixes=None):
+    def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
-        self.embedding, self.pointer, self.gate, self.prefixes = embedding, pointer, gate, prefixes
+        self.embedding, self.pointer, self.gate = embedding, pointer, gate
         self.block = head_rows(weight.size(1))
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
@@ -2125,36 +2117,20 @@ class HeadLoss:
     def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None):
         if exact:
             return loss_scale * self.losses(h, targets, weights, point).sum()
-        count, ids = weights.numel() - (self.prefixes is not None), targets
-        if candidates is not None:
-            ids = candidates[targets]
-        targets, (mass, sink_mass) = multi_token_targets(targets, count), self.masses(ids, count, point)
-        if self.prefixes is not None:
-            targets = torch.cat((targets, self.prefix_targets(ids, candidates)[:, None]), 1)
-            if mass is not None:  # a copy of the target begins with the prefix, too
-                mass = torch.cat((mass, mass[:, :1]), 1)
-        return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, mass, sink_mass)
+        masses = self.masses(targets if candidates is None else candidates[targets], weights, point)
+        return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, *masses)
 
-    def prefix_targets(self, ids, candidates):
-        """Columns of the logits of the prefixes of `ids` (N,); -1: no prefix, or not among the candidates."""
-        if candidates is None:
-            return self.prefixes[ids]
-        positions = self.prefixes.new_full((len(self.prefixes) + 1,), -1)  # the last entry serves the index -1
-        positions[candidates] = torch.arange(len(candidates), device=ids.device)
-        return positions[self.prefixes[ids]]
-
-    def masses(self, ids, count, point):
-        """(mass (N, count), sink_mass (N,)) of `count` targets, `ids` (N,) and the next, or None twice without a
-        pointer head."""
+    def masses(self, ids, weights, point):
+        """(mass (N, K), sink_mass (N,)) of the targets `ids` (N,), or None twice without a pointer head."""
         if point is None:
             return None, None
-        return self.pointer(*point, multi_token_targets(ids, count))
+        return self.pointer(*point, multi_token_targets(ids, weights.numel()))
 
     @torch.no_grad()
     def losses(self, h, targets, weights, point=None, rows=None):
         """Loss of each token (N,) fp32 with the unquantised weight; rows (n,) int64: only the losses of these rows."""
         W, shifted = self.weight.to(self.dtype), multi_token_targets(targets, weights.numel())
-        copies = None if point is None else Copies(*self.masses(targets, weights.numel(), point), self.gate)
+        copies = None if point is None else Copies(*self.masses(targets, weights, point), self.gate)
         if rows is not None:
             h, shifted, copies = h[rows], shifted[rows], copies and copies.rows(rows)
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)

@@ -31,19 +31,15 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in these steps visits every class
 
 
-def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None, prefixes=None):
+def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None):
     """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
 
-    The classes are the gate, if there is one, all targets, with a prefix loss their `prefixes` (classes,; -1: none),
-    and the next others of a sweep through all classes. The start of the sweep depends only on `row`, the number of the
-    micro-batch in the run, so any number of ranks takes the same candidates. None when gate, targets and prefixes are
-    more than `count`. PR 360, devenpzak.
+    The classes are the gate, if there is one, all targets, and the next others of a sweep through all classes. The
+    start of the sweep depends only on `row`, the number of the micro-batch in the run, so any number of ranks takes the
+    same candidates. None when gate and targets are more than `count`. PR 360, devenpzak.
     """
     taken = np.zeros(classes, bool)
     taken[targets] = True
-    if prefixes is not None:
-        second = prefixes[taken]
-        taken[second[second >= 0]] = True
     ids = np.flatnonzero(taken)
     if gate is not None:
         ids = np.concatenate([[gate], ids])
@@ -100,21 +96,18 @@ class Batch(NamedTuple):
                      None if self.candidates is None else self.candidates.clone())
 
 
-def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=0, hash_ids=None,
-               prefixes=None) -> Batch:
+def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=0, hash_ids=None) -> Batch:
     """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
 
     count, row: number of candidates (0: all classes), and number of this micro-batch in the run. hash_ids (V,): ids
-    that stand for the tokens in the hash of bigrams. prefixes: see sample_candidates.
+    that stand for the tokens in the hash of bigrams.
     """
     def on_device(array):
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     inputs, targets, candidates = tokens[:-1], tokens[1:].astype(np.int64), None
-    sampled = count and sample_candidates(
-        targets, config.model.padded_vocab, count, row, config.model.gate_id, prefixes)
-    if sampled:
+    if count and (sampled := sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)):
         candidates, targets = map(on_device, sampled)
     else:
         targets = on_device(targets)
@@ -195,12 +188,11 @@ class Loader:
     the micro-step, so after the first shard its order depends on G; our order is its order on one rank.) One thread
     builds the next batch, another thread reads the next shard.
 
-    plans: the plans of the steps to serve, in order. hash_ids, prefixes: see make_batch.
+    plans: the plans of the steps to serve, in order. hash_ids: see make_batch.
     """
 
-    def __init__(self, config, rt, plans, warn=print, hash_ids=None, prefixes=None):
-        self.config, self.rt, self.plans, self.warn = config, rt, plans, warn
-        self.hash_ids, self.prefixes = hash_ids, prefixes
+    def __init__(self, config, rt, plans, warn=print, hash_ids=None):
+        self.config, self.rt, self.plans, self.warn, self.hash_ids = config, rt, plans, warn, hash_ids
         self.files = find_files(config.data.train_files)
         self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
         self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -263,12 +255,12 @@ class Loader:
         joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-        args = joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids, self.prefixes
         if self.stream is None:
-            return make_batch(*args), None
+            return make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids), None
         torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         with torch.cuda.stream(self.stream):
-            return make_batch(*args), self.stream.record_event()
+            batch = make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids)
+            return batch, self.stream.record_event()
 
 
 def require_validation_tokens(config, available):

@@ -139,9 +139,6 @@ def check_config(config, world=1):
     require(model.vocab_size == 50257 or not model.bigram_normal,
             f"--vocab_size={model.vocab_size}: --bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
             " --bigram_normal=false")
-    require(model.vocab_size == 50257 or not schedule.has_prefix_loss,
-            f"--vocab_size={model.vocab_size}: a prefix loss needs the tokens of GPT-2, a vocabulary of 50257; set"
-            " --stage1.prefix=0,0, and that of the other stages")
     require(model.mlp_dim >= 8 and model.mlp_dim % 8 == 0,
             f"--mlp_ratio={model.mlp_ratio}: an MLP of {model.mlp_dim} channels, which must be a multiple of 8")
     require(any(layer.mlps for layer in layers), "all layers are without MLP: at least one needs it")
@@ -198,8 +195,6 @@ def check_config(config, world=1):
             f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-        require(len(stage.prefix) == 2 and min(stage.prefix) >= 0,
-                f"--stage{i}.prefix={render(stage.prefix)}: two numbers from 0 on, its first and its last weight")
 
     require(not model.pointer or all(len(stage.mtp_start) <= 4 for stage in stages),
             "--pointer=True: at most four numbers in mtp_start and mtp_end")

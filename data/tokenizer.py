@@ -51,15 +51,3 @@ def normalised_ids(decode, model) -> np.ndarray:
         if text := normalised_text(decode(id)):
             ids[id] = first.setdefault(text, id)
     return ids
-
-
-def prefixes(decode, model) -> np.ndarray:
-    """(padded_vocab,) int64: for each token the longest other token with which its bytes begin, -1 if there is none.
-
-    PR 337, jvarho.
-    """
-    tokens = {decode(id): id for id in range(model.bos_id)}
-    ids = np.full(model.padded_vocab, -1, np.int64)
-    for token, id in tokens.items():
-        ids[id] = next((tokens[token[:n]] for n in range(len(token) - 1, 0, -1) if token[:n] in tokens), -1)
-    return ids

@@ -229,8 +229,8 @@ def test_every_step_of_the_record_against_the_oracle():
         assert got.max_doc_len == [896, 2048, 2048, 2048][stage]
         assert got.lr_factor == pytest.approx(oracles.lr_factor(step), rel=1e-12)
         assert got.momentum == pytest.approx(oracles.muon_momentum(step), rel=1e-12)
-        assert len(got.target_weights) == len(oracles.mtp_weights(step))
-        assert got.target_weights == pytest.approx(oracles.mtp_weights(step), abs=1e-12)
+        assert len(got.mtp_weights) == len(oracles.mtp_weights(step))
+        assert got.mtp_weights == pytest.approx(oracles.mtp_weights(step), abs=1e-12)
         assert got.adam is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
 
 

@@ -536,11 +536,6 @@ def test_as_many_targets_as_candidates():
     candidates, positions = L.sample_candidates(targets, 128, 3, 5)
     assert sorted(candidates) == [3, 7, 9] and (candidates[positions] == targets).all()
     assert L.sample_candidates(targets, 128, 2, 5) is None
-    prefixes = np.full(128, -1)
-    prefixes[[3, 7, 20]] = 9, 11, 30  # 20 is no target
-    candidates, positions = L.sample_candidates(targets, 128, 4, 5, prefixes=prefixes)
-    assert sorted(candidates) == [3, 7, 9, 11] and (candidates[positions] == targets).all()
-    assert L.sample_candidates(targets, 128, 3, 5, prefixes=prefixes) is None
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share", "layer1.input_from
 # are not those of GPT-2.
 NOT_ALLOWED = {"layer0.two_lanes", "layer1.two_lanes", "layer4.two_lanes", "layer5.two_lanes", "layer0.input_from",
                "layer0.xsa", "layer4.xsa", "layer0.mix", "layer1.mix", "layer3.mix", "layer4.mix", "bigram_normal",
-               "stage1.prefix", "stage2.prefix", "layer1.narrow", "layer5.narrow"}
+               "layer1.narrow", "layer5.narrow"}
 
 
 def short_run(args):

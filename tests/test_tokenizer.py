@@ -28,10 +28,13 @@ def test_normalised_ids():
     assert ids.dtype == np.int32 and ids.tolist() == [0, 1, 2, 0, 4, 5, 2, *range(7, 128)]
 
 
-def train_and_resume_without_tokenizer(corpus, tmp_path, monkeypatch, decode):
-    """A run with the tokens of `decode`, and the same run resumed from its step 2, when the tokenizer is missing. Both
-    end with the same weights and state. The tokenizer stays missing."""
-    monkeypatch.setattr(T, "text_codec", lambda size: (None, decode))
+def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
+    """Ids 2k and 2k + 1 are one text here. A resumed run needs no tokenizer; a new run says that it does."""
+    args = ["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=50256), "--vocab_size=50257", "--sampled_frac=0",
+            "--bigram_tables=1", "--bigram_normal=true", "--bigram_signs=true", "--save_every=2", "--keep=0"]
+    corpus, batches, make_batch = SimpleNamespace(args=args), [], loader.make_batch
+    monkeypatch.setattr(loader, "make_batch", lambda *a, **k: batches.append(make_batch(*a, **k)) or batches[-1])
+    monkeypatch.setattr(T, "text_codec", lambda size: (None, lambda id: str(id // 2).encode()))
     whole = train(corpus, tmp_path / "whole")
 
     def no_tokenizer(size):
@@ -40,17 +43,6 @@ def train_and_resume_without_tokenizer(corpus, tmp_path, monkeypatch, decode):
     monkeypatch.setattr(T, "text_codec", no_tokenizer)
     resumed = train(corpus, tmp_path / "resumed", f"--resume={whole.saved[2]}")
     assert differing(resumed.saved[4], whole.saved[4]) == []
-    return whole, resumed
-
-
-def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
-    """Ids 2k and 2k + 1 are one text here. A resumed run needs no tokenizer; a new run says that it does."""
-    args = ["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=50256), "--vocab_size=50257", "--sampled_frac=0",
-            "--bigram_tables=1", "--bigram_normal=true", "--bigram_signs=true", "--save_every=2", "--keep=0"]
-    corpus, batches, make_batch = SimpleNamespace(args=args), [], loader.make_batch
-    monkeypatch.setattr(loader, "make_batch", lambda *a, **k: batches.append(make_batch(*a, **k)) or batches[-1])
-    whole, resumed = train_and_resume_without_tokenizer(corpus, tmp_path, monkeypatch,
-                                                        lambda id: str(id // 2).encode())
     assert evaluate.main([str(whole.saved[4]), f"--export={tmp_path}/weights"]) == 0
     for batch in batches:
         tokens, rows = (x.cpu().numpy() for x in (batch.tokens, batch.row_ids["bigram_embed"]))
