@@ -102,6 +102,7 @@ class Layer:
     mlps: int = 1  # number of MLPs; all read the same input, and their outputs are added up
     paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
     narrow: bool = False  # queries and keys have only the half of each head that the rotary embedding turns (PR 349)
+    narrow_values: bool = False  # in a narrow layer: values have only half of each head, too (PR 349)
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
@@ -873,19 +874,24 @@ class GPT(nn.Module):
             """RMS-normed stream (N, D) -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             qkv_weight, rotary, scale = weights[:3 * D], attn.rotary, attn.scale
-            if layer.narrow:  # the other rows of Q and K are unused: their gradient is zero
-                heads = weights[:2 * D].view(2 * model.num_heads, model.head_dim, D)
-                qkv_weight = torch.cat((heads[:, :model.head_dim // 2].flatten(0, 1), weights[2 * D:3 * D]))
+            out_weight, ve, half = weights[3 * D:], values.get(i), model.head_dim // 2
+            if layer.narrow:  # the other half of the weights of each head is unused: its gradient is zero
+                heads = weights[:3 * D].view(3, model.num_heads, model.head_dim, D)
+                v_weight = heads[2, :, :half].flatten(0, 1) if layer.narrow_values else weights[2 * D:3 * D]
+                qkv_weight = torch.cat((heads[:2, :, :half].flatten(0, 2), v_weight))
                 rotary, scale = attn.narrow_rotary, attn.narrow_scale
+            if layer.narrow_values:
+                out_weight = out_weight.view(D, model.num_heads, -1)[..., :half].flatten(1)
+                ve = None if ve is None else ve[:, :D // 2]
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-            y, v = ops.attention(x, self.sa_lambdas[i, 0] * qkv_weight, rotary, values.get(i), value_gates.get(i),
+            y, v = ops.attention(x, self.sa_lambdas[i, 0] * qkv_weight, rotary, ve, value_gates.get(i),
                                  attn_gates[i], cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long,
-                                 layer.narrow)
+                                 layer.narrow, layer.narrow_values)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
                 y = (y - part[..., None] * v).to(dtype)
-            return F.linear(y.reshape(N, D), self.sa_lambdas[i, 1] * weights[3 * D:])
+            return F.linear(y.flatten(1), self.sa_lambdas[i, 1] * out_weight)
 
         def mlps(x, i, factor=None):
             """RMS-normed stream (N, D) -> sum of the MLPs of layer i (N, D), times a 0-D factor."""

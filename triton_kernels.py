@@ -599,13 +599,13 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
 #   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-#                          narrow)
+#                          narrow, narrow_values)
 #
 #   x           (N, D)               normalised input, one row per token
-#   weight      (3 H d, D)           projections to q, k and v, in this order; in narrow layers (2 H d, D)
+#   weight      (2 H w + H u, D)     projections to q, k and v, in this order; q and k have heads of width w, v of u
 #   rotary      (rows, d/4, 2)       cosine and sine side by side, so that a thread loads both of its pairs at once;
 #                                    contiguous; rows >= N, in paired layers >= 2N
-#   ve          (N, H d) or None     value embeddings, unit stride along H d
+#   ve          (N, H u) or None     value embeddings, unit stride along H u
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
 #   w_out       (H, C)               weights of the output gate, C even
 #   cu_seqlens  (K,) int32           document borders in tokens, as in section 2
@@ -614,26 +614,26 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   scale       0-D CPU tensor       factor of the scores
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
-#   narrow      bool                 heads of q and k have width d/2, and all their channels turn; without offset
-#   y           (N, H, d)            gated result of attention, before the output projection
-#   v           (N, H, d)            the values that attention reads; train_gpt.py removes their direction from y
+#   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
+#   narrow_values  bool              u = d/2 instead of d; only with narrow
+#   y           (N, H, u)            gated result of attention, before the output projection
+#   v           (N, H, u)            the values that attention reads; train_gpt.py removes their direction from y
 #
 #   x, weight, rotary, ve, w_ve, w_out, y and v have one dtype, bf16 (fp32 for tests).
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
-#   q, k, v = x Wᵀ, H heads of width d each (of q and k in narrow layers d/2);  q, k ← rms_norm(q), rms_norm(k);
-#   v ← v + ve_gate · ve
+#   q, k, v = x Wᵀ, H heads each;  q, k ← rms_norm(q), rms_norm(k);  v ← v + ve_gate · ve
 #   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its
 #   own).
-#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, width)
+#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, w or u)
 #
 #   Kept for the backward pass: gates (1 or 2, N, H), that is out_gate and, with ve, ve_gate; q, k, v; 1 / rms; lse; y.
 #
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
 # embedding work on the fp32 accumulator; nothing is read or written between projection and attention. q and k are
-# planes of one tensor (2, N + 1, H, width). Therefore each of them is contiguous, as the view of paired layers
+# planes of one tensor (2, N + 1, H, w). Therefore each of them is contiguous, as the view of paired layers
 # requires. Row N takes the half key that the offset moves past the end; the backward pass reads this half key.
 # Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
 # (not quite 1, because the table is rounded):
@@ -793,18 +793,19 @@ def rotate(x, rotary):
     return torch.cat((turned, x[..., 2 * cos.size(-1):]), -1)
 
 
-def head_sizes(weight, rotary, narrow):
-    """(H, width of q and k, width d of v) of a weight of attention_block."""
+def head_sizes(weight, rotary, narrow, narrow_values):
+    """(H, width of the heads of q and k, width of the heads of v) of a weight of attention_block."""
     d = 4 * rotary.size(1)
-    return weight.size(0) // ((2 if narrow else 3) * d), d // 2 if narrow else d, d
+    width, v_width = d // 2 if narrow else d, d // 2 if narrow_values else d
+    return weight.size(0) // (2 * width + v_width), width, v_width
 
 
-def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False):
+def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False):
     """q, k and v as attention takes them before the view of paired layers."""
-    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
-    q, k, v = F.linear(x, weight).split((H * width, H * width, H * d), 1)
+    N, d, (H, width, v_width) = x.size(0), 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
+    q, k, v = F.linear(x, weight).split((H * width, H * width, H * v_width), 1)
     q, k = (F.rms_norm(u.view(N, H, width), (width,), eps=RMS_EPS) for u in (q, k))
-    v = v.view(N, H, d)
+    v = v.view(N, H, v_width)
     if ve is not None:
         v = v + ve_gate[..., None] * ve.view(v.shape)
     if paired:
@@ -831,10 +832,11 @@ def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve, K: tl.constexpr,
                     EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
-                    VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_K: tl.constexpr):
+                    NARROW_VALUES: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+                    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     c = tl.arange(0, D // 2)[None, :]
-    TILES: tl.constexpr = 2 * H if NARROW else 3 * H  # NARROW: a tile of q or k has two heads
+    # NARROW: a tile of q or k has two heads. NARROW_VALUES: a tile of v has two heads, too.
+    TILES: tl.constexpr = 3 * H // 2 if NARROW_VALUES else 2 * H if NARROW else 3 * H
     # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
     # tiles and K, so that the first loads of a tile are under way while the tile before is finished.
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
@@ -854,7 +856,9 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
             acc = tl.dot(x, w, acc, input_precision="ieee")
         # From here on, operations of q and k alone, or of v alone, are masked. A branch would keep the loops from
         # merging.
-        if NARROW:
+        if NARROW_VALUES:
+            part, h = head // (H // 2), head % (H // 2) * 2  # the first of two heads
+        elif NARROW:
             part = tl.minimum(head // (H // 2), 2)
             h = tl.where(part == 2, head - H, head % (H // 2) * 2)  # of q and k the first of two heads
         else:
@@ -880,11 +884,15 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
             hi *= rstd
         if VALUE:
             gate = tl.load(Gate + t * H + h, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
-            ve = Ve + token * stride_ve + h * D + c
+            ve = Ve + token * stride_ve + h * (D // 2 if NARROW_VALUES else D) + c
             lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
+            if NARROW_VALUES:
+                gate = tl.load(Gate + t * H + h + 1, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
             hi += gate * tl.load(ve + D // 2, mask=inside & (part == 2), other=0.0).to(tl.float32)
         out = tl.where(part == 2, V, Qk + part.to(tl.int64) * stride_part) + c
-        if NARROW:
+        if NARROW_VALUES:
+            out += token * (H * (D // 2)) + h * (D // 2)
+        elif NARROW:
             width = tl.where(part == 2, D, D // 2)
             out += token * (H * width) + h * width
         else:
@@ -935,13 +943,13 @@ def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAI
 @triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq, stride_dk, stride_dv,
                          stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
-                         VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+                         VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                          BLOCK: tl.constexpr):
     # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
     row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
     WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
-    width: tl.constexpr = H * (2 * WIDTH + D)
+    width: tl.constexpr = H * (2 * WIDTH + DV)
     if part == 0:
         _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, row, N, stride_dq, width, PAIRED, False, D // 2, H, WIDTH, BLOCK)
     elif part == 1:
@@ -950,7 +958,7 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
     else:
         t = (row // H).to(tl.int64)[:, None]
         inside = t < N
-        column = (row % H * D)[:, None] + tl.arange(0, D)[None, :]
+        column = (row % H * DV)[:, None] + tl.arange(0, DV)[None, :]
         dv = tl.load(dV + t * stride_dv + column, mask=inside, other=0.0)
         if COPY:
             tl.store(dQkv + 2 * H * WIDTH + t * width + column, dv, mask=inside)
@@ -958,19 +966,19 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
             dv = dv.to(tl.float32)
             gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
             ve = tl.load(Ve + t * stride_ve + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dVe + t * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
+            tl.store(dVe + t * (H * DV) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
             tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=row < N * H)
 
 
-def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow):
-    """qk (2, N + 1, H, width), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H)
-    fp32.
+def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False):
+    """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, u); 1 / rms of each head of q and k (2, N, H) fp32.
 
     The caller has checked the arguments.
     """
-    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
+    N, d, (H, width, v_width) = x.size(0), 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
     launch = PROJECT_LAUNCH[x.dtype]
-    qk, v, rstd = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, d), x.new_empty(2, N, H, dtype=torch.float32)
+    qk, v = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, v_width)
+    rstd = x.new_empty(2, N, H, dtype=torch.float32)
     tiles = triton.cdiv(N, launch["BLOCK_M"]) * weight.size(0) // d
     programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     value, tma = ve is not None, _has_tma(x.device)
@@ -979,29 +987,29 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow):
         TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]) if tma else weight, qk, v, rstd,
         rotary, ve if value else x, ve_gate if value else x, N, x.stride(0), weight.stride(0), qk.stride(0),
         ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
-        VALUE=value, H=H, D=d, TMA=tma, **launch)
+        NARROW_VALUES=narrow_values, VALUE=value, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv):
-    """Fills dqkv (N, 2 H width + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
+    """Fills dqkv (N, 2 H w + H u); returns the gradients of ve and ve_gate, or (None, None) without ve.
 
     dv may be its part of dqkv already, then the kernel does not copy dv. The caller has checked the arguments.
     """
-    (N, H, d), narrow = dv.shape, dq.size(2) < dv.size(2)
-    value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
-    dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
+    (N, H, v_width), d = dv.shape, 4 * rotary.size(1)
+    value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * v_width:].data_ptr()
+    dve, dgate = (ve_gate.new_empty(N, H * v_width), torch.empty_like(ve_gate)) if value else (None, None)
     blocks = triton.cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
         dq, dk, dv, qk[0], qk[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv,
         dve if value else dv, dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0),
-        ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, NARROW=narrow, VALUE=value, COPY=copy, H=H, D=d,
-        **PROJECT_GRAD_LAUNCH)
+        ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, NARROW=dq.size(2) < d, VALUE=value, COPY=copy,
+        H=H, D=d, DV=v_width, **PROJECT_GRAD_LAUNCH)
     return dve, dgate
 
 
 def _pair_heads(qk, v, paired):
-    """q, k, v from qk (2, N + 1, H, width) and v (N, H, d), in paired layers viewed as (2N, H/2, ...)."""
+    """q, k, v from qk (2, N + 1, H, w) and v (N, H, u), in paired layers viewed as (2N, H/2, ...)."""
     q, k = qk[:, :-1]
     return (u.view(2 * u.size(0), u.size(1) // 2, u.size(2)) for u in (q, k, v)) if paired else (q, k, v)
 
@@ -1009,20 +1017,20 @@ def _pair_heads(qk, v, paired):
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
-                     narrow: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     narrow: bool, narrow_values: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gates = head_gates(x, ve, w_ve, w_out, paired)
     # The kernel reads the gate only if there is a ve.
-    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow)
+    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, narrow_values)
     q, k, v = _pair_heads(qk, values, paired)
     y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
     return y.view(values.shape), values, lse, qk, rstd, gates
 
 
 @_attention_block.register_fake
-def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow):
-    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
+def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, narrow_values):
+    N, (H, width, v_width) = x.size(0), head_sizes(weight, rotary, narrow, narrow_values)
     lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
-    return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, width),
+    return (x.new_empty(N, H, v_width), x.new_empty(N, H, v_width), lse, x.new_empty(2, N + 1, H, width),
             x.new_empty(2, N, H, dtype=torch.float32), x.new_empty(1 if ve is None else 2, N, H))
 
 
@@ -1032,12 +1040,12 @@ def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: 
                               window: Tensor, scale: Tensor, y: Tensor, v: Tensor, lse: Tensor, qk: Tensor,
                               rstd: Tensor, gates: Tensor, paired: bool,
                               offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    N, H, d = y.shape
+    N, H, v_width = y.shape
     dqkv = x.new_empty(N, weight.size(0))
     q, k, v = _pair_heads(qk, v, paired)
     *dq_dk_dv, dout_gate = attend_backward(
         dy.reshape(v.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(v.shape), lse, start, end, window, scale,
-        dv=None if paired else dqkv[:, -H * d:].view(N, H, d),
+        dv=None if paired else dqkv[:, -H * v_width:].view(N, H, v_width),
         dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
     dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
                                      offset, dqkv)
@@ -1054,7 +1062,7 @@ def _(dy, dv, x, weight, rotary, ve, w_ve, w_out, *others):
 
 
 def _block_setup(ctx, inputs, output):
-    *tensors, ctx.paired, ctx.offset, _ = inputs
+    *tensors, ctx.paired, ctx.offset, _, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)  # only y and v may have a gradient; PyTorch would write zeros for the rest
 
@@ -1062,65 +1070,69 @@ def _block_setup(ctx, inputs, output):
 def _block_grad(ctx, dy, dv, *others):
     dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *ctx.saved_tensors, ctx.paired, ctx.offset)
     dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 7
+    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 8
 
 
 _attention_block.register_autograd(_block_grad, setup_context=_block_setup)
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                        narrow=False, attention=attention_ref):
-    """y and v, both (N, H, d), see the banner above; `attention` has the signature of attention_ref."""
+                        narrow=False, narrow_values=False, attention=attention_ref):
+    """y and v, both (N, H, u), see the banner above; `attention` has the signature of attention_ref."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
-    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow)
-    N, H, d = v.shape
+    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, narrow_values)
+    N, H = out_gate.shape
     if not paired:
         return attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale), v
     paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
-    return attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(N, H, d), v
+    return attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(v.shape), v
 
 
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                    narrow=False):
-    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out.
+                    narrow=False, narrow_values=False):
+    """y and v, both (N, H, u); differentiable in x, weight, ve, w_ve and w_out.
 
     Raises a ValueError if an argument is wrong.
 
-    x (N, D), weight (3 H d, D), with `narrow` (2 H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out
-    (H, C): one dtype, bf16 or fp32; ve and w_ve may both be None. cu_seqlens (K,) int32; max_len int; window and scale
-    0-D CPU tensors; paired, offset and narrow bool. The banner above says what each argument means.
+    x (N, D), weight (2 H w + H u, D), rotary (>= N or 2N, d/4, 2), ve (N, H u), w_ve and w_out (H, C): one dtype, bf16
+    or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d; u = d/2 if narrow_values, else d. cu_seqlens (K,)
+    int32; max_len int; window and scale 0-D CPU tensors; paired, offset, narrow and narrow_values bool. The banner
+    above says what each argument means.
     """
-    (N, D), (H, _, d), times = x.shape, head_sizes(weight, rotary, narrow), 2 if narrow else 3
-    if N == 0 or weight.shape != (times * H * d, D) or (paired or narrow) and H % 2:
-        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {d} weight must be ({times} H d,"
-                         f" {D}), H even in paired and narrow layers, got {tuple(weight.shape)}")
-    if narrow and (offset or d < 32):
-        raise ValueError(f"attention_block: a narrow layer has no offset, and its values have heads of at least 32, got"
-                         f" {d} and offset={offset}")
+    (N, D), d, (H, width, v_width) = x.shape, 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
+    rows = 2 * width + v_width
+    if N == 0 or weight.shape != (H * rows, D) or (paired or narrow) and H % 2:
+        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {v_width} (v)"
+                         f" weight must be ({rows} H, {D}), H even in paired and narrow layers, got"
+                         f" {tuple(weight.shape)}")
+    if narrow and (offset or d < 32) or narrow_values and not narrow:
+        raise ValueError("attention_block: a narrow layer has no offset, and d is at least 32; only a narrow layer has"
+                         f" narrow values; got d = {d}, offset={offset}, narrow={narrow}")
     if rotary.shape[2:] != (2,) or rotary.size(0) < N * (1 + paired) or not rotary.is_contiguous():
         raise ValueError(f"attention_block: rotary must be (>= {N * (1 + paired)}, d/4, 2), contiguous, got"
                          f" {tuple(rotary.shape)} with strides {rotary.stride()}")
     if d & (d - 1) or d < 16:
         raise ValueError(f"attention_block: head width must be a power of two and at least 16, got {d}")
-    if w_out.ndim != 2 or w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
-        raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * d)}, got"
+    if w_out.ndim != 2 or w_out.size(0) != H or w_out.size(1) > min(D, H * v_width) or w_out.size(1) % 2:
+        raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * v_width)}, got"
                          f" {tuple(w_out.shape)}")
-    if (ve is None) != (w_ve is None) or ve is not None and (ve.shape != (N, H * d) or w_ve.shape != w_out.shape):
+    if (ve is None) != (w_ve is None) or ve is not None and (ve.shape != (N, H * v_width) or w_ve.shape != w_out.shape):
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
-        raise ValueError(f"attention_block: ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got"
-                         f" {got[0]} and {got[1]}")
+        raise ValueError(f"attention_block: ve must be {(N, H * v_width)} and w_ve {tuple(w_out.shape)}, or both None,"
+                         f" got {got[0]} and {got[1]}")
     tensors = [u for u in (x, weight, rotary, ve, w_ve, w_out) if u is not None]
     if x.dtype not in PROJECT_LAUNCH or any(u.dtype != x.dtype for u in tensors):
         raise ValueError("attention_block: x, weight, rotary, ve, w_ve and w_out must be all bfloat16 or all float32,"
                          f" got {[u.dtype for u in tensors]}")
     if _takes_ref(x, exact=False):
         return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
-                                   offset, narrow)
+                                   offset, narrow, narrow_values)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
-    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow)[:2]
+    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow,
+                            narrow_values)[:2]
 
 
 def attention_block_fa3(*args):

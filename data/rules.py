@@ -156,6 +156,7 @@ def check_config(config, world=1):
                 " with attention")
         require(not layer.narrow or layer.attention and not layer.long,
                 f"--layer{i}.narrow=True: only for a layer with attention that is not long")
+        require(not layer.narrow_values or layer.narrow, f"--layer{i}.narrow_values=True: only for a narrow layer")
         require(not layer.xsa or layer.attention and not layer.paired,
                 f"--layer{i}.xsa=True: only for a layer with attention that is not paired")
         require(not layer.mix or layer.value_embed and model.backout_layer is not None and model.backout_layer < i

@@ -128,9 +128,10 @@ def attend(q, k, v, cu, window, scale):
     return torch.stack(heads, dim=1)
 
 
-def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None):
+def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None, narrow_values=False):
     """Attention of layer i, a row of LAYERS, on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,)
-    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each head."""
+    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each head;
+    narrow_values: so do the values and the columns of the output projection. They have half of the value embedding."""
     row, window, paired, key_offset, value = layer
     window = S if window == "S" else L
     N, D = x.shape
@@ -143,6 +144,8 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     v = (x @ (sa[0] * W[2 * D:3 * D]).T).reshape(N, H, d)
     if narrow is not None:
         (freqs, attn_scale), q, k = narrow, q[:, :, :d // 2], k[:, :, :d // 2]
+    if narrow_values:
+        v = v[:, :, :d // 2]
     q, k = rms(q), rms(k)
 
     t, h = torch.arange(N, device=x.device)[:, None], torch.arange(H, device=x.device)[None, :]
@@ -157,7 +160,7 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
         table, from_x, from_ve = value
         inp = torch.cat([x[:, :from_x], ve[:, :from_ve]], dim=-1)
         gate = 2 * torch.sigmoid(inp @ params["ve_gate_bank"][table].T)  # (N, H)
-        v = v + gate[:, :, None] * ve.reshape(N, H, d)
+        v = v + gate[:, :, None] * ve[:, :v[0].numel()].reshape(v.shape)
 
     if paired:
         y = unpair(attend(pair(q), pair(k), pair(v), [2 * c for c in cu], window, attn_scale))
@@ -168,7 +171,8 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     if xsa is not None:
         along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (N, H)
         y = y - (torch.tanh(xsa) * along)[:, :, None] * v
-    return y.reshape(N, D) @ (sa[1] * W[3 * D:4 * D]).T
+    W_out = W[3 * D:4 * D].reshape(D, H, d)[:, :, :y.shape[2]]
+    return y.reshape(N, -1) @ (sa[1] * W_out.reshape(D, -1)).T
 
 
 def mlp(params, slot, x):
@@ -183,7 +187,7 @@ def gelu(x):
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
                  dynamic=(), mix=None, signs=None, removed=(), mlps={}, narrow=(),
-                 narrow_state=None, **settings):
+                 narrow_state=None, narrow_values=(), **settings):
     """The normalised output h (N, D) of the model, before the head.
 
     settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:
@@ -191,7 +195,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
     signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. mlps: {layer: number of
     its MLPs}, where it is not 1. narrow: layers whose queries and keys have half of the channels; narrow_state: their
-    (frequencies, scale).
+    (frequencies, scale). narrow_values: those of them whose values have half of the channels.
     """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
@@ -270,7 +274,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         if layer[0] is not None:
             a = attention(params, i, layer, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
                           xsa=factor(i, "xsa") if i in xsa else None, narrow=narrow_state if i in narrow else None,
-                          **settings)
+                          narrow_values=i in narrow_values, **settings)
             if lane1 is not None:
                 lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
                 a = pi[i, 0, 0] * a

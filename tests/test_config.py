@@ -139,6 +139,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--model_dim=96 --layer0.narrow=1": "heads of 32 or more channels, a power of two, in models with narrow layers",
     "--layer3.narrow=1": "--layer3.narrow=True: only for a layer with attention that is not long",
     "--layer6.narrow=1": "--layer6.narrow=True: only for a layer with attention that is not long",
+    "--layer1.narrow_values=1": "--layer1.narrow_values=True: only for a narrow layer",
     "--dtype=float32": "--kernels=attention:torch",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 1000000 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",

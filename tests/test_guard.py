@@ -224,11 +224,11 @@ ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192"
 # the extension has the floor's rate; one share of one stage is all; layer 1 reads what left layer 0 anyway
 NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share", "layer1.input_from"}
 # The lanes separate once, so the layers before and after have no choice. Layer 0 has no earlier layer. Layers 0 and 4
-# are paired. Layers 1 and 5 are long. Only layer 5 has a value embedding and is behind the backout layer. The tokens
-# are not those of GPT-2.
+# are paired. Layers 1 and 5 are long. Only layer 5 has a value embedding and is behind the backout layer. No layer
+# is narrow. The tokens are not those of GPT-2.
 NOT_ALLOWED = {"layer0.two_lanes", "layer1.two_lanes", "layer4.two_lanes", "layer5.two_lanes", "layer0.input_from",
                "layer0.xsa", "layer4.xsa", "layer0.mix", "layer1.mix", "layer3.mix", "layer4.mix", "bigram_normal",
-               "layer1.narrow", "layer5.narrow"}
+               "layer1.narrow", "layer5.narrow", *(f"layer{i}.narrow_values" for i in (0, 1, 3, 4, 5))}
 
 
 def short_run(args):
