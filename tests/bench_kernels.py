@@ -6,7 +6,7 @@ Prints one line per kernel and shape, most recoverable time first. The limit is 
 matmul rate and bytes / measured copy bandwidth, with each operand counted once. "recoverable" is the time that a
 training step on one GPU would gain if the kernel ran at its limit, for shapes that occur there. Times are medians and
 quartiles with a cold L2 cache; kernel and PyTorch calls run in turn. Attention counts the (query, key) pairs inside
-window and document.
+window and document; "64/128" are the widths of a head of q and k, and of v.
 The other files in this folder test correctness.
 """
 
@@ -33,12 +33,14 @@ from records.work import WORK, ceilings, seen_pairs
 BF16 = torch.bfloat16
 CONFIG = T.Config()
 D, H, V, HEAD = CONFIG.model.model_dim, CONFIG.model.num_heads, CONFIG.model.padded_vocab, CONFIG.model.head_dim
+MLP_DIM = CONFIG.model.mlp_dim
 STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
 KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed) for layer in CONFIG.model.layers
                 if layer.attention)
+NARROW = {(paired, False, True, value): 0 for paired in (False, True) for value in (False, True)}
 DEVICE, PEERS = "cuda", True
 
 
@@ -115,7 +117,7 @@ def rand(*shape, dtype=BF16):
 def muon_cases():
     for ranks in 8, 1:
         on_one = ranks == 1
-        for n, height in (BANK[0] // ranks, D), (BANK[1] // ranks, 4 * D):
+        for n, height in (BANK[0] // ranks, D), (BANK[1] // ranks, MLP_DIM):
             X, P, Q = rand(n, height, D), rand(n, D, D), rand(n, D, D)
             P = P + P.mT
             shape, square = f"{n}x{height}x{D}", f"{n}x{D}x{D}"
@@ -154,6 +156,7 @@ def documents(n, longest, seed=0):
 
 def flash2(q, k, v, dy, cu, longest, window):
     """(forward, backward) of PyTorch's varlen_attn, which is FlashAttention-2."""
+    q, k = (F.pad(x, (0, v.size(2) - x.size(2))) for x in (q, k))  # it takes only one width
     packed = cu, cu, longest, longest, 0.0, False
     window = dict(scale=0.1, window_size_left=window, window_size_right=0)
 
@@ -182,24 +185,25 @@ def flex(q, k, v, dy, start, window):
 
 def attention_cases():
     for tokens, stage in zip(TOKENS, STAGES):
-        for paired, long, narrow in (False, False, False), (False, True, False), (True, False, False), (
-                False, False, True), (True, False, True):
+        for paired, long, d, dv in (False, False, HEAD, HEAD), (False, True, HEAD, HEAD), (True, False, HEAD, HEAD), (
+                False, False, HEAD // 2, HEAD), (True, False, HEAD // 2, HEAD), (False, False, HEAD // 2, HEAD // 2):
             N, heads, longest = tokens, H, stage.max_doc_len
             if paired:
                 N, heads, longest = 2 * N, H // 2, 2 * longest
             window = stage.long_window if long else stage.short_window
             cu = documents(N, longest)
             start, end = tk.document_of_tokens(cu, N)
-            width = HEAD // 2 if narrow else HEAD
-            q, k, v, dy = (F.rms_norm(rand(N, heads, d), (d,)) for d in (width, width, HEAD, HEAD))
+            q, k, v, dy = (F.rms_norm(rand(N, heads, width), (width,)) for width in (d, d, dv, dv))
             args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
             y, lse = tk.attend(*args)
-            peers = dict(FA2=flash2(q, k, v, dy, cu, longest, window)) if PEERS and not narrow else {}
+            name = f"FA2{', q and k padded with zeros' * (d < dv)}"
+            peers = {name: flash2(q, k, v, dy, cu, longest, window)} if PEERS else {}
             if PEERS and N == TOKENS[0]:
                 peers["Flex"] = flex(q, k, v, dy, start, window)
-            sizes = tokens, D, HEAD, width / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
-            shape = f"{N}, {heads} heads, window {window}{', narrow' * narrow}"
-            calls = MICRO * sum(count for kind, count in KINDS.items() if kind[:3] == (paired, long, narrow))
+            sizes = tokens, H * dv, dv, d / dv, heads * seen_pairs(np.diff(cu.tolist()), window)
+            shape = f"{N}, {heads} heads of {d}/{dv}, window {window}"
+            layers = sum(count for kind, count in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
+            calls = MICRO * layers * (dv == HEAD)
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
             yield case("attend_backward", shape, (dy, *args[:4], y, lse, *args[4:]), sizes, backward, calls)
@@ -210,7 +214,7 @@ def block_cases():
         x, rotary = rand(N, D), rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
         w_out, w_ve = (rand(H, T.GATE_CHANNELS) for _ in range(2))
-        for (paired, offset, narrow, value), layers in (KINDS | {(False, False, True, False): 0}).items():
+        for (paired, offset, narrow, value), layers in (NARROW | KINDS).items():
             qk, weight = 0.5 if narrow else 1, rand((3 - narrow) * D, D) * D**-0.5
             grads = [rand(N, H, int(share * HEAD)) for share in (qk, qk, 1)]
             dqkv = torch.empty(N, weight.size(0), device=DEVICE, dtype=BF16)
@@ -233,19 +237,21 @@ def block_cases():
 
 
 def mlp_cases():
-    for N in TOKENS:
-        x, g, W1, W2 = rand(N, D), rand(N, D), rand(4 * D, D) * D**-0.5, rand(4 * D, D) * D**-0.5
+    mlps = sum(layer.mlps for layer in CONFIG.model.layers)
+    for N, width, count in *((N, MLP_DIM, mlps) for N in TOKENS), (TOKENS[0], 2816, 0):  # 2816 = 22 * 128, PR 349
+        shape = f"{N}, width {width}"
+        x, g, W1, W2 = rand(N, D), rand(N, D), rand(width, D) * D**-0.5, rand(width, D) * D**-0.5
         post = tk._relu_square(x, W1)
         square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
         derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
-        work = dict(needs("mlp", N, D, 4 * D), calls=MICRO * len(CONFIG.model.layers))
-        yield Case("mlp: relu(x W1ᵀ)²", str(N), partial(tk._relu_square, x, W1), {
+        work = dict(needs("mlp", N, D, width), calls=MICRO * count)
+        yield Case("mlp: relu(x W1ᵀ)²", shape, partial(tk._relu_square, x, W1), {
             "GEMM alone": partial(F.linear, x, W1), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
-        yield Case("mlp: dpre", str(N), partial(tk._relu_square, g, W2, post), {
+        yield Case("mlp: dpre", shape, partial(tk._relu_square, g, W2, post), {
             "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
-            **(work | needs("mlp_backward", N, D, 4 * D)))
-        yield Case("mlp: post W2 (library)", str(N), partial(torch.matmul, post, W2), **work)
-        yield Case("mlp: postᵀ g (library)", str(N), partial(torch.matmul, post.t(), g), **work)
+            **(work | needs("mlp_backward", N, D, width)))
+        yield Case("mlp: post W2 (library)", shape, partial(torch.matmul, post, W2), **work)
+        yield Case("mlp: postᵀ g (library)", shape, partial(torch.matmul, post.t(), g), **work)
 
 
 def head_cases():

@@ -21,6 +21,7 @@ NAMES = ("y", "dq", "dk", "dv", "dgate")
 SCALE = 0.12
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 REF = tk.attention_ref
+both_widths = pytest.mark.parametrize("times", [1, 2])  # width of v / width of q and k; 2 in narrow layers
 
 
 class Attention(torch.autograd.Function):
@@ -118,11 +119,11 @@ CASES = [
     (131, 1, 16, borders(0, 3, 0, 0, 128), (34, 90)),  # empty documents; rows that see a border and a whole window
 ]
 WIDE_CASES = [
-    (1000, 6, 128, borders(1, 299, 84, 128, 1, 63, 64, 360), (0, 1, 63, 64, 65, 128, 200, 5000)),
+    *[(1000, 6, d, borders(1, 299, 84, 128, 1, 63, 64, 360), (0, 1, 63, 64, 65, 128, 200, 5000)) for d in (64, 128)],
     (769, 3, 128, borders(769), (126, 128, 384, 1000)),
     (500, 1, 128, borders(2, 498), (126, 1000)),
     (640, 1, 64, borders(128, 256, 128, 128), (64, 128)),
-    (333, 6, 32, borders(*[1] * 133, 200), (7, 100)),
+    *[(333, 6, d, borders(*[1] * 133, 200), (7, 100)) for d in (32, 64)],
 ]
 
 
@@ -136,18 +137,19 @@ def test_attention(N, H, d, cu, windows, device, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("d, dv", [(128, 128), (64, 128), (64, 64)])
 @pytest.mark.parametrize("N, H, window, cap", [
     (16384, 6, 128, 896), (16384, 6, 384, 896), (32768, 6, 896, 2048), (65536, 3, 384, 4096)])
-def test_attention_production(N, H, window, cap, device):
+def test_attention_production(N, H, window, cap, d, dv, device):
     """Against fp32, since the dense fp64 oracle does not fit; q and k normed as in the model, v a slice of q, k, v."""
     torch.use_deterministic_algorithms(False)
     lengths = []
     while sum(lengths) < N:
         lengths.append(min(int(torch.exp(6.2 + 0.95 * torch.randn(())).clamp(64, cap)), N - sum(lengths)))
     cu = borders(*lengths, empty=40).to(device)
-    q, k, dy = (torch.randn(N, H, 128, device=device) for _ in range(3))
-    q, k = (torch.nn.functional.rms_norm(x, (128,)) for x in (q, k))
-    v = torch.randn(N, 3 * H, 128, device=device).to(BF16)[:, 2 * H:]
+    q, k, dy = (torch.randn(N, H, width, device=device) for width in (d, d, dv))
+    q, k = (torch.nn.functional.rms_norm(x, (d,)) for x in (q, k))
+    v = torch.randn(N, 3 * H, dv, device=device).to(BF16)[:, 2 * H:]
     gate = torch.sigmoid(torch.randn(N, H, device=device))
     x = [a.to(BF16) for a in (q, k, v, gate, dy)]
     check(x, cu, window, run(REF, *(a.float() for a in x), cu, window))
@@ -190,26 +192,28 @@ def test_a_gate_of_zero(device):
     assert not any(a.isnan().any() for a in results) and not results[0][5:9].any() and not results[4][5:9].any()
 
 
-def test_layouts(device):
+@both_widths
+def test_layouts(times, device):
     """Slices with other strides, an expanded gradient, and strides that TMA cannot load: the same bits."""
     N, H, d = 50, 2, 16
     cu = borders(20, 30).to(device)
-    x = inputs(N, H, d, device, FP32)
-    x[4] = torch.randn(N, 1, 1, device=device).expand(N, H, d)
+    x = inputs(N, H, d, device, FP32, times)
+    x[4] = torch.randn(N, 1, 1, device=device).expand(x[2].shape)
     wanted = run(attention, *(a.contiguous() for a in x), cu, 9)
-    odd = [torch.empty(N, H, d + 1, device=device)[..., :d].copy_(a) for a in x[:3]]
+    odd = [torch.empty(N, H, a.size(2) + 1, device=device)[..., :-1].copy_(a) for a in x[:3]]
     turned = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in x[:3]]
     for y in (x, [*turned, *x[3:]], [a.transpose(0, 1).contiguous().transpose(0, 1) for a in x], [*odd, x[3], x[4]]):
         assert all(torch.equal(a, b) for a, b in zip(run(attention, *y, cu, 9), wanted))
 
 
-def test_dv_into_a_slice(device):
+@both_widths
+def test_dv_into_a_slice(times, device):
     """dv inside the gradient of q, k and v together, as the attention block passes it."""
     N, H, d = 50, 2, 16
-    *x, dy = inputs(N, H, d, device, FP32)
+    *x, dy = inputs(N, H, d, device, FP32, times)
     rest = *tk.document_of_tokens(borders(20, 30).to(device), N), 9, SCALE
     y, lse = tk.attend(*x, *rest)
-    whole = torch.full((N, 3, H, d), math.nan, device=device)
+    whole = torch.full((N, 3, H, times * d), math.nan, device=device)
     *_, dv, _ = tk.attend_backward(dy, *x, y, lse, *rest, dv=whole[:, 2])
     assert torch.equal(whole[:, 2], tk.attend_backward(dy, *x, y, lse, *rest)[2]) and whole[:, :2].isnan().all()
     assert dv.data_ptr() == whole[:, 2].data_ptr()

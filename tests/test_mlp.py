@@ -1,5 +1,6 @@
 """The ReLU² MLP against fp64. Operands lie in buffers of NaN; weights are views of a bank, as in the trainer."""
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,7 +45,8 @@ def run(mlp, x, g, W1, W2):
 
 @both_dtypes
 @pytest.mark.parametrize("N, D, F", [(1, 8, 8), (70, 40, 136),
-                                     *[pytest.param(N, 768, 3072, marks=gpu) for N in (1000, 16384, 49152)]])
+                                     *[pytest.param(N, 768, F, marks=gpu) for N, F in itertools.product(
+                                         (1000, 16384, 49152), (2816, 3072))]])
 def test_mlp(N, D, F, dtype, device, either_kernel):
     if dtype == FP32 and N > 100:
         pytest.skip("fp32 is for tests")
@@ -54,7 +56,7 @@ def test_mlp(N, D, F, dtype, device, either_kernel):
 
 
 @both_dtypes
-@pytest.mark.parametrize("N, D, F", [(70, 40, 136), pytest.param(1000, 768, 3072, marks=gpu)])
+@pytest.mark.parametrize("N, D, F", [(70, 40, 136), *[pytest.param(1000, 768, F, marks=gpu) for F in (2816, 3072)]])
 def test_bits(N, D, F, dtype, device, either_kernel):
     """Sums of products of small integers are exact in any order: post and dpre must have the bits of mlp_ref.
 
