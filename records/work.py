@@ -21,16 +21,16 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
-    # d: width of a head of values; qk: width of a head of queries or keys, divided by d; pairs: (query, key) that see
+    # d: width of a wide head; qk, v: widths of the heads of q, k and of v, divided by d; pairs: (query, key) that see
     # each other, over all heads
-    "attend": ("_attention_kernel", lambda N, D, d, qk, pairs: (2 * d * (1 + qk) * pairs, 4 * N * D * (1 + qk))),
-    "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, qk, pairs: (
-        2 * d * (2 + 3 * qk) * pairs, 8 * N * D * (1 + qk))),
-    "project": ("_project_kernel", lambda N, D, value, qk: (
-        2 * N * D * D * (1 + 2 * qk), 2 * N * D * (2 + 2 * qk + value))),
+    "attend": ("_attention_kernel", lambda N, D, d, qk, v, pairs: (2 * d * (qk + v) * pairs, 4 * N * D * (qk + v))),
+    "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, qk, v, pairs: (
+        2 * d * (3 * qk + 2 * v) * pairs, 8 * N * D * (qk + v))),
+    "project": ("_project_kernel", lambda N, D, value, qk, v: (
+        2 * N * D * D * (2 * qk + v), 2 * N * D * (1 + 2 * qk + v * (1 + value)))),
     # Reads q, k and their gradients, writes two gradients; may copy dv, read ve and write the gradient of ve.
-    "project_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk: (
-        0, 2 * N * D * (6 * qk + (3 + paired if value else 2 * paired)))),
+    "project_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk, v: (
+        0, 2 * N * D * (6 * qk + v * (3 + paired if value else 2 * paired)))),
     # channels: input of the gates. Reads and writes the gradients of the channels and of other gates of the layer.
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
@@ -67,11 +67,13 @@ def calls(run):
             for layer in layers:
                 yield from (("mlp", N, D, F), ("mlp_backward", N, D, F)) * layer.get("mlps", 1)
                 if layer["attention"]:
-                    folds, value, qk = 1 + layer["paired"], layer["value_embed"], 0.5 if layer.get("narrow") else 1
+                    folds, value = 1 + layer["paired"], layer["value_embed"]
+                    widths = [0.5 if layer.get(key) else 1 for key in ("narrow", "narrow_values")]
                     lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
                     pairs = H // folds * seen_pairs(lengths, window)
-                    yield from ((name, N, D, D // H, qk, pairs) for name in ("attend", "attend_backward"))
-                    yield from (("project", N, D, value, qk), ("project_backward", N, D, value, layer["paired"], qk))
+                    yield from ((name, N, D, D // H, *widths, pairs) for name in ("attend", "attend_backward"))
+                    yield "project", N, D, value, *widths
+                    yield "project_backward", N, D, value, layer["paired"], *widths
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
             if d := run.get("pointer_width"):

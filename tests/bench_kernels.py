@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,9 +39,10 @@ STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
-KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed) for layer in CONFIG.model.layers
-                if layer.attention)
-NARROW = {(paired, False, True, value): 0 for paired in (False, True) for value in (False, True)}
+KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.narrow_values, layer.value_embed)
+                for layer in CONFIG.model.layers if layer.attention)
+NARROW = {(paired, False, True, narrow_values, value): 0 for paired, narrow_values, value in product(
+    (False, True), repeat=3)}
 DEVICE, PEERS = "cuda", True
 
 
@@ -200,10 +202,10 @@ def attention_cases():
             peers = {name: flash2(q, k, v, dy, cu, longest, window)} if PEERS else {}
             if PEERS and N == TOKENS[0]:
                 peers["Flex"] = flex(q, k, v, dy, start, window)
-            sizes = tokens, H * dv, dv, d / dv, heads * seen_pairs(np.diff(cu.tolist()), window)
+            sizes = tokens, D, HEAD, d / HEAD, dv / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
             shape = f"{N}, {heads} heads of {d}/{dv}, window {window}"
-            layers = sum(count for kind, count in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
-            calls = MICRO * layers * (dv == HEAD)
+            layers = sum(n for kind, n in KINDS.items() if kind[:4] == (paired, long, d < HEAD, dv < HEAD))
+            calls = MICRO * layers
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
             yield case("attend_backward", shape, (dy, *args[:4], y, lse, *args[4:]), sizes, backward, calls)
@@ -214,20 +216,24 @@ def block_cases():
         x, rotary = rand(N, D), rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
         w_out, w_ve = (rand(H, T.GATE_CHANNELS) for _ in range(2))
-        for (paired, offset, narrow, value), layers in (NARROW | KINDS).items():
-            qk, weight = 0.5 if narrow else 1, rand((3 - narrow) * D, D) * D**-0.5
-            grads = [rand(N, H, int(share * HEAD)) for share in (qk, qk, 1)]
+        for (paired, offset, *narrow, value), layers in (NARROW | KINDS).items():
+            shares = [0.5 if half else 1 for half in narrow]  # of the widths of q and k, and of v
+            width, v_width = (int(share * HEAD) for share in shares)
+            grads = [rand(N, H, w) for w in (width, width, v_width)]
+            weight = rand(H * (2 * width + v_width), D) * D**-0.5
             dqkv = torch.empty(N, weight.size(0), device=DEVICE, dtype=BF16)
-            switches = zip(("paired", "offset", "narrow", "value"), (paired, offset, narrow, value))
-            names = [name for name, on in switches if on]
-            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
-            args = (x, weight, rotary, *values, paired, offset, narrow)
+            switches = zip(("paired", "offset", "narrow", "narrow values", "value"), (paired, offset, *narrow, value))
+            names, some_ve = [name for name, on in switches if on], ve[:, :H * v_width]
+            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (some_ve, gate) if value else (None, None)
+            args = (x, weight, rotary, *values, paired, offset, *narrow)
             planes, _, rstd = tk.project(*args)
-            yield case("project", shape, args, (N, D, value, qk), {"GEMM alone": partial(F.linear, x, weight)},
+            yield case("project", shape, args, (N, D, value, *shares), {"GEMM alone": partial(F.linear, x, weight)},
                        MICRO * layers)
-            dv = grads[2] if paired else dqkv[:, -D:].view(N, H, HEAD)
+            dv = grads[2] if paired else dqkv[:, -H * v_width:].view(N, H, v_width)
             back = *grads[:2], dv, planes, rstd, rotary, *values, paired, offset, dqkv
-            yield case("project_backward", shape, back, (N, D, value, paired, qk), calls=MICRO * layers)
+            yield case("project_backward", shape, back, (N, D, value, paired, *shares), calls=MICRO * layers)
+            if any(narrow):  # the gates do not depend on the widths
+                continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
             sizes, peers = (N, channels, H * len(gates)), {"torch": partial(tk.head_gates_ref, *args)}

@@ -313,6 +313,11 @@ def test_work_by_counting():
     assert found["attend"] == [(2 * (64 + 128) * n, 3 * stream) for n in near]  # q and k are half a (N, D) each
     assert found["attend_backward"] == [(2 * (3 * 64 + 2 * 128) * n, 6 * stream) for n in near]
     assert found["project"] == [(2 * product, 3 * stream)] * 6
+    slim = list(work.calls(RUN | dict(layers=[narrow | dict(narrow_values=True, value_embed=True)])))
+    assert [work.WORK[name][1](*sizes) for name, *sizes in slim if name == "project"] == [
+        (1.5 * product, 3 * stream)] * 6
+    assert [work.WORK[name][1](*sizes) for name, *sizes in slim if name == "attend"] == [
+        (2 * (64 + 64) * n, 2 * stream) for n in near]
     assert found["mlp"] == [(2 * product, 3 * stream)] * 12 and found["XXT"][0][0] == 4 * 2 * 128**2 * 256
 
 
