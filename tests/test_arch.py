@@ -79,9 +79,10 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
 
 
-@pytest.mark.parametrize("paired, offset, narrow, value", [
-    (False, True, False, True), (True, False, False, False), (True, False, True, True)])
-def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, narrow, value):
+@pytest.mark.parametrize("paired, offset, narrow, narrow_values, value", [
+    (False, True, False, False, True), (True, False, False, False, False), (True, False, True, False, True),
+    (False, False, True, True, True)])
+def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, narrow, narrow_values, value):
     """Loads by pointers, for GPUs without TMA, give the same bits as TMA: ragged shapes and strided views."""
     import triton_kernels as tk
     gpu = device.type == "cuda"
@@ -90,15 +91,16 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
     def random(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
 
-    x, weight, rotary = random(N, D), random((3 - narrow) * H * d, D) * D**-0.5, random(2 * N, d // 4, 2)
-    grad = random(N, H, d)
-    ve, gate = (random(N, H * d), random(N, H).sigmoid()) if value else (None, None)
+    width, v_width = d // (1 + narrow), d // (1 + narrow_values)
+    x, weight, rotary = random(N, D), random(H * (2 * width + v_width), D) * D**-0.5, random(2 * N, d // 4, 2)
+    grad = random(N, H, v_width)
+    ve, gate = (random(N, H * v_width), random(N, H).sigmoid()) if value else (None, None)
     starts, ends = tk.document_of_tokens(torch.tensor([0, N // 3, N // 3 + 7, N], dtype=torch.int32, device=device), N)
     gram, square = random(2, 100, 64), random(2, 72, 72)
     square = square + square.mT
 
     def results():
-        qk, v, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset, narrow)
+        qk, v, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset, narrow, narrow_values)
         q, k = qk[:, :N].unbind()
         y, lse = tk.attend(q, k, v, random(N, H).fill_(0.5), starts, ends, 21, 0.2)
         grads = tk.attend_backward(grad, q, k, v, random(N, H).fill_(0.5), y, lse, starts, ends, 21, 0.2)
