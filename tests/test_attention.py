@@ -89,21 +89,21 @@ def cancelled(q, k, v, gate, dy, cu, window):
     return out
 
 
-def assert_as_good(got, ref, wanted, name, terms=0.0):
-    """Allows one rounding of `terms`, too. fp32 sums have another order: four roundings of `terms`, and one of the
-    largest element.
+def assert_as_good(got, ref, wanted, name, terms=0.0, in_norm=True):
+    """Allows one rounding of `terms`, too, but in the norm only with `in_norm`. fp32 sums have another order: four
+    roundings of `terms`, and one of the largest element.
 
     Largest ratio seen: 2.1 (dgate).
     """
     floor = wanted.abs() + (4 * terms + wanted.abs().max() if got.dtype == FP32 else terms)
-    oracles.assert_as_good(got, ref, wanted, name, floor=floor)
+    oracles.assert_as_good(got, ref, wanted, name, floor=floor, norm_floor=None if in_norm else wanted.norm())
 
 
-def check(x, cu, window, wanted, terms={}):
+def check(x, cu, window, wanted, terms={}, in_norm=True):
     """The kernel is as good as the reference, and repeats bit for bit."""
     got = run(attention, *x, cu, window)
     for name, a, b, c in zip(NAMES, got, run(REF, *x, cu, window), wanted):
-        assert_as_good(a, b, c.double(), f"{name}, window {window}", terms.get(name, 0.0))
+        assert_as_good(a, b, c.double(), f"{name}, window {window}", terms.get(name, 0.0), in_norm)
     assert all(map(torch.equal, got, run(attention, *x, cu, window)))
 
 
@@ -151,8 +151,11 @@ def test_attention_production(N, H, window, cap, d, dv, device):
     q, k = (torch.nn.functional.rms_norm(x, (d,)) for x in (q, k))
     v = torch.randn(N, 3 * H, dv, device=device).to(BF16)[:, 2 * H:]
     gate = torch.sigmoid(torch.randn(N, H, device=device))
-    x = [a.to(BF16) for a in (q, k, v, gate, dy)]
-    check(x, cu, window, run(REF, *(a.float() for a in x), cu, window))
+    q, k, v, gate, dy = x = [a.to(BF16) for a in (q, k, v, gate, dy)]
+    wanted = run(REF, *(a.float() for a in x), cu, window)
+    # dq = scale · sum of P (gate dP - dy y) k nearly cancels where a row sees few keys, and y is rounded.
+    cancelled = SCALE * (dy.float() * wanted[0]).abs().sum(-1, keepdim=True) * k.abs().max()
+    check(x, cu, window, wanted, dict(dq=cancelled), in_norm=False)
 
 
 def test_nothing_leaks(device):

@@ -150,7 +150,9 @@ def test_head_pairs_of_any_shard(world):
 
 
 @pytest.mark.parametrize("axis, head_pairs, wanted", [
-    (1, False, "torch"), (1, True, "torch"), (1, True, "normuon_tail:triton"), (2, False, "torch")])
+    (1, False, "torch"), (1, True, "torch"), (2, False, "torch"),
+    pytest.param(1, True, "normuon_tail:triton", marks=pytest.mark.skipif(
+        not kernels.INTERPRETED, reason="needs the interpreter"))])
 def test_no_gradient_in_half_of_each_head(axis, head_pairs, wanted):
     """As in narrow layers, of the rows of Q, K and V or the columns of O, but here in all four matrices: this half only
     decays, and the other half is updated as if it were alone."""
@@ -174,7 +176,6 @@ def test_no_gradient_in_half_of_each_head(axis, head_pairs, wanted):
     assert not dead(state["m"]).any() and (axis == 2 or not dead(state["v"]).any())
     torch.testing.assert_close(dead(weights), dead(start) * kept, rtol=1e-6, atol=0)  # 0 stays 0
     error, update = live(weights) - alone["w"], alone["w"] - live(start)
-    print((error.norm() / update.norm()).item())
     assert error.norm() < 1e-5 * update.norm()  # rounding of fp32, as above; largest seen: 3e-6
 
 
