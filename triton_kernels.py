@@ -879,7 +879,9 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
         lo = _turned(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         if NARROW:
             second_rstd = tl.where(part < 2, second_rstd, 1.0)[:, None]
-            hi = _turned(hi * second_rstd, Rotary, 2 * t + 1 if PAIRED else t, inside, part, D // 2, BLOCK_M)
+            # For the compiler this is not the row of lo, so it loads the angles again. To keep them spills registers.
+            row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
+            hi = _turned(hi * second_rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         else:
             hi *= rstd
         if VALUE:
