@@ -20,7 +20,7 @@ Contents, in the order in which a token meets the operations
   1  lookup, embedding_grad                 rows of the embedding tables and their gradients
   2  attend, attend_backward                sliding-window attention within packed documents, output gate
   3  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
-  4  mlp                                    ReLU² MLP
+  4  mlp; Fp8Mlps, quantise_both            ReLU² MLP, in bf16 and in FP8
   5  pointer                                attention on earlier copies of the target
   6  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
   7  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
@@ -67,6 +67,9 @@ except ImportError as error:  # for example on macOS and Windows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once; triton.jit reads the variable below, too
 RMS_EPS = 2.0**-23  # of every RMS norm in the model
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the largest finite values; without saturation, e4m3 would make NaN of larger ones
+FP8_MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 
 
 def _takes_ref(*tensors, exact=True):
@@ -1428,6 +1431,104 @@ def mlp(x, W1, W2):
     return _mlp(x, W1, W2)[0]
 
 
+# ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
+#
+#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces factor · mlp(x, W1, W2), a 0-D factor, or None for 1
+#
+#   product           operands (scale)                            result
+#   pre = x W1ᵀ       x e4m3 (2⁻⁴), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
+#   y = post W2       post, W2 e4m3 (exact, times factor)         bf16; the only product with fast accumulation
+#   dW2 = postᵀ g     post, g e5m2 (2⁻⁶ · loss_scale)             bf16, then times factor
+#   dpost = g W2ᵀ     g, W2                                       dpre = 2 dpost √post, e5m2 codes (delayed)
+#   dW1 = dpreᵀ x     dpre, x                                     bf16
+#   dx = dpre W1      dpre, W1                                    bf16
+#
+#   x (N, D) bf16, RMS-normed, N a multiple of 16; W1 and W2 (F, D) bf16, the matrices i of the bank; sums in fp32.
+#   Gradient of the factor: the sum of dW2, before the factor, times W2.
+#
+# Real value = code · scale. Codes are values / scale, saturated and rounded once. FP8 products want both operands
+# contiguous along the summed axis, so what meets two products is stored in both layouts. The producer writes both:
+# post and dpre never exist in bf16, and no pass only transposes.
+#
+# Scales: an RMS-normed x of 768 channels is at most √768 = 27.7, below 448 · 2⁻⁴ = 28. The loss is a sum over tokens
+# times loss_scale, so the static scale of g carries loss_scale. The scale of a weight is its maximum / 448, after every
+# update. The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM.
+# A maximum of zero or one that is not finite leaves its scale as it is: W2 may start at 0, and then dpre is 0.
+#
+# FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
+# the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
+# PR 363 (Warpscale).
+
+X8_SCALE, G8_SCALE = 2.0**-4, 2.0**-6  # static, of the input and of the output's gradient; the latter times loss_scale
+HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that of the step before by this factor
+# Least scales of weights, post and dpre; they keep the division by a scale finite.
+WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
+
+# 128 x 64: lines of 128 bytes are read (bf16) and written to the transposed codes, 64 bytes to the other codes.
+QUANTISE_BOTH_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
+
+# GPUs other than Hopper that have FP8 (sm_89, sm_120): stages of 16 KiB; with the tile that is transposed, they fit the
+# 99 KiB of shared memory of these GPUs.
+MLP_CODES_LAUNCH = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)
+
+
+def quantise_both_ref(x, scale, dtype):
+    """Codes of x (..., M, N), divided by scale (...), in `dtype`, and their transpose (..., N, M)."""
+    limit = FP8_MAX[dtype]
+    codes = (x.float() * (1 / scale)[..., None, None]).clamp(-limit, limit).to(dtype)
+    return codes, codes.mT.contiguous()
+
+
+@triton.jit
+def _saturate(x, MAX: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@triton.jit
+def _quantise_both_kernel(X, Codes, CodesT, Scale, M, N, stride_scale, MAX: tl.constexpr, BLOCK_M: tl.constexpr,
+                          BLOCK_N: tl.constexpr):
+    """One tile of one matrix of X (matrices, M, N)."""
+    columns = tl.cdiv(N, BLOCK_N)
+    m = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1).to(tl.int64) * M * N
+    inverse = tl.div_rn(1.0, tl.load(Scale + tl.program_id(1) * stride_scale))
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
+    codes = _saturate(x * inverse, MAX, Codes.dtype.element_ty)
+    tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
+    tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+def _quantise_both(x, scale, codes, codes_t):
+    """Launch the kernel; the interpreter is exact only for values that FP8 holds."""
+    (*_, M, N), launch = x.shape, QUANTISE_BOTH_LAUNCH
+    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+    stride = scale.stride(0) if scale.ndim else 0
+    _quantise_both_kernel[(tiles, max(1, scale.numel()))](x, codes, codes_t, scale, M, N, stride,
+                                                          MAX=FP8_MAX[codes.dtype], **launch)
+    return codes, codes_t
+
+
+def quantise_both(x, scale, dtype=E4M3, out=None):
+    """FP8 codes of x / scale in both layouts, (M, N) and (N, M), from one read of x, which is contiguous and bf16.
+
+    x (M, N) with a 0-D scale (fp32) or x (matrices, M, N) with scales (matrices,). out: an earlier result, which is
+    overwritten. Raises a ValueError if an argument is wrong.
+    """
+    if x.ndim not in (2, 3):
+        raise ValueError(f"quantise_both: x must be (M, N) or (matrices, M, N), got {tuple(x.shape)}")
+    _check("quantise_both", "x", x, x.shape, torch.bfloat16, x.device)  # Triton 3.6 gave wrong tiles for fp32
+    _check("quantise_both", "scale", scale, x.shape[:-2], torch.float32, x.device, contiguous=False)
+    if out is None:
+        out = [torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.mT.shape)]
+    for name, tensor, shape in zip(("codes", "codes_t"), out, (x.shape, x.mT.shape)):
+        _check("quantise_both", name, tensor, shape, dtype, x.device)
+    if _takes_ref(x, exact=False):
+        return tuple(old.copy_(new) for old, new in zip(out, quantise_both_ref(x, scale, dtype)))
+    return tuple(_quantise_both(x, scale, *out))
+
+
 # ======================================================================================================================
 # 5  Pointer: how much attention falls on earlier copies of the target
 #
@@ -1732,7 +1833,6 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # ======================================================================================================================
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
-E4M3_MAX = 448.0
 # real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
 
