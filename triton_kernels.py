@@ -1529,6 +1529,196 @@ def quantise_both(x, scale, dtype=E4M3, out=None):
     return tuple(_quantise_both(x, scale, *out))
 
 
+def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
+    """Codes (M, N) and (N, M) of relu(a bᵀ)², e4m3, or with the codes `post` (M, N) of 2 (a bᵀ) √post, e5m2.
+
+    a (M, K) and b (N, K) are codes, scales are 0-D. Raises `largest` (0-D) to the largest absolute value before the
+    rounding to codes.
+    """
+    acc, scale = a.float() @ b.float().mT, scale_a * scale_b
+    if post is None:
+        value, unit = (acc * scale).relu().to(torch.bfloat16).float().square(), torch.ones_like(scale)
+    else:
+        value, unit = acc * post.float().sqrt(), 2 * scale * scale_post.sqrt()
+    largest.copy_(torch.maximum(largest, value.abs().max() * unit.abs()))
+    dtype = E4M3 if post is None else E5M2
+    codes = (value * (unit / scale_out)).clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype)
+    return codes, codes.mT.contiguous()
+
+
+@triton.jit
+def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut, Largest, M, N, K, MAX: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """relu_square_codes_ref; Largest is fp32 seen as int32."""
+    columns = tl.cdiv(N, BLOCK_N)
+    m = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = k < K - start
+        a = tl.load(A + m[:, None] * K + (start + k)[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(B + n[None, :] * K + (start + k)[:, None], mask=(n < N)[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(a, b, acc)
+    in_tile = (m < M)[:, None] & (n < N)[None, :]
+    scale = tl.load(ScaleA) * tl.load(ScaleB)
+    if Post is None:
+        pre = tl.maximum(acc * scale, 0.0, propagate_nan=tl.PropagateNan.ALL).to(tl.bfloat16).to(tl.float32)
+        value = pre * pre
+        unit = tl.full((), 1.0, tl.float32)
+    else:
+        post = tl.load(Post + m[:, None] * N + n[None, :], mask=in_tile, other=0.0)
+        value = acc * tl.sqrt(post.to(tl.float32))
+        unit = 2 * scale * tl.sqrt_rn(tl.load(ScalePost))
+    largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
+    tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
+    codes = _saturate(value * tl.div_rn(unit, tl.load(ScaleOut)), MAX, Out.dtype.element_ty)
+    tl.store(Out + m[:, None] * N + n[None, :], codes, mask=in_tile)
+    tl.store(OutT + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
+    """Launch the kernel that computes relu_square_codes_ref."""
+    (M, K), N, dtype = a.shape, b.size(0), E4M3 if post is None else E5M2
+    out, out_t = (torch.empty(shape, dtype=dtype, device=a.device) for shape in ((M, N), (N, M)))
+    launch = MLP_CODES_LAUNCH
+    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+    # As int32, because the bits of nonnegative numbers are ordered as the numbers are, and a maximum of fp32 skips NaN.
+    _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, scale_a, scale_b, scale_post, scale_out,
+                                largest.view(torch.int32), M, N, K, MAX=FP8_MAX[dtype], **launch)
+    return out, out_t
+
+
+def relu_square_codes(a, *others):
+    return (relu_square_codes_ref if _takes_ref(a, exact=False) else _relu_square_codes)(a, *others)
+
+
+def scaled_product(a, b, scale_a, scale_b, fast=False):
+    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer than 32 bits."""
+    if _takes_ref(a, exact=False):
+        return (a.float() @ b.float().mT * (scale_a * scale_b)).bfloat16()
+    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def _mlp_scales(scales, factor):
+    """0-D scales of x, W1, W2 with the factor, post, g, dpre from a row of `Fp8Mlps.scales`."""
+    x, w1, w2, *others = scales[:, 0].unbind()
+    return x, w1, w2 if factor is None else w2 * factor, *others
+
+
+@torch.library.custom_op("speedrun::mlp_fp8", mutates_args=("post_max",))
+def _mlp_fp8(x: Tensor, factor: Tensor | None, codes: Tensor, codes_t: Tensor, scales: Tensor, post_max: Tensor,
+             i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, transposed codes of x, codes of post in both layouts)."""
+    x_scale, w1_scale, w2_scale, post_scale, _, _ = _mlp_scales(scales[i], factor)
+    x8, x8_t = quantise_both(x, x_scale)
+    post, post_t = relu_square_codes(x8, codes[i, 0], x_scale, w1_scale, post_scale, post_max[i])
+    return scaled_product(post, codes_t[i, 1], post_scale, w2_scale, fast=True), x8_t, post, post_t
+
+
+@_mlp_fp8.register_fake
+def _(x, factor, codes, codes_t, scales, post_max, i):
+    (N, D), width = x.shape, codes.size(2)
+    return torch.empty_like(x), *(x.new_empty(shape, dtype=E4M3) for shape in ((D, N), (N, width), (width, N)))
+
+
+@torch.library.custom_op("speedrun::mlp_fp8_backward", mutates_args=("dpre_max",))
+def _mlp_fp8_backward(grad: Tensor, factor: Tensor | None, x8_t: Tensor, post: Tensor, post_t: Tensor, codes: Tensor,
+                      codes_t: Tensor, scales: Tensor, dpre_max: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dW1, and dW2 before the factor."""
+    x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = _mlp_scales(scales[i], factor)
+    g, g_t = quantise_both(grad.contiguous(), g_scale, E5M2)
+    dW2 = scaled_product(post_t, g_t, post_scale, g_scale)
+    dpre, dpre_t = relu_square_codes(g, codes[i, 1], g_scale, w2_scale, dpre_scale, dpre_max[i], post, post_scale)
+    return (scaled_product(dpre, codes_t[i, 0], dpre_scale, w1_scale),
+            scaled_product(dpre_t, x8_t, dpre_scale, x_scale), dW2)
+
+
+@_mlp_fp8_backward.register_fake
+def _(grad, factor, x8_t, post, post_t, codes, codes_t, scales, dpre_max, i):
+    weight = grad.new_empty(codes.shape[2:])
+    return torch.empty_like(grad, memory_format=torch.contiguous_format), weight, torch.empty_like(weight)
+
+
+class _MlpFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i):
+        y, *kept = _mlp_fp8(x, factor, codes, codes_t, scales, post_max, i)
+        ctx.save_for_backward(W2, factor, *kept, codes, codes_t, scales)
+        ctx.dpre_max, ctx.i = dpre_max, i  # not saved: the backward pass of a later layer changes it in between
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        W2, factor, *kept = ctx.saved_tensors
+        dx, dW1, dW2 = _mlp_fp8_backward(grad, factor, *kept, ctx.dpre_max, ctx.i)
+        dfactor = None
+        if factor is not None:
+            dfactor = (dW2.float() * W2.float()).sum().to(factor.dtype)
+            dW2 = dW2 * factor
+        return dx, dW1, dW2, dfactor, *[None] * 6
+
+
+class Fp8Mlps:
+    """y = mlps(i, x, W1, W2, factor): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16.
+
+    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. loss_scale: the
+    factor of the sum over tokens in the loss. Call `refresh` after every change of the bank, and after every
+    optimizer step. All tensors keep their addresses, because CUDA graphs read them.
+    """
+
+    def __init__(self, bank, loss_scale):
+        self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
+        self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
+        # In the order of _mlp_scales. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
+        self.scales = torch.ones(count, 6, 4, device=device)
+        self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
+        self.reset()
+
+    def reset(self):
+        """Forget all maxima and delayed scales, as before the first step, and quantise the bank."""
+        self.load_state_dict({"post_scale": 1.0, "dpre_scale": G8_SCALE * self.loss_scale})
+
+    def state_dict(self):
+        """The delayed scales, which the weights do not determine. Between steps there are no maxima to keep."""
+        return {"post_scale": self.scales[:, 3, 0].cpu(), "dpre_scale": self.scales[:, 5, 0].cpu()}
+
+    def load_state_dict(self, state):
+        """Load delayed scales, and quantise the bank, which must be loaded before."""
+        for column, value in ((0, X8_SCALE), (3, state["post_scale"]), (4, G8_SCALE * self.loss_scale),
+                              (5, state["dpre_scale"])):
+            self.scales[:, column, 0] = value
+        self.post_max.zero_()
+        self.dpre_max.zero_()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self, max_over_ranks=lambda maxima: None):
+        """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
+        for column, maxima, limit, floor in ((3, self.post_max, E4M3_MAX, POST_FLOOR),
+                                             (5, self.dpre_max, E5M2_MAX, DPRE_FLOOR)):
+            max_over_ranks(maxima)
+            usable = (maxima > 0) & maxima.isfinite()
+            scale = self.scales[:, column, 0]
+            scale.copy_(torch.where(usable, (maxima * (HEADROOM / limit)).clamp(min=floor), scale))
+            maxima.zero_()
+        largest = torch.linalg.vector_norm(self.bank, math.inf, (-2, -1)).float()
+        scale = self.scales[:, 1:3, 0].copy_((largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR))
+        quantise_both(self.bank.flatten(0, 1), scale.flatten(), E4M3,
+                      (self.codes.flatten(0, 1), self.codes_t.flatten(0, 1)))
+        torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a late backward pass raises an error
+
+    def __call__(self, i, x, W1, W2, factor=None):
+        """Raises a ValueError if an argument is wrong."""
+        _check("Fp8Mlps", "x", x, (len(x), self.codes.size(3)), torch.bfloat16, x.device)
+        for name, W in ("W1", W1), ("W2", W2):
+            _check("Fp8Mlps", name, W, self.codes.shape[2:], torch.bfloat16, x.device)
+        if any(size % 16 for size in (len(x), *W1.shape)):
+            raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got N = {len(x)}, (F, D) = {tuple(W1.shape)}")
+        return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i)
+
+
 # ======================================================================================================================
 # 5  Pointer: how much attention falls on earlier copies of the target
 #
