@@ -95,6 +95,11 @@ def _has_tma(device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def _is_hopper(device) -> bool:
+    """Whether the device has the matrix products of Hopper, which later GPUs lack."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def _shared_memory(device) -> int:
     """Bytes of shared memory that one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 2**20
@@ -1355,7 +1360,7 @@ def _relu_square(a, b, post=None):
     """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
     (M, K), N = a.shape, b.size(0)
     out = a.new_empty(M, N)
-    hopper = a.is_cuda and a.dtype == torch.bfloat16 and torch.cuda.get_device_capability(a.device)[0] == 9
+    hopper = a.dtype == torch.bfloat16 and _is_hopper(a.device)
     launch = MLP_HOPPER if hopper else MLP_LAUNCH[a.dtype]
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     if not hopper:
@@ -1467,6 +1472,10 @@ WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 # 128 x 64: lines of 128 bytes are read (bf16) and written to the transposed codes, 64 bytes to the other codes.
 QUANTISE_BOTH_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
+# Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
+# tiles of 16 KiB, one of which holds post and then the codes, the other the transposed codes, take 224 KiB.
+MLP_CODES_HOPPER = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)  # num_warps: of one warp group
+
 # GPUs other than Hopper that have FP8 (sm_89, sm_120): stages of 16 KiB; with the tile that is transposed, they fit the
 # 99 KiB of shared memory of these GPUs.
 MLP_CODES_LAUNCH = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)
@@ -1577,15 +1586,120 @@ def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut
     tl.store(OutT + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
+@gluon.jit
+def _mlp_codes_multiply(args, ME: gl.constexpr):
+    """Warp group ME (0 or 1), as in _mlp_multiply: products and epilogue of every second tile of this program."""
+    A, B, Post, Out, OutT, scales, a_ring, b_ring, full, free, posts, tiles, tiles_t, turn = args
+    ScaleA, ScaleB, ScalePost, ScaleOut, Largest = scales
+    MAX: gl.constexpr = 448.0 if Post is None else 57344.0
+    BLOCK_M: gl.constexpr = a_ring.shape[1]
+    BLOCK_N: gl.constexpr = b_ring.shape[1]
+    STAGES: gl.constexpr = a_ring.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    columns = gl.cdiv(Out.shape[1], BLOCK_N)
+    steps = gl.cdiv(A.shape[1], a_ring.shape[2])
+    buffer = tiles.index(ME)
+    buffer_t = tiles_t.index(ME)
+    scale = gl.load(ScaleA) * gl.load(ScaleB)
+    unit = gl.to_tensor(1.0) if Post is None else 2 * scale * gl.sqrt_rn(gl.load(ScalePost))
+    to_code = gl.div_rn(unit, gl.load(ScaleOut))
+    largest = gl.zeros((BLOCK_M,), gl.int32, gl.SliceLayout(1, LAYOUT))  # per row of a tile, over all tiles
+    step = ME * steps  # counts the steps of all tiles of this program, because both warp groups share one ring
+    count = 0  # counts the tiles of this warp group
+    for tile in range(gl.program_id(0) + ME * gl.num_programs(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns,
+                      2 * gl.num_programs(0)):
+        m = tile // columns * BLOCK_M
+        n = tile % columns * BLOCK_N
+        if Post is not None:
+            tma.store_wait(0)
+            mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
+            tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
+        mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+        for k in range(steps):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), _parity(step // STAGES, 0))
+            b = b_ring.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            step += 1
+        mbarrier.arrive(turn.index(1 - ME))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+        if Post is None:
+            pre = gl.maximum(acc * scale, 0.0, propagate_nan=NAN_STAYS).to(gl.bfloat16).to(gl.float32)
+            value = pre * pre
+            tma.store_wait(0)
+        else:
+            mbarrier.wait(posts.index(ME), _parity(count, 0))
+            value = acc * gl.sqrt(buffer.load(LAYOUT).to(gl.float8e4nv, bitcast=True).to(gl.float32))
+        largest = gl.maximum(largest, gl.max(gl.abs(value).to(gl.int32, bitcast=True), axis=1))
+        value = gl.minimum(value * to_code, MAX, propagate_nan=NAN_STAYS)
+        codes = gl.maximum(value, -MAX, propagate_nan=NAN_STAYS).to(Out.dtype)
+        buffer.store(codes)
+        buffer_t.permute((1, 0)).store(codes)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(Out, [m, n], buffer)
+        tma.async_copy_shared_to_global(OutT, [n, m], buffer_t)
+        step += steps  # the tile of the other warp group
+        count += 1
+    most = gl.max(largest, axis=0).to(gl.float32, bitcast=True) * gl.abs(unit)
+    gl.atomic_max(Largest, most.to(gl.int32, bitcast=True), sem="relaxed")
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _mlp_codes_hopper_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut, Largest,
+                             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                             STAGES: gl.constexpr):
+    """Computes the same as _mlp_codes_kernel, from descriptors of blocks of the operands; the barriers and the order of
+    the work are those of _mlp_hopper_kernel."""
+    a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
+    b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
+    tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
+    tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(posts.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    scales = (ScaleA, ScaleB, ScalePost, ScaleOut, Largest)
+    args = (A, B, Post, Out, OutT, scales, a_ring, b_ring, full, free, posts, tiles, tiles_t, turn)
+    fetch = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
+    gl.warp_specialize([(_mlp_codes_multiply, (args, 0)), (_mlp_codes_multiply, (args, 1)), (_mlp_fetch, (fetch,))],
+                       [4, 1], [240, 24])
+
+
 def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
     """Launch the kernel that computes relu_square_codes_ref."""
     (M, K), N, dtype = a.shape, b.size(0), E4M3 if post is None else E5M2
     out, out_t = (torch.empty(shape, dtype=dtype, device=a.device) for shape in ((M, N), (N, M)))
-    launch = MLP_CODES_LAUNCH
+    launch = MLP_CODES_HOPPER if _is_hopper(a.device) else MLP_CODES_LAUNCH
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+    scales = scale_a, scale_b, scale_post, scale_out, largest.view(torch.int32)
+    if _is_hopper(a.device):
+        swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+        def blocks(tensor, rows, columns):
+            """TMA descriptor of tiles of these launch parameters."""
+            block = [launch[rows], launch[columns]]
+            return None if tensor is None else GluonDescriptor.from_tensor(tensor, block, swizzle)
+
+        if post is not None:
+            post = post.view(dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
+        _mlp_codes_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
+            blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
+            blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), *scales, **launch)
+        return out, out_t
     # As int32, because the bits of nonnegative numbers are ordered as the numbers are, and a maximum of fp32 skips NaN.
-    _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, scale_a, scale_b, scale_post, scale_out,
-                                largest.view(torch.int32), M, N, K, MAX=FP8_MAX[dtype], **launch)
+    _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, *scales, M, N, K, MAX=FP8_MAX[dtype], **launch)
     return out, out_t
 
 

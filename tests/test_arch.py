@@ -18,10 +18,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# Shared memory that a block may use, by compute capability: RTX 3090 (A100, sm_80: 163; RTX 4090, sm_89: 99), RTX 5090.
-SHARED_KIB = {86: 99, 120: 99}
-HOPPER_ONLY = {"_mlp_hopper_kernel"}  # 9.0; other GPUs take _mlp_kernel
-FP8_ONLY = {"_quantise_kernel"}  # 8.9 and up
+# Shared memory that a block may use, by compute capability: RTX 3090 (A100, sm_80: 163; RTX 4090, sm_89: 99), H100,
+# RTX 5090.
+SHARED_KIB = {86: 99, 90: 227, 120: 99}
+HOPPER_ONLY = {"_mlp_hopper_kernel", "_mlp_codes_hopper_kernel"}  # 9.0
+NOT_HOPPER = {"_mlp_kernel", "_mlp_codes_kernel"}  # what other GPUs take
+FP8_ONLY = {"_quantise_kernel", "_quantise_both_kernel", "_mlp_codes_kernel"}  # 8.9 and up
 
 
 def compile_all(arch):
@@ -45,7 +47,7 @@ def compile_all(arch):
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, exact=True: False
     tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
-    tk._has_tma = lambda device: arch >= 90
+    tk._has_tma, tk._is_hopper = lambda device: arch >= 90, lambda device: arch == 90
     bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     torch.compile = lambda function, **options: function  # only for peers, which do not run; spares seconds of imports
@@ -55,7 +57,10 @@ def compile_all(arch):
                 case.run()
     if arch >= 89:
         x = bench.rand(1024, 768)
-        tk._quantise_kernel[(1,)](x, x.to(torch.float8_e4m3fn), x.numel(), 1.0, MAX=tk.E4M3_MAX, **tk.QUANTISE_LAUNCH)
+        tk._quantise_kernel[(1,)](x, x.to(tk.E4M3), x.numel(), 1.0, MAX=tk.E4M3_MAX, **tk.QUANTISE_LAUNCH)
+        one, W = torch.ones(()), bench.rand(3072, 768, dtype=tk.E4M3)
+        post, _ = tk._relu_square_codes(tk.quantise_both(x, one)[0], W, *[one] * 4)
+        tk._relu_square_codes(tk.quantise_both(x, one, tk.E5M2)[0], W, *[one] * 4, post, one)
     return compiled
 
 
@@ -75,7 +80,8 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     nodes = ast.parse((ROOT / "triton_kernels.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.decorator_list]
     kernels = {node.name for node in functions if node.name.endswith("_kernel")}
-    assert {name for name, *_ in rows} == kernels - HOPPER_ONLY - (set() if arch >= 89 else FP8_ONLY)
+    others = NOT_HOPPER if arch == 90 else HOPPER_ONLY
+    assert {name for name, *_ in rows} == kernels - others - (set() if arch >= 89 else FP8_ONLY)
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
 
 
