@@ -1438,7 +1438,7 @@ def mlp(x, W1, W2):
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
 #
-#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces factor · mlp(x, W1, W2), a 0-D factor, or None for 1
+#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D, or None for 1
 #
 #   product           operands (scale)                            result
 #   pre = x W1ᵀ       x e4m3 (2⁻⁴), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
@@ -1708,7 +1708,7 @@ def relu_square_codes(a, *others):
 
 
 def scaled_product(a, b, scale_a, scale_b, fast=False):
-    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer than 32 bits."""
+    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer bits."""
     if _takes_ref(a, exact=False):
         return (a.float() @ b.float().mT * (scale_a * scale_b)).bfloat16()
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
@@ -1829,7 +1829,7 @@ class Fp8Mlps:
         for name, W in ("W1", W1), ("W2", W2):
             _check("Fp8Mlps", name, W, self.codes.shape[2:], torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
-            raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got N = {len(x)}, (F, D) = {tuple(W1.shape)}")
+            raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i)
 
 

@@ -37,6 +37,10 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
         0, 2 * N * (3 * channels + 2 * gates))),
     "mlp": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + F))),  # relu(x W1ᵀ)²
     "mlp_backward": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + 2 * F))),  # dpre
+    # In FP8, whose limit is twice as high, so that an operation counts as half of one.
+    "mlp_codes": ("_mlp_codes_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
+    "mlp_codes_backward": ("_mlp_codes_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
+    "quantise_both": ("_quantise_both_kernel", lambda size: (0, 4 * size)),
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
@@ -46,7 +50,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
 
 def plain(name):
     """The name in WORK of a kernel."""
-    return name.replace("_mlp_hopper_kernel", "_mlp_kernel")
+    return name.replace("_hopper_kernel", "_kernel")
 
 
 def seen_pairs(lengths, window):
@@ -65,7 +69,10 @@ def calls(run):
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
             for layer in layers:
-                yield from (("mlp", N, D, F), ("mlp_backward", N, D, F)) * layer.get("mlps", 1)
+                mlp = ("mlp", N, D, F), ("mlp_backward", N, D, F)
+                if run.get("fp8_mlps"):
+                    mlp = ("mlp_codes", N, D, F), ("mlp_codes_backward", N, D, F), *[("quantise_both", N * D)] * 2
+                yield from mlp * layer.get("mlps", 1)
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
                     widths = [0.5 if layer.get(key) else 1 for key in ("narrow", "narrow_values")]
@@ -87,6 +94,8 @@ def calls(run):
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
             for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
                 yield "embedding_grad", N, D, touched
+        if run.get("fp8_mlps"):
+            yield "quantise_both", 2 * F * D * sum(layer.get("mlps", 1) for layer in layers)
         for n, R, C in run.get("polar", run["banks"]):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]

@@ -260,6 +260,45 @@ def mlp_cases():
         yield Case("mlp: postᵀ g (library)", shape, partial(torch.matmul, post.t(), g), **work)
 
 
+def fp8_cases():
+    """The MLP in FP8: quantising, the two kernels, the library's products, and all of it beside the MLP in bf16."""
+    count, width = sum(layer.mlps for layer in CONFIG.model.layers), 4 * D
+    bank = rand(count, 2, width, D) * D**-0.5
+    mlps = tk.Fp8Mlps(bank, 1.0)
+    yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=4 * bank.numel(), calls=1)
+    (W1, W2), (W1_t, W2_t) = mlps.codes[0], mlps.codes_t[0]
+    x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = tk._mlp_scales(mlps.scales[0], None)
+    for N in TOKENS:
+        shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
+        x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
+        for name, args in ("x", (x, x_scale)), ("g", (g, g_scale, tk.E5M2)):
+            yield Case(f"quantise_both: {name}", shape, partial(tk.quantise_both, *args), bytes=4 * N * D,
+                       calls=MICRO * count)
+        (x8, x8_t), (g8, g8_t) = tk.quantise_both(x, x_scale), tk.quantise_both(g, g_scale, tk.E5M2)
+        up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
+        post, post_t = tk.relu_square_codes(*up)
+        yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up), {
+            "product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)},
+            bytes=N * (D + 2 * width), **each)
+        down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
+        dpre, dpre_t = tk.relu_square_codes(*down)
+        yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down), {
+            "product alone": partial(tk.scaled_product, g8, W2, g_scale, w2_scale)}, bytes=N * (D + 3 * width), **each)
+        for name, *args in (("post W2", post, W2_t, post_scale, w2_scale, True),
+                            ("postᵀ g", post_t, g8_t, post_scale, g_scale),
+                            ("dpre W1", dpre, W1_t, dpre_scale, w1_scale),
+                            ("dpreᵀ x", dpre_t, x8_t, dpre_scale, x_scale)):
+            yield Case(f"mlp, FP8: {name} (library)", shape, partial(tk.scaled_product, *args),
+                       bytes=N * (3 * D + width), **each)
+        leaves = [t.requires_grad_() for t in (x, *bank[0].clone())]
+
+        def whole(mlp, leaves=leaves, g=g):
+            torch.autograd.grad(mlp(*leaves), leaves, g)
+
+        yield Case("mlp, FP8: all of it", shape, partial(whole, partial(mlps, 0)), {"bf16": partial(whole, tk.mlp)},
+                   fp8=12 * N * D * width, bytes=N * (13 * D + 7 * width))
+
+
 def head_cases():
     weights = torch.tensor([1.0, 0.5, 0.25], device=DEVICE)
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
@@ -368,7 +407,8 @@ def optimizer_cases():
 
 
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
-                pointer=pointer_cases, head=head_cases, embedding=embedding_cases, optimizer=optimizer_cases)
+                fp8=fp8_cases, pointer=pointer_cases, head=head_cases, embedding=embedding_cases,
+                optimizer=optimizer_cases)
 
 
 def main():

@@ -1,8 +1,8 @@
 """The FP8 MLP. The references are held against fp64; on a GPU, the kernels are held against the references.
 
 Triton's interpreter rounds to bf16 and FP8 wrongly. On a CPU it runs the kernels on numbers that need no rounding,
-which covers layouts, edges, scales and maxima. Oracles are in fp64 and round with `rounded`, which knows the formats only
-by their definition.
+which covers layouts, edges, scales and maxima. Oracles are in fp64 and round with `rounded`, which knows only the
+definition of the formats.
 """
 
 import math
@@ -323,9 +323,14 @@ def test_error_bounds(device):
         assert (error <= allowed).all() and error.norm() <= 0.15 * b.norm(), name
 
 
+@pytest.mark.parametrize("references", [True, False])
 @pytest.mark.parametrize("factor", [0.5, None])
-def test_mlp_of_small_integers(factor, device):
-    """No code is rounded, so all results are those of exact arithmetic, rounded to bf16 once."""
+def test_mlp_of_small_integers(factor, references, device, monkeypatch):
+    """No code is rounded, so all results are those of exact arithmetic, rounded to bf16 once.
+
+    The kernels and the library's products on the one hand, the references on the other, on every machine.
+    """
+    monkeypatch.setattr(tk, "_takes_ref", lambda *tensors, exact=True: references)
     N, D, F = 48, 64, 80
     bank = torch.stack([sparse_signs(F, D, D), sparse_signs(F, D, D)])[None]
     bank[:, :, 0, 0] = 1.75  # meets only zeros of x and g; the scale 1.75 / 448 is a power of two
@@ -448,7 +453,7 @@ def test_bank_must_not_be_quantised_before_backward(device):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(8, 32, dtype=BF16)), r"multiples of 16, got N = 8, \(F, D\) = \(48, 32\)"),
+    (dict(x=torch.ones(8, 32, dtype=BF16)), r"multiples of 16, got 8 and \(48, 32\)"),
     (dict(x=torch.ones(16, 32)), "x must be contiguous torch.bfloat16 .* got torch.float32"),
     (dict(x=torch.ones(16, 48, dtype=BF16)), r"x must be .* shape \(16, 32\) .* got .* shape \(16, 48\)"),
     (dict(W2=torch.ones(32, 48, dtype=BF16).mT), r"W2 must be contiguous .* strides \(1, 48\)")])

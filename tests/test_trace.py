@@ -321,26 +321,28 @@ def test_work_by_counting():
     assert found["mlp"] == [(2 * product, 3 * stream)] * 12 and found["XXT"][0][0] == 4 * 2 * 128**2 * 256
 
 
-def test_rates_of_our_kernels():
+@pytest.mark.parametrize("mlp, others", [("mlp", {"mlp_codes", "mlp_codes_backward", "quantise_both"}),
+                                         ("mlp_codes", {"mlp", "mlp_backward"})])
+def test_rates_of_our_kernels(mlp, others):
     """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
     does not count. A missing launch leaves no rate."""
-    rec = Recorder()
+    rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes"}
     for step in RUN["steps"]:
         launches = []
-        for name, *sizes in work.calls(RUN | {"steps": [step]}):
+        for name, *sizes in work.calls(run | {"steps": [step]}):
             (flops, data), kernels = work.WORK[name][1](*sizes), work.WORK[name][0].split()
             us = 4e6 * max(flops / 1e12, data / 1e11) / len(kernels)
-            launches += [(kernel.replace("_mlp_", "_mlp_hopper_"), None, us) for kernel in kernels]
+            launches += [(kernel.replace(f"_{mlp}_", f"_{mlp}_hopper_"), None, us) for kernel in kernels]
         rec.range(f"step {step['step']}", *(lambda launch=launch: rec.kernel(*launch) for launch in launches))
-    result = trace.analyse(rec.trace(**RUN))
+    result = trace.analyse(rec.trace(**run))
     rows = {name: rest for name, *rest in result["rates"]}
-    assert {name for names in rows for name in names.split()} == set(work.WORK)
+    assert {name for names in rows for name in names.split()} == set(work.WORK) - others
     assert all(part == pytest.approx(0.25) for *_, part in rows.values())
     assert rows["project"][0] == 6 and rows["project"][1] == pytest.approx(6 * 4e3 * 6 * 64 * 256**2 / 1e12)
     assert re.search(r"^project +6 +\d+\.\d{3} +0\.25 TFLOP/s +25\.0%$", trace.table(result), re.M)
-    rec.events.remove(max((e for e in rec.events if e["name"] == "_mlp_hopper_kernel"), key=lambda e: e["ts"]))
-    result = trace.analyse(rec.trace(**RUN))
-    assert [name for name, *_, part in result["rates"] if part is None] == ["mlp mlp_backward"]
+    rec.events.remove(max((e for e in rec.events if e["name"] == f"_{mlp}_hopper_kernel"), key=lambda e: e["ts"]))
+    result = trace.analyse(rec.trace(**run))
+    assert [name for name, *_, part in result["rates"] if part is None] == [f"{mlp} {mlp}_backward"]
     assert "launches?" in trace.table(result)
 
 
