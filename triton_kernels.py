@@ -1280,12 +1280,36 @@ def _mlp_fetch(args):
 
 
 @gluon.jit
+def _mlp_sums(args, step, count, ME: gl.constexpr, LAYOUT: gl.constexpr):
+    """The products of one tile, the tile `count` of warp group ME, from its first step on."""
+    A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = args
+    BLOCK_M: gl.constexpr = a_ring.shape[1]
+    BLOCK_N: gl.constexpr = b_ring.shape[1]
+    STAGES: gl.constexpr = a_ring.shape[0]
+    # The turn is also needed for correctness: a barrier has one bit of phase, so no warp group may wait for a stage two
+    # rounds of the ring ahead. Warp group 0 has the first turn.
+    mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
+    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+    for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), _parity(step // STAGES, 0))
+        b = b_ring.index(stage).permute((1, 0))
+        acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    mbarrier.arrive(turn.index(1 - ME))
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+    return acc
+
+
+@gluon.jit
 def _mlp_multiply(args, ME: gl.constexpr):
     """Warp group ME (0 or 1): products and epilogue of every second tile of this program."""
     A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = args
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
-    STAGES: gl.constexpr = a_ring.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     steps = gl.cdiv(A.shape[1], a_ring.shape[2])
@@ -1300,21 +1324,7 @@ def _mlp_multiply(args, ME: gl.constexpr):
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
-        # The turn is also needed for correctness: a barrier has one bit of phase, so no warp group may wait for a stage
-        # two rounds of the ring ahead. Warp group 0 has the first turn.
-        mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        for k in range(steps):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), _parity(step // STAGES, 0))
-            b = b_ring.index(stage).permute((1, 0))
-            acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        mbarrier.arrive(turn.index(1 - ME))
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+        acc = _mlp_sums(args, step, count, ME, LAYOUT)
         # In bf16 arithmetic on purpose: one instruction for two elements, and conversions in pairs. Doubling is exact.
         if Post is None:
             pre = gl.maximum(acc, 0.0, propagate_nan=NAN_STAYS).to(Out.dtype)
@@ -1327,9 +1337,21 @@ def _mlp_multiply(args, ME: gl.constexpr):
         buffer.store(result)
         fence_async_shared()
         tma.async_copy_shared_to_global(Out, [m, n], buffer)
-        step += steps  # the tile of the other warp group
+        step += 2 * steps  # of this tile and of the tile of the other warp group
         count += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def _init_barriers(full, free, posts, turn):
+    STAGES: gl.constexpr = full.shape[0]
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(posts.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
 
 
 @gluon.jit
@@ -1343,13 +1365,7 @@ def _mlp_hopper_kernel(A, B, Post, Out, BLOCK_M: gl.constexpr, BLOCK_N: gl.const
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(posts.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()
+    _init_barriers(full, free, posts, turn)
     args = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
     gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
@@ -1589,12 +1605,11 @@ def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut
 @gluon.jit
 def _mlp_codes_multiply(args, ME: gl.constexpr):
     """Warp group ME (0 or 1), as in _mlp_multiply: products and epilogue of every second tile of this program."""
-    A, B, Post, Out, OutT, scales, a_ring, b_ring, full, free, posts, tiles, tiles_t, turn = args
-    ScaleA, ScaleB, ScalePost, ScaleOut, Largest = scales
+    common, OutT, tiles_t, ScaleA, ScaleB, ScalePost, ScaleOut, Largest = args
+    A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = common
     MAX: gl.constexpr = 448.0 if Post is None else 57344.0
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
-    STAGES: gl.constexpr = a_ring.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     steps = gl.cdiv(A.shape[1], a_ring.shape[2])
@@ -1614,19 +1629,7 @@ def _mlp_codes_multiply(args, ME: gl.constexpr):
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
-        mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        for k in range(steps):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), _parity(step // STAGES, 0))
-            b = b_ring.index(stage).permute((1, 0))
-            acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        mbarrier.arrive(turn.index(1 - ME))
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
+        acc = _mlp_sums(common, step, count, ME, LAYOUT)
         if Post is None:
             pre = gl.maximum(acc * scale, 0.0, propagate_nan=NAN_STAYS).to(gl.bfloat16).to(gl.float32)
             value = pre * pre
@@ -1642,7 +1645,7 @@ def _mlp_codes_multiply(args, ME: gl.constexpr):
         fence_async_shared()
         tma.async_copy_shared_to_global(Out, [m, n], buffer)
         tma.async_copy_shared_to_global(OutT, [n, m], buffer_t)
-        step += steps  # the tile of the other warp group
+        step += 2 * steps  # of this tile and of the tile of the other warp group
         count += 1
     most = gl.max(largest, axis=0).to(gl.float32, bitcast=True) * gl.abs(unit)
     gl.atomic_max(Largest, most.to(gl.int32, bitcast=True), sem="relaxed")
@@ -1663,17 +1666,10 @@ def _mlp_codes_hopper_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, S
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(posts.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()
-    scales = (ScaleA, ScaleB, ScalePost, ScaleOut, Largest)
-    args = (A, B, Post, Out, OutT, scales, a_ring, b_ring, full, free, posts, tiles, tiles_t, turn)
-    fetch = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
-    gl.warp_specialize([(_mlp_codes_multiply, (args, 0)), (_mlp_codes_multiply, (args, 1)), (_mlp_fetch, (fetch,))],
+    _init_barriers(full, free, posts, turn)
+    common = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
+    args = (common, OutT, tiles_t, ScaleA, ScaleB, ScalePost, ScaleOut, Largest)
+    gl.warp_specialize([(_mlp_codes_multiply, (args, 0)), (_mlp_codes_multiply, (args, 1)), (_mlp_fetch, (common,))],
                        [4, 1], [240, 24])
 
 
