@@ -6,6 +6,7 @@ definition of the formats.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -121,6 +122,7 @@ def either_kernel(request, monkeypatch):
         if not ON_GPU:
             pytest.skip("the interpreter runs only this kernel")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    return request.param
 
 
 def sparse_signs(rows, columns, count):
@@ -129,13 +131,15 @@ def sparse_signs(rows, columns, count):
     return signs.scatter_(1, torch.randint(1, columns, (rows, count)), torch.randint(0, 2, (rows, count)) * 2.0 - 1)
 
 
-@pytest.mark.parametrize("M, N, K", [(1, 16, 16), (70, 136, 40), (200, 144, 136),
+@pytest.mark.parametrize("M, N, K", [(1, 3, 5), (70, 136, 40), (16, 16, 16), (208, 144, 144),
                                      *[pytest.param(N, 3072, 768, marks=gpu) for N in (1008, 16384)]])
 def test_products_of_small_integers(M, N, K, device, either_kernel):
     """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima.
 
     torch.empty returns NaN. Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2.
     """
+    if ON_GPU and either_kernel == "best" and (M % 16 or N % 16 or K % 16):
+        pytest.skip("the kernel of Hopper takes rows of whole 16 bytes")
     a, g, b = (sparse_signs(*shape) for shape in ((M, K, 4), (M, K, 2), (N, K, K)))
     scales = scalar(0.25, device), scalar(-2.0, device), scalar(4.0, device)
     largest = torch.zeros(3, device=device)
@@ -190,11 +194,13 @@ def test_codes_of_products(N, device, either_kernel):
         wanted, _ = tk.relu_square_codes_ref(*args[:2], *scales, largest[1], *args[2:])
         assert torch.equal(bits(got_t), bits(got).mT)
         torch.testing.assert_close(largest[0], largest[1], rtol=2e-2, atol=0)  # one step of bf16, squared
-        same = (bits(got) == bits(wanted)).double().mean()
-        print(N, same)
-        assert same > 0.98
-        step = 2.0 ** -FORMATS[got.dtype][0]  # to the next code, at most; half a step of bf16 is far less
-        torch.testing.assert_close(got.double(), wanted.double(), rtol=1.01 * step, atol=1e-2)
+        # The FP8 units of Hopper keep about 14 bits of a sum, so some sums round to another bf16 value or code.
+        same = (bits(got) == bits(wanted)).double().mean().item()
+        print(f"{N}: {same:.4f} of the codes are the same")
+        assert same > 0.9
+        step = 2.0 ** -FORMATS[got.dtype][0]  # to the next code, at most
+        torch.testing.assert_close(got.double(), wanted.double(), rtol=1.01 * step,
+                                   atol=2e-3 * wanted.double().abs().max().item())
 
 
 @gpu
@@ -276,8 +282,9 @@ def test_mlp_against_the_definition(N, D, F, factor, device):
         terms = b if b.ndim else wanted[3].norm() / factor.abs() * bank[1, 1].double().norm()  # of dfactor cancel
         error = ((a.double() - b).norm() / terms.norm()).item()
         print(f"{name} {error:.5f}")
-        # Results are rounded to bf16, dW2 twice, and few codes differ. Seen: .0028.
-        assert a.dtype == BF16 and error < 2**-8, (name, error)
+        # Results are rounded to bf16, dW2 twice, and few codes differ. Seen: .0028 (CPU). A GPU keeps fewer bits of the
+        # sums, so more codes differ; the formats themselves cost .06 to .1, see below.
+        assert a.dtype == BF16 and error < (2**-5 if ON_GPU else 2**-8), (name, error)
     for maxima, value in zip((mlps.post_max, mlps.dpre_max), wanted[5:]):
         assert maxima[0] == 0 and maxima[1].item() == pytest.approx(value.item(), rel=1e-2)
 
@@ -366,12 +373,43 @@ def test_compiled(device):
             torch._dynamo.mark_dynamic(leaves[0], 0)
             y = call(*leaves)
             results.append((y, *torch.autograd.grad(y, leaves, g)))
-        for a, b in zip(*results):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3) if ON_GPU else torch.testing.assert_close(
-                a, b, rtol=0, atol=0)
+        for a, b in zip(*results):  # Inductor rounds tanh otherwise, which changes codes
+            assert (a.double() - b.double()).norm() <= (2**-5 if ON_GPU else 0) * b.double().norm()
         for name in ("post_max", "dpre_max"):
             torch.testing.assert_close(getattr(eager, name), getattr(compiled, name), rtol=2e-2 * ON_GPU, atol=0)
             assert (getattr(eager, name) > 0).all()
+
+
+@gpu
+def test_backward_in_a_new_thread(device):
+    """The backward pass as the first CUDA call of its thread, which happens in the autograd engine."""
+    bank, x, g, factor = inputs(1008, 768, 3072, device, count=1)
+    m = tk.Fp8Mlps(bank, LOSS_SCALE)
+    state = m.codes, m.codes_t, m.scales
+    _, *kept = tk._mlp_fp8(x, factor, *state, m.post_max, 0)
+    args = g, factor, *kept, *state, m.dpre_max, 0
+    with ThreadPoolExecutor(1) as new:
+        got = new.submit(tk._mlp_fp8_backward, *args).result()
+    assert all(torch.equal(a, b) for a, b in zip(got, tk._mlp_fp8_backward(*args)))
+
+
+@gpu
+def test_graph(device):
+    """A captured step replays with the codes, scales and maxima of its time, as if launched one by one."""
+    bank, x, g, factor = inputs(1008, 768, 3072, device, count=1)
+    graphed, plain = (tk.Fp8Mlps(bank.clone(), LOSS_SCALE) for _ in range(2))
+    run(graphed, 0, x, g, factor)  # compiles the kernels
+    graphed.reset()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        results = run(graphed, 0, x, g, factor)
+    for _ in range(3):
+        graph.replay()
+        assert all(map(torch.equal, results, run(plain, 0, x, g, factor)))
+        assert torch.equal(graphed.post_max, plain.post_max) and torch.equal(graphed.dpre_max, plain.dpre_max)
+        for mlps in graphed, plain:
+            mlps.bank.mul_(1.1)
+            mlps.refresh()
 
 
 def test_registration(device):
