@@ -1372,6 +1372,14 @@ def _mlp_hopper_kernel(A, B, Post, Out, BLOCK_M: gl.constexpr, BLOCK_N: gl.const
                        [240, 24])
 
 
+def _tma_blocks(launch, tensor, rows, columns):
+    """TMA descriptor of tiles of these launch parameters; None for no tensor."""
+    if tensor is None:
+        return None
+    swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=2)
+    return GluonDescriptor.from_tensor(tensor, [launch[rows], launch[columns]], swizzle)
+
+
 def _relu_square(a, b, post=None):
     """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
     (M, K), N = a.shape, b.size(0)
@@ -1385,15 +1393,10 @@ def _relu_square(a, b, post=None):
     if any(t.data_ptr() % 16 for t in (a, b)):
         raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
 
-    def blocks(tensor, rows, columns):
-        """TMA descriptor of tiles of these launch parameters."""
-        swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-        return GluonDescriptor.from_tensor(tensor, [launch[rows], launch[columns]], swizzle)
-
-    programs = min(tiles, _sm_count(a.device))
+    programs, blocks = min(tiles, _sm_count(a.device)), functools.partial(_tma_blocks, launch)
     _mlp_hopper_kernel[(programs,)](
-        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"),
-        None if post is None else blocks(post, "BLOCK_M", "BLOCK_N"), blocks(out, "BLOCK_M", "BLOCK_N"), **launch)
+        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
+        blocks(out, "BLOCK_M", "BLOCK_N"), **launch)
     return out
 
 
@@ -1458,14 +1461,16 @@ def mlp(x, W1, W2):
 #
 #   product           operands (scale)                            result
 #   pre = x W1ᵀ       x e4m3 (2⁻⁴), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
-#   y = post W2       post, W2 e4m3 (exact, times factor)         bf16; the only product with fast accumulation
+#   y = post W2       post, W2 e4m3 (exact, times factor)         bf16, with fast accumulation
 #   dW2 = postᵀ g     post, g e5m2 (2⁻⁶ · loss_scale)             bf16, then times factor
 #   dpost = g W2ᵀ     g, W2                                       dpre = 2 dpost √post, e5m2 codes (delayed)
 #   dW1 = dpreᵀ x     dpre, x                                     bf16
 #   dx = dpre W1      dpre, W1                                    bf16
 #
-#   x (N, D) bf16, RMS-normed, N a multiple of 16; W1 and W2 (F, D) bf16, the matrices i of the bank; sums in fp32.
-#   Gradient of the factor: the sum of dW2, before the factor, times W2.
+#   x (N, D) bf16, RMS-normed, N a multiple of 16; W1 and W2 (F, D) bf16, the matrices i of the bank. Gradient of the
+#   factor: the sum of dW2, before the factor, times W2. Sums are in fp32, of which Hopper keeps about 14 bits with fast
+#   accumulation. So do the two kernels here, forward and backward: their sums have only D terms, and codes of 3 or 4
+#   significant bits follow.
 #
 # Real value = code · scale. Codes are values / scale, saturated and rounded once. FP8 products want both operands
 # contiguous along the summed axis, so what meets two products is stored in both layouts. The producer writes both:
@@ -1485,11 +1490,14 @@ HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that 
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 
-# 128 x 64: lines of 128 bytes are read (bf16) and written to the transposed codes, 64 bytes to the other codes.
+# Not measured yet. 128 x 64: reads of bf16 and writes of the transposed codes are lines of 128 bytes, the other writes
+# are 64 bytes.
 QUANTISE_BOTH_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 # Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
-# tiles of 16 KiB, one of which holds post and then the codes, the other the transposed codes, take 224 KiB.
+# tiles of 16 KiB, one of which holds post and then the codes, the other the transposed codes, take 224 KiB. Each warp
+# group writes its transposed tile byte by byte, 128 bytes per thread: the lanes of a warp write 8 neighbouring bytes of
+# 4 rows, which the swizzle puts into different banks.
 MLP_CODES_HOPPER = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)  # num_warps: of one warp group
 
 # GPUs other than Hopper that have FP8 (sm_89, sm_120): stages of 16 KiB; with the tile that is transposed, they fit the
@@ -1677,29 +1685,25 @@ def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, sc
     """Launch the kernel that computes relu_square_codes_ref."""
     (M, K), N, dtype = a.shape, b.size(0), E4M3 if post is None else E5M2
     out, out_t = (torch.empty(shape, dtype=dtype, device=a.device) for shape in ((M, N), (N, M)))
-    launch = MLP_CODES_HOPPER if _is_hopper(a.device) else MLP_CODES_LAUNCH
+    hopper = _is_hopper(a.device)
+    launch = MLP_CODES_HOPPER if hopper else MLP_CODES_LAUNCH
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+    # The maximum as int32: the bits of nonnegative numbers are ordered as the numbers are, and NaN is the largest.
     scales = scale_a, scale_b, scale_post, scale_out, largest.view(torch.int32)
-    if _is_hopper(a.device):
-        swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-
-        def blocks(tensor, rows, columns):
-            """TMA descriptor of tiles of these launch parameters."""
-            block = [launch[rows], launch[columns]]
-            return None if tensor is None else GluonDescriptor.from_tensor(tensor, block, swizzle)
-
-        if post is not None:
-            post = post.view(dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
-        _mlp_codes_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
-            blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
-            blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), *scales, **launch)
+    if not hopper:
+        _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, *scales, M, N, K, MAX=FP8_MAX[dtype], **launch)
         return out, out_t
-    # As int32, because the bits of nonnegative numbers are ordered as the numbers are, and a maximum of fp32 skips NaN.
-    _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, *scales, M, N, K, MAX=FP8_MAX[dtype], **launch)
+    if post is not None:
+        post = post.view(dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
+    blocks = functools.partial(_tma_blocks, launch)
+    _mlp_codes_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
+        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
+        blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), *scales, **launch)
     return out, out_t
 
 
 def relu_square_codes(a, *others):
+    """relu_square_codes_ref, or its kernel on a GPU. On Hopper, K, M and N are multiples of 16."""
     return (relu_square_codes_ref if _takes_ref(a, exact=False) else _relu_square_codes)(a, *others)
 
 
