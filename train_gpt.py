@@ -291,6 +291,7 @@ class System:
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head, if the GPU has FP8
+    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8 (PR 349)
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
@@ -510,19 +511,21 @@ def capability(device) -> dict[str, str]:
             "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no", "hardware_tma": "yes" if major >= 9 else "no"}
 
 
-def uses_fp8(config, device) -> bool:
-    """Whether the training head runs in FP8: if --fp8 is true and the GPU has FP8."""
-    return config.system.fp8 and capability(device)["hardware_fp8"] == "yes"
+def settle_fp8(config, device) -> Config:
+    """The config with fp8 and fp8_mlp off where the GPU lacks FP8."""
+    has_fp8 = capability(device)["hardware_fp8"] == "yes"
+    return with_system(config, fp8=config.system.fp8 and has_fp8, fp8_mlp=config.system.fp8_mlp and has_fp8)
 
 
 def choose_kernels(config, device):
-    """(config with fp8 off where the GPU lacks FP8, implementations of all operations, {operation: name})."""
-    fp8 = uses_fp8(config, device)
+    """(result of settle_fp8, implementations of all operations, {operation: name})."""
+    config = settle_fp8(config, device)
     try:
         ops, names = kernels.choose_ops(device, config.system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return (with_system(config, fp8=fp8), ops, names | {"head": "fp8" if fp8 else config.system.dtype})
+    names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
+    return config, ops, names | ({"mlp": "fp8"} if config.system.fp8_mlp else {})
 
 
 def trace_range(name):
@@ -749,7 +752,7 @@ class GPT(nn.Module):
     def __init__(self, config: Model, ops, dtype, device):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.table = param_table(config)
+        self.table, self.fp8_mlps = param_table(config), None
         fields = "attention", "value_embed", "skip_from", "xsa"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
         for param in self.table:
@@ -828,8 +831,9 @@ class GPT(nn.Module):
         # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
         # bank of zeros per layer (PR 233).
         attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
-        matrices = iter(self.mlp_bank.to(dtype).view(-1, model.mlp_dim, D).unbind(0))
-        mlp_weights = [[(next(matrices), next(matrices)) for _ in range(layer.mlps)] for layer in model.layers]
+        matrices = self.mlp_bank.to(dtype).view(-1, model.mlp_dim, D).unbind(0)
+        slots = enumerate(zip(matrices[::2], matrices[1::2]))
+        mlp_weights = [[next(slots) for _ in range(layer.mlps)] for layer in model.layers]
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
         values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
         if self.with_values:
@@ -895,7 +899,10 @@ class GPT(nn.Module):
 
         def mlps(x, i, factor=None):
             """RMS-normed stream (N, D) -> sum of the MLPs of layer i (N, D), times a 0-D factor."""
-            first, *others = (ops.mlp(x, W1, W2 if factor is None else factor * W2) for W1, W2 in mlp_weights[i])
+            fp8 = self.fp8_mlps if torch.is_grad_enabled() else None  # validation is in bf16
+            first, *others = (
+                fp8(slot, x, W1, W2, factor) if fp8 else ops.mlp(x, W1, W2 if factor is None else factor * W2)
+                for slot, (W1, W2) in mlp_weights[i])
             return sum(others, first)
 
         lane0, lane1 = x0, None
@@ -1752,6 +1759,8 @@ class Trainer:
         if config.model.bigram_normal:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
+        if config.system.fp8_mlp:
+            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
             self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,
@@ -1798,7 +1807,16 @@ class Trainer:
     def step(self, loader, plan, micro_steps, eager=False):
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
-            return train_step(self.micro_step, self.optimizer, loader, plan, attn, mtp_weights, micro_steps, eager)
+            loss = train_step(self.micro_step, self.optimizer, loader, plan, attn, mtp_weights, micro_steps, eager)
+            if self.model.fp8_mlps:
+                with trace_range("update MLP codes"):
+                    self.model.fp8_mlps.refresh(self.max_over_ranks)
+        return loss
+
+    def max_over_ranks(self, x):
+        """Replace x by the largest of all ranks, element by element."""
+        if self.rt.world > 1:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
@@ -1851,6 +1869,8 @@ class Trainer:
         self.init_weights()
         self.optimizer.load_state_dict({})
         self.head.refresh()
+        if self.model.fp8_mlps:
+            self.model.fp8_mlps.reset()
 
     def warm_up_steps(self, seen):
         """Run the first step with each key that is not in `seen`, with one micro-batch."""
@@ -1996,6 +2016,8 @@ class Trainer:
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self.rt.rank == 0:
+            if self.model.fp8_mlps:
+                state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
             model = self.model.state_dict().items()
             state["model"] = {label: x.to("cpu", copy=True) for label, x in model}  # copies, without the padding
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
@@ -2008,6 +2030,10 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         self.head.refresh()
+        if self.model.fp8_mlps and "fp8_mlps" in state:
+            self.model.fp8_mlps.load_state_dict(state["fp8_mlps"])
+        elif self.model.fp8_mlps:  # the checkpoint is of a run in bf16
+            self.model.fp8_mlps.reset()
         torch.set_rng_state(state["rng"])
 
 

@@ -214,6 +214,11 @@ def check_config(config, world=1):
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
+    require(not system.fp8_mlp or system.dtype == "bfloat16", f"--dtype={system.dtype}: --fp8_mlp=True needs bfloat16")
+    require(not system.fp8_mlp or model.model_dim % 16 == 0 == model.mlp_dim % 16,
+            f"--model_dim={model.model_dim}, MLPs of {model.mlp_dim} channels: --fp8_mlp=True needs multiples of 16")
+    require(not system.fp8_mlp or all(stage.batch_tokens // max(1, system.micro_batches) % 16 == 0 for stage in stages),
+            f"--micro_batches={system.micro_batches}: --fp8_mlp=True needs micro-batches of a multiple of 16 tokens")
     least = 32 if model.layers_with("narrow") else 16
     require(plain_attention or model.head_dim >= least and model.head_dim & (model.head_dim - 1) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of {least}"

@@ -128,7 +128,7 @@ def check_table(config, world, show) -> int:
         device = T.find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
-    config = T.choose_micro_batches(T.with_system(config, fp8=T.uses_fp8(config, device)), device, world)
+    config = T.choose_micro_batches(T.settle_fp8(config, device), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
     checks |= {"tokenizer": check_tokenizer} if T.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}

@@ -125,7 +125,7 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
             "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
             "num_heads": model.num_heads, "mlp_dim": model.mlp_dim, "padded_vocab": model.padded_vocab,
-            "fp8": head.fp8, "head_rows": head.block,
+            "fp8": head.fp8, "fp8_mlps": config.system.fp8_mlp, "head_rows": head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],

@@ -6,14 +6,19 @@ definition of the formats.
 """
 
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import oracles
+import train_gpt as T
 import triton_kernels as tk
 from oracles import ON_GPU, framed, gpu
+from test_checkpoint import differing, train
+from test_guard import KNOBS, make_corpus
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -500,3 +505,31 @@ def test_fp8_mlps_refuses(change, message, device):
     arguments = dict(x=x, W1=bank[0, 0], W2=bank[0, 1]) | change
     with pytest.raises(ValueError, match=f"Fp8Mlps: .*{message}"):
         tk.Fp8Mlps(bank, LOSS_SCALE)(0, **{name: t.to(device) for name, t in arguments.items()})
+
+
+# ---- The trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_trainer(tmp_path, monkeypatch):
+    """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. A resumed run goes on with the same
+    scales, digit for digit, and the warm-up leaves no trace."""
+    monkeypatch.setattr(T, "capability", lambda device: {"hardware": "fake", "hardware_fp8": "yes", "hardware_tma": "no"})
+    corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16",
+                                   "--save_every=2", "--keep=0"])
+    seen, call = [], tk.Fp8Mlps.__call__
+    monkeypatch.setattr(tk.Fp8Mlps, "__call__", lambda self, i, *args: seen.append((i, torch.is_grad_enabled())) or call(
+        self, i, *args))
+    plain = train(corpus, tmp_path / "plain")
+    assert not seen
+    fp8 = train(corpus, tmp_path / "fp8", "--fp8_mlp=true")
+    assert {i for i, _ in seen} == set(range(6)) and all(training for _, training in seen)
+    losses = [[float(x) for x in re.findall(r"val_loss:([\d.]+)", run.text)] for run in (plain, fp8)]
+    assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+    scales = torch.load(fp8.saved[2], weights_only=True)["fp8_mlps"]
+    assert (scales["post_scale"][:6] < 1).all() and (scales["dpre_scale"] > 0).all()
+    resumed = train(corpus, tmp_path / "resumed", "--fp8_mlp=true", f"--resume={fp8.saved[2]}")
+    assert differing(resumed.saved[4], fp8.saved[4]) == []
+    assert all(torch.equal(*(torch.load(run.saved[4], weights_only=True)["fp8_mlps"][key] for run in (fp8, resumed)))
+               for key in scales)
+    train(corpus, tmp_path / "other", "--fp8_mlp=true", f"--resume={plain.saved[2]}")  # without scales
