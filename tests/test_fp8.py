@@ -513,12 +513,16 @@ def test_fp8_mlps_refuses(change, message, device):
 def test_trainer(tmp_path, monkeypatch):
     """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. A resumed run goes on with the same
     scales, digit for digit, and the warm-up leaves no trace."""
-    monkeypatch.setattr(T, "capability", lambda device: {"hardware": "fake", "hardware_fp8": "yes", "hardware_tma": "no"})
+    monkeypatch.setattr(T, "capability", lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no"))
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16",
                                    "--save_every=2", "--keep=0"])
     seen, call = [], tk.Fp8Mlps.__call__
-    monkeypatch.setattr(tk.Fp8Mlps, "__call__", lambda self, i, *args: seen.append((i, torch.is_grad_enabled())) or call(
-        self, i, *args))
+
+    def watched(self, i, *args):
+        seen.append((i, torch.is_grad_enabled()))
+        return call(self, i, *args)
+
+    monkeypatch.setattr(tk.Fp8Mlps, "__call__", watched)
     plain = train(corpus, tmp_path / "plain")
     assert not seen
     fp8 = train(corpus, tmp_path / "fp8", "--fp8_mlp=true")
@@ -533,3 +537,7 @@ def test_trainer(tmp_path, monkeypatch):
     assert all(torch.equal(*(torch.load(run.saved[4], weights_only=True)["fp8_mlps"][key] for run in (fp8, resumed)))
                for key in scales)
     train(corpus, tmp_path / "other", "--fp8_mlp=true", f"--resume={plain.saved[2]}")  # without scales
+    run = T.Trainer.run
+    monkeypatch.setattr(T.Trainer, "run", lambda self: self.warm_up() or run(self))
+    warm = train(corpus, tmp_path / "warm", "--fp8_mlp=true")
+    assert "Resetting Model" in warm.text and differing(warm.saved[4], fp8.saved[4]) == []

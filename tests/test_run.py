@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -57,10 +58,13 @@ WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: self.warm_up() or r
 SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduce, {"op": T.dist.ReduceOp.SUM}
 T.reduce_scatter = lambda *args, **options: scatter(*args, **options | wrong)
 T.dist.all_reduce = lambda *args, **options: reduce(*args, **options | wrong)"""
+SAY_SCALES = """step = T.Trainer.step
+T.capability = lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
+T.Trainer.step = lambda self, *a, **k: (step(self, *a, **k), say(f"scales {self.model.fp8_mlps.scales.tolist()}"))[0]"""
 FOUR, PAIR = ["--micro_batches=4"], ["--adam_lr=0", "--muon_lr=0.023"]
 RUNS = {  # name -> ranks, arguments, hook
     "one": (1, FOUR, ""), "again": (1, FOUR, WARM_UP), "two": (2, FOUR, WARM_UP), "four": (4, FOUR, ""),
-    "sum": (2, FOUR, SUM_FOR_AVERAGE),
+    "sum": (2, FOUR, SUM_FOR_AVERAGE), "fp8": (2, [*FOUR, "--fp8_mlp=true", "--dtype=bfloat16"], SAY_SCALES),
     "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], ""), "pair2": (2, PAIR, SAY_EXCHANGES),
     "nodes": (2, [*PAIR, "--micro_batches=1"], "")}  # one rank on each of two nodes; two ranks take two micro-batches
 
@@ -189,6 +193,12 @@ def test_logged_loss_is_that_of_the_oracle(corpus, runs):
     4.8e-5."""
     for name in ("one", "four", "pair2"):
         assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
+
+
+def test_ranks_quantise_with_the_same_scales(runs):
+    """Each rank sees other maxima."""
+    said = Counter(re.findall(r"^scales (.*)$", runs["fp8"].out, re.M))
+    assert len(said) == STEPS and set(said.values()) == {2}
 
 
 @pytest.mark.parametrize("name", ["two", "four"])
