@@ -1462,6 +1462,8 @@ def estimate_memory(config, world) -> tuple[float, float]:
     training = 14.2 * len(config.model.layers) * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces
+    codes = sum(2 * math.prod(param.shape) for param in param_table(config.model) if param.label == "mlp_bank")
+    fixed += system.fp8_mlp * codes  # in both layouts
     allocated = 2 * weights + state / world + fixed + max(training, validation)  # 2: the weights and their gradients
     return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 
@@ -1760,7 +1762,8 @@ class Trainer:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
         if config.system.fp8_mlp:
-            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
+            used = sum(layer.mlps for layer in config.model.layers)  # the bank is padded
+            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank[:used], 1 / self.micro_steps)
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
             self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,

@@ -531,7 +531,7 @@ def test_trainer(tmp_path, monkeypatch):
     assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
     scales = torch.load(fp8.saved[2], weights_only=True)["fp8_mlps"]
-    assert (scales["post_scale"][:6] < 1).all() and (scales["dpre_scale"] > 0).all()
+    assert (scales["post_scale"] < 1).all() and (scales["dpre_scale"] > 0).all()
     resumed = train(corpus, tmp_path / "resumed", "--fp8_mlp=true", f"--resume={fp8.saved[2]}")
     assert differing(resumed.saved[4], fp8.saved[4]) == []
     assert all(torch.equal(*(torch.load(run.saved[4], weights_only=True)["fp8_mlps"][key] for run in (fp8, resumed)))
