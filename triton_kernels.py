@@ -1792,16 +1792,19 @@ class Fp8Mlps:
 
     def reset(self):
         """Forget all maxima and delayed scales, as before the first step, and quantise the bank."""
-        self.load_state_dict({"post_scale": 1.0, "dpre_scale": G8_SCALE * self.loss_scale})
+        self.load_state_dict({"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0})
 
     def state_dict(self):
         """The delayed scales, which the weights do not determine. Between steps there are no maxima to keep."""
-        return {"post_scale": self.scales[:, 3, 0].cpu(), "dpre_scale": self.scales[:, 5, 0].cpu()}
+        return {"post_scale": self.scales[:, 3, 0].cpu(), "dpre_scale": self.scales[:, 5, 0].cpu(),
+                "loss_scale": self.loss_scale}
 
     def load_state_dict(self, state):
-        """Load delayed scales, and quantise the bank, which must be loaded before."""
+        """Load delayed scales, and quantise the bank, which must be loaded before. With another number of ranks, the
+        loss has another scale."""
+        ratio = self.loss_scale / state["loss_scale"]
         for column, value in ((0, X8_SCALE), (3, state["post_scale"]), (4, G8_SCALE * self.loss_scale),
-                              (5, state["dpre_scale"])):
+                              (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
         self.post_max.zero_()
         self.dpre_max.zero_()

@@ -474,13 +474,17 @@ def test_checkpoint_and_reset(device):
     first = run(mlps, 0, x, g, factor)
     settle(mlps, 0, 3 * x, g, factor)
     state = mlps.state_dict()
-    assert {name: value.device.type for name, value in state.items()} == {"post_scale": "cpu", "dpre_scale": "cpu"}
+    assert state["post_scale"].device.type == state["dpre_scale"].device.type == "cpu"
     later = run(mlps, 0, x, g, factor)
     assert not torch.equal(first[0], later[0])
     run(fresh, 1, x, g, factor)  # maxima of a warm-up
     fresh.load_state_dict(state)
     assert not fresh.post_max.any() and torch.equal(fresh.scales, mlps.scales)
     assert all(map(torch.equal, run(fresh, 0, x, g, factor), later))
+    twice = tk.Fp8Mlps(bank, 2 * LOSS_SCALE)  # half as many micro-steps
+    twice.load_state_dict(state)
+    assert torch.equal(twice.scales[:, 5], torch.where(mlps.scales[:, 5] == 1, 1, 2 * mlps.scales[:, 5]))
+    assert torch.equal(twice.scales[:, 3], mlps.scales[:, 3])
     mlps.reset()
     assert not mlps.post_max.any() and not mlps.dpre_max.any()
     assert all(map(torch.equal, run(mlps, 0, x, g, factor), first))
@@ -535,7 +539,7 @@ def test_trainer(tmp_path, monkeypatch):
     resumed = train(corpus, tmp_path / "resumed", "--fp8_mlp=true", f"--resume={fp8.saved[2]}")
     assert differing(resumed.saved[4], fp8.saved[4]) == []
     assert all(torch.equal(*(torch.load(run.saved[4], weights_only=True)["fp8_mlps"][key] for run in (fp8, resumed)))
-               for key in scales)
+               for key in ("post_scale", "dpre_scale"))
     train(corpus, tmp_path / "other", "--fp8_mlp=true", f"--resume={plain.saved[2]}")  # without scales
     run = T.Trainer.run
     monkeypatch.setattr(T.Trainer, "run", lambda self: self.warm_up() or run(self))
