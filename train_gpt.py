@@ -291,7 +291,7 @@ class System:
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head, if the GPU has FP8
-    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8 (PR 349)
+    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8; needs bfloat16 (PR 349)
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
@@ -525,7 +525,7 @@ def choose_kernels(config, device):
     except ValueError as error:
         raise UserError(str(error)) from None
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
-    return config, ops, names | ({"mlp": "fp8"} if config.system.fp8_mlp else {})
+    return config, ops, names | ({"mlp_training": "fp8"} if config.system.fp8_mlp else {})
 
 
 def trace_range(name):
@@ -879,14 +879,14 @@ class GPT(nn.Module):
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             qkv_weight, rotary, scale = weights[:3 * D], attn.rotary, attn.scale
             out_weight, ve, half = weights[3 * D:], values.get(i), model.head_dim // 2
-            if layer.narrow:  # the other half of the weights of each head is unused: its gradient is zero
+            if layer.narrow:  # the other half of each head's weights is unused, so its gradient is zero
                 heads = weights[:3 * D].view(3, model.num_heads, model.head_dim, D)
                 v_weight = heads[2, :, :half].flatten(0, 1) if layer.narrow_values else weights[2 * D:3 * D]
                 qkv_weight = torch.cat((heads[:2, :, :half].flatten(0, 2), v_weight))
                 rotary, scale = attn.narrow_rotary, attn.narrow_scale
             if layer.narrow_values:
                 out_weight = out_weight.view(D, model.num_heads, -1)[..., :half].flatten(1)
-                ve = None if ve is None else ve[:, :D // 2]
+                ve = None if ve is None else ve[:, :D // 2]  # contiguous, not half of each head
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
             y, v = ops.attention(x, self.sa_lambdas[i, 0] * qkv_weight, rotary, ve, value_gates.get(i),
                                  attn_gates[i], cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long,
@@ -1761,9 +1761,6 @@ class Trainer:
         if config.model.bigram_normal:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
-        if config.system.fp8_mlp:
-            used = sum(layer.mlps for layer in config.model.layers)  # the bank is padded
-            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank[:used], 1 / self.micro_steps)
         self.layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
             self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,
@@ -1771,6 +1768,9 @@ class Trainer:
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
+        if config.system.fp8_mlp:  # after the optimizer, which may move the bank
+            used = sum(layer.mlps for layer in config.model.layers)  # the bank is padded
+            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank[:used], 1 / self.micro_steps)
         # The Triton attention is opaque to the compiler. The compiler traces any other attention, with Python numbers.
         self.static_settings = ops.attention is not kernels.attention_block
         number = (lambda x: x) if self.static_settings else torch.tensor

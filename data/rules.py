@@ -217,6 +217,8 @@ def check_config(config, world=1):
     require(not system.fp8_mlp or system.dtype == "bfloat16", f"--dtype={system.dtype}: --fp8_mlp=True needs bfloat16")
     require(not system.fp8_mlp or model.model_dim % 16 == 0 == model.mlp_dim % 16,
             f"--model_dim={model.model_dim}, MLPs of {model.mlp_dim} channels: --fp8_mlp=True needs multiples of 16")
+    require(not system.fp8_mlp or model.model_dim <= 784,
+            f"--model_dim={model.model_dim}: the FP8 scale of --fp8_mlp=True is made for at most 784 channels")
     require(not system.fp8_mlp or all(stage.batch_tokens // max(1, system.micro_batches) % 16 == 0 for stage in stages),
             f"--micro_batches={system.micro_batches}: --fp8_mlp=True needs micro-batches of a multiple of 16 tokens")
     least = 32 if model.layers_with("narrow") else 16

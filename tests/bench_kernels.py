@@ -262,7 +262,7 @@ def mlp_cases():
 
 def fp8_cases():
     """The MLP in FP8: quantising, the two kernels, the library's products, and all of it beside the MLP in bf16."""
-    count, width = sum(layer.mlps for layer in CONFIG.model.layers), 4 * D
+    count, width = sum(layer.mlps for layer in CONFIG.model.layers), MLP_DIM
     bank = rand(count, 2, width, D) * D**-0.5
     mlps = tk.Fp8Mlps(bank, 1.0)
     yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=4 * bank.numel(), calls=1)

@@ -116,7 +116,7 @@ def test_our_log(read):
     fake = f'"""\n{RULE}Running Python 2\n{RULE}step:1/2 train_time:1ms step_avg:1.00ms\n"""\n'
     sample = f"sample:\ndef step:9/9\n{RULE}step:4/5 train_time:1ms step_avg:1.00ms\ntokens: 7\nx: y\n"
     run = read(header("--seed=7", source=fake).replace("resume: \n", "resume:\n"), "Resetting Model\n",
-               "hash_ids: sha256 0f\n",
+               "hash_ids: sha256 0f\nprefixes: sha256 a1\n",
                "warning: the data starts over\n", steps({0: 5.9, 3: 4.5, 5: 4.25}), sample,
                "final_val_loss: 4.2500\ngpu_seconds: 0.150\ntokens: 1234\n", "checkpoint: a/b\n")
     assert run.finished and run.losses == {0: 5.9, 3: 4.5, 5: 4.25} and run.ms == {k: 30 * k for k in range(6)}
