@@ -1682,9 +1682,6 @@ def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_ste
             loss = micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
         optimizer.after_micro_step(plan)
     optimizer.step(plan)
-    if plan.adam:
-        with trace_range("update head codes"):
-            micro_step.head.refresh()
     return loss
 
 
@@ -1811,6 +1808,9 @@ class Trainer:
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
             loss = train_step(self.micro_step, self.optimizer, loader, plan, attn, mtp_weights, micro_steps, eager)
+            if plan.adam:
+                with trace_range("update head codes"):
+                    self.head.refresh()
             if self.model.fp8_mlps:
                 with trace_range("update MLP codes"):
                     self.model.fp8_mlps.refresh(self.max_over_ranks)

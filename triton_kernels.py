@@ -887,8 +887,8 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
         lo = _turned(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         if NARROW:
             second_rstd = tl.where(part < 2, second_rstd, 1.0)[:, None]
-            # Outside v this is the row of lo, written so that the compiler does not see it: it then loads the angles
-            # twice and spills 16 instead of 136 bytes (sm_90, not timed).
+            # In tiles of q and k, `hi` has the row of `lo`. The formula hides this from the compiler, which then loads
+            # the angles twice and spills 16 instead of 136 bytes of registers (sm_90, not timed).
             row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
             hi = _turned(hi * second_rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         else:
@@ -1344,8 +1344,12 @@ def _mlp_multiply(args, ME: gl.constexpr):
 
 
 @gluon.jit
-def _init_barriers(full, free, posts, turn):
-    STAGES: gl.constexpr = full.shape[0]
+def _mlp_barriers(STAGES: gl.constexpr):
+    """full, free, posts, turn, ready for use."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
@@ -1353,6 +1357,7 @@ def _init_barriers(full, free, posts, turn):
         mbarrier.init(posts.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
+    return full, free, posts, turn
 
 
 @gluon.jit
@@ -1362,11 +1367,7 @@ def _mlp_hopper_kernel(A, B, Post, Out, BLOCK_M: gl.constexpr, BLOCK_N: gl.const
     a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
     tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    _init_barriers(full, free, posts, turn)
+    full, free, posts, turn = _mlp_barriers(STAGES)
     args = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
     gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
@@ -1481,7 +1482,7 @@ def mlp(x, W1, W2):
 # more than 784 channels. The loss is a sum over tokens
 # times loss_scale, so the static scale of g carries loss_scale. The scale of a weight is its maximum / 448, after every
 # update. The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM.
-# A maximum of zero or one that is not finite leaves its scale as it is: W2 may start at 0, and then dpre is 0.
+# A scale stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 #
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
@@ -1492,8 +1493,8 @@ HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that 
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 
-# Not measured yet. 128 x 64: reads of bf16 and writes of the transposed codes are lines of 128 bytes, the other writes
-# are 64 bytes.
+# These parameters are not measured yet. A tile reads and writes lines of 128 bytes, but its codes in the layout of x are
+# lines of 64 bytes.
 QUANTISE_BOTH_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 # Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
@@ -1672,11 +1673,7 @@ def _mlp_codes_hopper_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, S
     b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
     tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
     tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    _init_barriers(full, free, posts, turn)
+    full, free, posts, turn = _mlp_barriers(STAGES)
     common = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
     args = (common, OutT, tiles_t, ScaleA, ScaleB, ScalePost, ScaleOut, Largest)
     gl.warp_specialize([(_mlp_codes_multiply, (args, 0)), (_mlp_codes_multiply, (args, 1)), (_mlp_fetch, (common,))],

@@ -255,4 +255,6 @@ def test_fa3_adapter(times, monkeypatch):
     package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     args = arguments(times, gate=lambda g: g.clone())
-    torch.testing.assert_close(tk.fa3_attention(**args), REF(**args))
+    got, wanted = tk.fa3_attention(**args), REF(**args)
+    torch.testing.assert_close(got, wanted)
+    assert times == 2 or torch.equal(got, wanted)  # the padding may change the order of the sums

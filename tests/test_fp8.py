@@ -120,16 +120,6 @@ def test_quantise_both_refuses(change, message):
 # ---- Products with codes as results ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["best", "plain"])
-def either_kernel(request, monkeypatch):
-    """On Hopper, also run the kernel of other GPUs."""
-    if request.param == "plain":
-        if not ON_GPU:
-            pytest.skip("the interpreter runs only this kernel")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
-    return request.param
-
-
 def sparse_signs(rows, columns, count):
     """-1, 0 and 1, at most `count` of them not zero in each row, and the first column zero."""
     signs = torch.zeros(rows, columns)
@@ -520,7 +510,7 @@ def test_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(T, "capability", lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no"))
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16",
                                    "--save_every=2", "--keep=0"])
-    # As with ranks that do not divide the bank: the optimizer moves it, and the codes must follow.
+    # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
     pad, seen, call = T.NorMuonAndAdam._pad, [], tk.Fp8Mlps.__call__
 
     def moved(optimizer, label, full):

@@ -22,15 +22,6 @@ def no_reference(monkeypatch):
     monkeypatch.setattr(tk, "mlp_ref", None)
 
 
-@pytest.fixture(params=["best", "plain"])
-def either_kernel(request, monkeypatch):
-    """On Hopper, also run the kernel of other GPUs."""
-    if request.param == "plain":
-        if not ON_GPU:
-            pytest.skip("the interpreter runs only this kernel")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-
-
 def operands(N, D, F, dtype, device):
     """x and g (N, D) between rows of NaN, W1 and W2 (F, D) from a bank of NaN; the same numbers on every machine."""
     rows, bank = torch.randn(2, N, D).to(device, dtype), (torch.randn(2, F, D) * D**-0.5).to(device, dtype)
