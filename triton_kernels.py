@@ -292,13 +292,16 @@ ATTENTION_LAUNCH = {
         "forward": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3),
         "row_dot": dict(BLOCK=64, num_warps=4),
         # Two tiles stay on chip, and two stages of two tiles pass by: 96 KiB and 255 registers, two programs per SM.
+        # Narrow queries and keys leave room for three stages: 438 instead of 469 µs at 49152 tokens, d = 64, dv = 128.
         "backward": dict(BLOCK=64, num_warps=4, num_stages=2),
+        "narrow_backward": dict(BLOCK=64, num_warps=4, num_stages=3),
     },
     # For tests: no tensor cores, therefore small tiles.
     torch.float32: {
         "forward": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
         "row_dot": dict(BLOCK=32, num_warps=4),
         "backward": dict(BLOCK=32, num_warps=4, num_stages=2),
+        "narrow_backward": dict(BLOCK=32, num_warps=4, num_stages=2),
     },
 }
 LOG2_E = tl.constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
@@ -569,7 +572,7 @@ def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=Non
     _row_dot_kernel[(triton.cdiv(N, launch["BLOCK"]) * H,)](
         dy, y, gate, dgate, row_dot, N, H, *dy.stride()[:2], *gate.stride(), row_dot.stride(0), D=v.size(2),
         **launch)
-    launch = ATTENTION_LAUNCH[q.dtype]["backward"]
+    launch = ATTENTION_LAUNCH[q.dtype]["backward" if D > 64 else "narrow_backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
         q, dy, lse, row_dot, *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv,
         dv_upstream, start, end, N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2],
@@ -1475,8 +1478,9 @@ def mlp(x, W1, W2):
 #   significant bits follow.
 #
 # Real value = code · scale. Codes are values / scale, saturated and rounded once. FP8 products want both operands
-# contiguous along the summed axis, so what meets two products is stored in both layouts. The producer writes both:
-# post and dpre never exist in bf16, and no pass only transposes.
+# contiguous along the summed axis, so what meets two products is stored in both layouts. The epilogues write both
+# layouts of post and dpre, which never exist in bf16. The compiler makes the codes of x in the pass of the norm, so x
+# does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes turns them.
 #
 # Scales: an RMS-normed x of 768 channels is at most √768 = 27.7, below 448 · 2⁻⁴ = 28; data/rules.py refuses
 # more than 784 channels. The loss is a sum over tokens
@@ -1608,9 +1612,11 @@ def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut
         unit = 2 * scale * tl.sqrt_rn(tl.load(ScalePost))
     largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
     tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
-    codes = _saturate(value * tl.div_rn(unit, tl.load(ScaleOut)), MAX, Out.dtype.element_ty)
-    tl.store(Out + m[:, None] * N + n[None, :], codes, mask=in_tile)
-    tl.store(OutT + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
+    value *= tl.div_rn(unit, tl.load(ScaleOut))
+    tl.store(Out + m[:, None] * N + n[None, :], _saturate(value, MAX, Out.dtype.element_ty), mask=in_tile)
+    # Transposed before the rounding: Triton 3.6 gave wrong tiles when it turned codes of e5m2.
+    codes_t = _saturate(tl.trans(value), MAX, Out.dtype.element_ty)
+    tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
 
 
 @gluon.jit
@@ -1706,6 +1712,26 @@ def relu_square_codes(a, *others):
     return (relu_square_codes_ref if _takes_ref(a, exact=False) else _relu_square_codes)(a, *others)
 
 
+@torch.library.custom_op("speedrun::turned", mutates_args=())
+def _turned_codes(codes: Tensor) -> Tensor:
+    return transposed(codes)
+
+
+@_turned_codes.register_fake
+def _(codes):
+    return codes.new_empty(codes.shape[::-1])
+
+
+def both_layouts(x, scale, dtype):
+    """Codes of x (N, D) / scale, a Python number, in `dtype`, and their transpose (D, N).
+
+    Ordinary operations make the codes, so the compiler does this in the pass that makes x.
+    """
+    limit = FP8_MAX[dtype]
+    codes = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype).contiguous()
+    return codes, _turned_codes(codes)
+
+
 def scaled_product(a, b, scale_a, scale_b, fast=False):
     """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer bits."""
     if _takes_ref(a, exact=False):
@@ -1720,27 +1746,26 @@ def _mlp_scales(scales, factor):
 
 
 @torch.library.custom_op("speedrun::mlp_fp8", mutates_args=("post_max",))
-def _mlp_fp8(x: Tensor, factor: Tensor | None, codes: Tensor, codes_t: Tensor, scales: Tensor, post_max: Tensor,
-             i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, transposed codes of x, codes of post in both layouts)."""
+def _mlp_fp8(x8: Tensor, factor: Tensor | None, codes: Tensor, codes_t: Tensor, scales: Tensor, post_max: Tensor,
+             i: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, codes of post in both layouts)."""
     x_scale, w1_scale, w2_scale, post_scale, _, _ = _mlp_scales(scales[i], factor)
-    x8, x8_t = quantise_both(x, x_scale)
     post, post_t = relu_square_codes(x8, codes[i, 0], x_scale, w1_scale, post_scale, post_max[i])
-    return scaled_product(post, codes_t[i, 1], post_scale, w2_scale, fast=True), x8_t, post, post_t
+    return scaled_product(post, codes_t[i, 1], post_scale, w2_scale, fast=True), post, post_t
 
 
 @_mlp_fp8.register_fake
-def _(x, factor, codes, codes_t, scales, post_max, i):
-    (N, D), width = x.shape, codes.size(2)
-    return torch.empty_like(x), *(x.new_empty(shape, dtype=E4M3) for shape in ((D, N), (N, width), (width, N)))
+def _(x8, factor, codes, codes_t, scales, post_max, i):
+    N, width = x8.size(0), codes.size(2)
+    return torch.empty_like(x8, dtype=torch.bfloat16), x8.new_empty(N, width), x8.new_empty(width, N)
 
 
 @torch.library.custom_op("speedrun::mlp_fp8_backward", mutates_args=("dpre_max",))
-def _mlp_fp8_backward(grad: Tensor, factor: Tensor | None, x8_t: Tensor, post: Tensor, post_t: Tensor, codes: Tensor,
-                      codes_t: Tensor, scales: Tensor, dpre_max: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dW1, and dW2 before the factor."""
+def _mlp_fp8_backward(g: Tensor, g_t: Tensor, factor: Tensor | None, x8_t: Tensor, post: Tensor, post_t: Tensor,
+                      codes: Tensor, codes_t: Tensor, scales: Tensor, dpre_max: Tensor,
+                      i: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dW1, and dW2 before the factor. g, g_t: codes of the gradient of y."""
     x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = _mlp_scales(scales[i], factor)
-    g, g_t = quantise_both(grad.contiguous(), g_scale, E5M2)
     dW2 = scaled_product(post_t, g_t, post_scale, g_scale)
     dpre, dpre_t = relu_square_codes(g, codes[i, 1], g_scale, w2_scale, dpre_scale, dpre_max[i], post, post_scale)
     return (scaled_product(dpre, codes_t[i, 0], dpre_scale, w1_scale),
@@ -1748,29 +1773,31 @@ def _mlp_fp8_backward(grad: Tensor, factor: Tensor | None, x8_t: Tensor, post: T
 
 
 @_mlp_fp8_backward.register_fake
-def _(grad, factor, x8_t, post, post_t, codes, codes_t, scales, dpre_max, i):
-    weight = grad.new_empty(codes.shape[2:])
-    return torch.empty_like(grad, memory_format=torch.contiguous_format), weight, torch.empty_like(weight)
+def _(g, g_t, factor, x8_t, post, post_t, codes, codes_t, scales, dpre_max, i):
+    return tuple(g.new_empty(shape, dtype=torch.bfloat16) for shape in (g.shape, *[codes.shape[2:]] * 2))
 
 
 class _MlpFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i):
-        y, *kept = _mlp_fp8(x, factor, codes, codes_t, scales, post_max, i)
-        ctx.save_for_backward(W2, factor, *kept, codes, codes_t, scales)
-        ctx.dpre_max, ctx.i = dpre_max, i  # not saved: the backward pass of a later layer changes it in between
+    def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i, loss_scale):
+        x8, x8_t = both_layouts(x, X8_SCALE, E4M3)
+        y, *post = _mlp_fp8(x8, factor, codes, codes_t, scales, post_max, i)
+        ctx.save_for_backward(W2, factor, x8_t, *post, codes, codes_t, scales)
+        ctx.dpre_max = dpre_max  # not saved: the backward pass of a later layer changes it in between
+        ctx.i, ctx.g_scale = i, G8_SCALE * loss_scale
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         W2, factor, *kept = ctx.saved_tensors
-        dx, dW1, dW2 = _mlp_fp8_backward(grad, factor, *kept, ctx.dpre_max, ctx.i)
+        codes = both_layouts(grad, ctx.g_scale, E5M2)
+        dx, dW1, dW2 = _mlp_fp8_backward(*codes, factor, *kept, ctx.dpre_max, ctx.i)
         dfactor = None
         if factor is not None:
             dfactor = (dW2.float() * W2.float()).sum().to(factor.dtype)
             dW2 = dW2 * factor
-        return dx, dW1, dW2, dfactor, *[None] * 6
+        return dx, dW1, dW2, dfactor, *[None] * 7
 
 
 class Fp8Mlps:
@@ -1832,7 +1859,8 @@ class Fp8Mlps:
             _check("Fp8Mlps", name, W, self.codes.shape[2:], torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
-        return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i)
+        return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i,
+                             self.loss_scale)
 
 
 # ======================================================================================================================

@@ -139,8 +139,7 @@ def check_config(config, world=1):
     require(model.vocab_size == 50257 or not model.bigram_normal,
             f"--vocab_size={model.vocab_size}: --bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
             " --bigram_normal=false")
-    require(model.mlp_dim >= 8 and model.mlp_dim % 8 == 0,
-            f"--mlp_ratio={model.mlp_ratio}: an MLP of {model.mlp_dim} channels, which must be a multiple of 8")
+    require(model.mlp_dim >= 16, f"--mlp_ratio={model.mlp_ratio}: an MLP of {model.mlp_dim} channels")
     require(any(layer.mlps for layer in layers), "all layers are without MLP: at least one needs it")
     require(model.backout_layer is None or model.backout_layer < len(layers),
             f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
@@ -214,13 +213,8 @@ def check_config(config, world=1):
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    require(not system.fp8_mlp or system.dtype == "bfloat16", f"--dtype={system.dtype}: --fp8_mlp=True needs bfloat16")
-    require(not system.fp8_mlp or model.model_dim % 16 == 0 == model.mlp_dim % 16,
-            f"--model_dim={model.model_dim}, MLPs of {model.mlp_dim} channels: --fp8_mlp=True needs multiples of 16")
-    require(not system.fp8_mlp or model.model_dim <= 784,
-            f"--model_dim={model.model_dim}: the FP8 scale of --fp8_mlp=True is made for at most 784 channels")
-    require(not system.fp8_mlp or all(stage.batch_tokens // max(1, system.micro_batches) % 16 == 0 for stage in stages),
-            f"--micro_batches={system.micro_batches}: --fp8_mlp=True needs micro-batches of a multiple of 16 tokens")
+    require(not system.fp8_mlp or model.model_dim % 16 == 0 and model.model_dim <= 784,
+            f"--model_dim={model.model_dim}: FP8 MLPs take multiples of 16 channels, at most 784; add --fp8_mlp=false")
     least = 32 if model.layers_with("narrow") else 16
     require(plain_attention or model.head_dim >= least and model.head_dim & (model.head_dim - 1) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of {least}"

@@ -71,7 +71,7 @@ def calls(run):
             for layer in layers:
                 mlp = ("mlp", N, D, F), ("mlp_backward", N, D, F)
                 if run.get("fp8_mlps"):
-                    mlp = ("mlp_codes", N, D, F), ("mlp_codes_backward", N, D, F), *[("quantise_both", N * D)] * 2
+                    mlp = ("mlp_codes", N, D, F), ("mlp_codes_backward", N, D, F), *[("transpose_bytes", N * D)] * 2
                 yield from mlp * layer.get("mlps", 1)
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]

@@ -271,10 +271,9 @@ def fp8_cases():
     for N in TOKENS:
         shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
         x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
-        for name, args in ("x", (x, x_scale)), ("g", (g, g_scale, tk.E5M2)):
-            yield Case(f"quantise_both: {name}", shape, partial(tk.quantise_both, *args), bytes=4 * N * D,
-                       calls=MICRO * count)
-        (x8, x8_t), (g8, g8_t) = tk.quantise_both(x, x_scale), tk.quantise_both(g, g_scale, tk.E5M2)
+        (x8, x8_t), (g8, g8_t) = (tk.both_layouts(x, tk.X8_SCALE, tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2))
+        yield Case("transpose_copy", f"{N}x{D} bytes", partial(tk.transpose_copy, x8, x8_t),
+                   **needs("transpose_bytes", N * D), calls=2 * MICRO * count)
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
         post, post_t = tk.relu_square_codes(*up)
         yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up), {

@@ -369,7 +369,7 @@ def test_compiled(device):
             y = call(*leaves)
             results.append((y, *torch.autograd.grad(y, leaves, g)))
         for a, b in zip(*results):  # Inductor rounds tanh otherwise, which changes codes
-            assert (a.double() - b.double()).norm() <= (2**-5 if ON_GPU else 0) * b.double().norm()
+            assert (a.double() - b.double()).norm() <= (2**-4 if ON_GPU else 0) * b.double().norm()
         for name in ("post_max", "dpre_max"):
             torch.testing.assert_close(getattr(eager, name), getattr(compiled, name), rtol=2e-2 * ON_GPU, atol=0)
             assert (getattr(eager, name) > 0).all()
@@ -381,8 +381,9 @@ def test_backward_in_a_new_thread(device):
     bank, x, g, factor = inputs(1008, 768, 3072, device, count=1)
     m = tk.Fp8Mlps(bank, LOSS_SCALE)
     state = m.codes, m.codes_t, m.scales
-    _, *kept = tk._mlp_fp8(x, factor, *state, m.post_max, 0)
-    args = g, factor, *kept, *state, m.dpre_max, 0
+    x8, x8_t = tk.both_layouts(x, tk.X8_SCALE, E4M3)
+    _, *post = tk._mlp_fp8(x8, factor, *state, m.post_max, 0)
+    args = *tk.both_layouts(g, tk.G8_SCALE, E5M2), factor, x8_t, *post, *state, m.dpre_max, 0
     with ThreadPoolExecutor(1) as new:
         got = new.submit(tk._mlp_fp8_backward, *args).result()
     assert all(torch.equal(a, b) for a, b in zip(got, tk._mlp_fp8_backward(*args)))
@@ -412,9 +413,12 @@ def test_registration(device):
     m = tk.Fp8Mlps(bank, LOSS_SCALE)
     state = m.codes, m.codes_t, m.scales
     checks = dict(test_utils=("test_autograd_registration", "test_faketensor"))  # the others add and multiply in FP8
-    torch.library.opcheck(tk._mlp_fp8, (x, factor, *state, m.post_max, 1), **checks)
-    _, *kept = tk._mlp_fp8(x, factor, *state, m.post_max, 1)
-    torch.library.opcheck(tk._mlp_fp8_backward, (g, factor, *kept, *state, m.dpre_max, 1), **checks)
+    x8, x8_t = tk.both_layouts(x, tk.X8_SCALE, E4M3)
+    torch.library.opcheck(tk._turned_codes, (x8,), **checks)
+    torch.library.opcheck(tk._mlp_fp8, (x8, factor, *state, m.post_max, 1), **checks)
+    _, *post = tk._mlp_fp8(x8, factor, *state, m.post_max, 1)
+    codes = tk.both_layouts(g, tk.G8_SCALE, E5M2)
+    torch.library.opcheck(tk._mlp_fp8_backward, (*codes, factor, x8_t, *post, *state, m.dpre_max, 1), **checks)
 
 
 # ---- Codes and scales from step to step ------------------------------------------------------------------------------
