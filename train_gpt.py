@@ -292,6 +292,7 @@ class System:
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8 and dtype is bfloat16 (PR 349)
+    fp8_counts: bool = False  # log which part of the FP8 codes is clipped or flushed, where a stage begins and at the end
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
@@ -1781,7 +1782,8 @@ class Trainer:
 
     def set_length(self, config):
         """Plan the steps of a config, which may differ from the last one only in the number of steps."""
-        self.config, self.total = config, stage_starts(config.schedule)[-1]
+        *starts, self.total = stage_starts(config.schedule)
+        self.config, self.counted_steps = config, {*starts, self.total - 1} if config.system.fp8_counts else ()
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
         self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
@@ -1970,7 +1972,11 @@ class Trainer:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            step_loss = self.step(self.loader, plan, self.micro_steps, eager=step == system.profiled.start)
+            counts_codes = self.model.fp8_mlps and step in self.counted_steps
+            with kernels.counting_codes() if counts_codes else nullcontext() as counts:
+                step_loss = self.step(self.loader, plan, self.micro_steps, counts_codes or step == system.profiled.start)
+            if counts_codes:
+                self.log_code_counts(step, counts)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))
@@ -1994,6 +2000,14 @@ class Trainer:
                       f" step_avg:{train_ms / max(step, 1):.2f}ms")
         require_finite(loss, f"validation loss before step {step}")
         return loss
+
+    def log_code_counts(self, step, counts):
+        """Log a result of `kernels.counting_codes` in percent."""
+        words = []
+        for (i, name), parts in sorted(counts.items(), key=lambda item: item[0][0]):  # in each MLP the order of the run
+            words += [f"MLP {i}:"] * (f"MLP {i}:" not in words)
+            words.append("{} {:.3g}/{:.3g}".format(name, *(100 * part.item() for part in parts)))
+        self.log.line(f"step:{step} percent of FP8 codes at the limit/flushed to zero: " + " ".join(words))
 
     def validate_other_blends(self, plan):
         """Log the final validation loss with all values of --average_blend but the first, then return to the first."""
