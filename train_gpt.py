@@ -514,10 +514,10 @@ def capability(device) -> dict[str, str]:
 
 
 def settle_fp8(config, device) -> Config:
-    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp off there and with activations in fp32."""
-    has_fp8 = capability(device)["hardware_fp8"] == "yes"
-    return with_system(config, fp8=config.system.fp8 and has_fp8,
-                       fp8_mlp=config.system.fp8_mlp and has_fp8 and config.system.dtype == "bfloat16")
+    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp off there, in fp32 and for an MLP in plain PyTorch."""
+    system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
+    plain = system.dtype != "bfloat16" or system.kernels == "torch" or "mlp:torch" in system.kernels
+    return with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and has_fp8 and not plain)
 
 
 def choose_kernels(config, device):

@@ -1872,13 +1872,14 @@ class Fp8Mlps:
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):
         """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
-        for column, maxima, limit, floor in ((3, self.post_max, E4M3_MAX, POST_FLOOR),
-                                             (5, self.dpre_max, E5M2_MAX, DPRE_FLOOR)):
-            max_over_ranks(maxima)
+        both = torch.stack((self.post_max, self.dpre_max))
+        max_over_ranks(both)
+        for maxima, column, limit, floor in zip(both, (3, 5), (E4M3_MAX, E5M2_MAX), (POST_FLOOR, DPRE_FLOOR)):
             usable = (maxima > 0) & maxima.isfinite()
             scale = self.scales[:, column, 0]
             scale.copy_(torch.where(usable, (maxima * (HEADROOM / limit)).clamp(min=floor), scale))
-            maxima.zero_()
+        self.post_max.zero_()
+        self.dpre_max.zero_()
         largest = torch.linalg.vector_norm(self.bank, math.inf, (-2, -1)).float()
         scale = self.scales[:, 1:3, 0].copy_((largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR))
         quantise_both(self.bank.flatten(0, 1), scale.flatten(), E4M3,

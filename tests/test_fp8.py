@@ -458,7 +458,7 @@ def test_refresh(device):
     bank.mul_(2)
     seen = []
     mlps.refresh(seen.append)
-    assert [t.data_ptr() for t in seen] == addresses[3:]
+    assert [t.shape for t in seen] == [(2, 4)]
     torch.testing.assert_close(mlps.scales[:, 3, 0].tolist(), [7 * 1.25 / 448, 1.0, 1.0, 1.0])
     torch.testing.assert_close(mlps.scales[:, 5, 0].tolist(),
                                [LOSS_SCALE / 64, 1e-3 * 1.25 / 57344, LOSS_SCALE / 64, 1e-12])
