@@ -292,7 +292,7 @@ class System:
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8 and dtype is bfloat16 (PR 349)
-    fp8_counts: bool = False  # log which part of the FP8 codes is clipped or flushed, where a stage begins and at the end
+    fp8_counts: bool = False  # log how many FP8 codes are clipped or flushed, where a stage begins and at the end
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
@@ -514,7 +514,7 @@ def capability(device) -> dict[str, str]:
 
 
 def settle_fp8(config, device) -> Config:
-    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp off there, in fp32 and for an MLP in plain PyTorch."""
+    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp off there, in fp32 and for MLPs in plain PyTorch."""
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
     plain = system.dtype != "bfloat16" or system.kernels == "torch" or "mlp:torch" in system.kernels
     return with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and has_fp8 and not plain)
@@ -1972,10 +1972,10 @@ class Trainer:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            counts_codes = self.model.fp8_mlps and step in self.counted_steps
-            with kernels.counting_codes() if counts_codes else nullcontext() as counts:
-                step_loss = self.step(self.loader, plan, self.micro_steps, counts_codes or step == system.profiled.start)
-            if counts_codes:
+            counting = self.model.fp8_mlps and step in self.counted_steps
+            with kernels.counting_codes() if counting else nullcontext() as counts:
+                step_loss = self.step(self.loader, plan, self.micro_steps, counting or step == system.profiled.start)
+            if counting:
                 self.log_code_counts(step, counts)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None

@@ -417,8 +417,10 @@ def slower(table, old):
     before = {(row["kernel"], row["shape"]): row["us"] for row in old["rows"]}
     rows = [(row, before[row["kernel"], row["shape"]]) for row in table["rows"]
             if (row["kernel"], row["shape"]) in before]
-    if gpus[0] != gpus[1] or not rows:
-        raise ValueError(f"that table is of {gpus[0]}, this GPU is {gpus[1]}" if rows else "no kernel is in both tables")
+    if gpus[0] != gpus[1]:
+        raise ValueError(f"that table is of {gpus[0]}, this GPU is {gpus[1]}")
+    if not rows:
+        raise ValueError("no kernel is in both tables")
     return [f"{row['kernel']}, {row['shape']}: {row['us']:.1f} µs, was {us:.1f}" for row, us in rows
             if min(row["us"], row["quartiles"][0]) > 1.05 * us]
 
