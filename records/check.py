@@ -108,8 +108,12 @@ def expected_time(config, world):
         return f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
     rate = work.ceilings()["bf16"] / 1e12
     minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / world * 790 / rate
+    if not schedule.sampled_frac:
+        minutes *= 1.15  # records/2026-11-22_sampled_softmax
+    if not T.settle_fp8(config, device).system.fp8_mlp:
+        minutes *= 1.13  # records/2026-11-23_fp8
     if T.capability(device)["hardware_tma"] == "no":
-        minutes *= 1.21  # no Hopper matrix instructions and no FP8 either (records/2026-11-20_hardware)
+        minutes *= 1.21  # no Hopper matrix instructions, and a head in bf16 (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"
 
 
