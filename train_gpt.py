@@ -256,6 +256,7 @@ class Optim:
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
+    lazy_tables: bool = False  # Adam of value and bigram tables: no first moment, rows without gradient stay as they are
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
@@ -565,6 +566,7 @@ class Param(NamedTuple):
     betas: tuple[float, float | None] | None = None  # adam; the second of a table is table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
+    lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
     matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix of a layer
     average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0: no average
     dtype: torch.dtype = torch.bfloat16
@@ -618,7 +620,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
               init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0), average=0.06),
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
               init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, None), lr_mul=75.0,
-              wd_mul=5.0, average=0.06),
+              wd_mul=5.0, lazy=True, average=0.06),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200).
         Param("lm_head", (D, V), "adam", "sharded", reduce_order=3, update_order=3,
               init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, None), wd_mul=150.0,
@@ -627,7 +629,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, None), wd_mul=150.0,
               average=0.12),
         Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce_order=4, update_order=2,
-              betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, average=0.06),
+              betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True, average=0.06),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
@@ -1115,8 +1117,8 @@ class NorMuonAndAdam:
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
-        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; with
-        # --average_blend also "average"
+        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; of a lazy
+        # table "v" and "last", the number of the last update of every row; with --average_blend also "average"
         self.state = {}
         self.last_weights = {}  # label -> copy of the shard on the CPU, from `keep_last_weights`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
@@ -1126,7 +1128,9 @@ class NorMuonAndAdam:
             param.data, param.grad = (buffer[:len(full)].view_as(param) for buffer in self.buffers[label])
             shard = self.shards[label] = self._shard(label, self.buffers[label][0])
             m = torch.zeros_like(shard, dtype=torch.float32)
-            if row.optim == "adam":
+            if row.lazy and self.config.lazy_tables:
+                self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
+            elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
                 mantissa = torch.zeros_like(shard, dtype=torch.int16)
@@ -1288,14 +1292,18 @@ class NorMuonAndAdam:
             p, state, row = self.shards[name], self.state[name], self.table[name]
             beta1, beta2, lr_mul, wd_mul = row.betas[0], self.config.table_beta2, row.lr_mul, row.wd_mul
         t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
+        lr, eps = self.config.adam_lr * plan.lr_factor * lr_mul, self.config.adam_eps
+        weight_decay, rate = lr * lr * self.config.adam_wd * wd_mul, plan.average_rates.get(name, 0.0)
+        average = state["average"] if rate else None
+        if "last" in state:
+            step_size = lr * (1 - beta2**t) ** 0.5
+            self.ops.update_rows(p, state["v"], state["last"], grad, t, step_size, weight_decay, beta2, eps, average,
+                                 rate)
+            return
         # Mostly 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation.
-        lr = self.config.adam_lr * plan.lr_factor * lr_mul
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
-        weight_decay = torch.as_tensor(lr * lr * self.config.adam_wd * wd_mul)
-        rate = plan.average_rates.get(name)
-        average = (state["average"], torch.tensor(rate)) if rate else (None, None)
-        self.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, self.config.adam_eps,
-                         *average)
+        self.adam_update(p, state["m"], state["v"], grad, step_size, torch.as_tensor(weight_decay), beta1, beta2, eps,
+                         average, torch.tensor(rate) if rate else None)
         if name == "replicated":
             self.replicated.unpack_weights(p)
 
@@ -1443,7 +1451,8 @@ def state_bytes(config: Config) -> tuple[int, int]:
     for param in param_table(config.model):
         size = math.prod(param.shape)
         weights += size * param.dtype.itemsize
-        state += size * (8 if param.optim == "adam" else 6)  # fp32 m and v; fp32 m, int16 mantissa
+        # fp32 m and v; fp32 m and int16 mantissa; of lazy tables only v
+        state += size * (6 if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
         state += 4 * size * (param.average > 0 and any(config.optim.average_blend))
     return weights, state
 

@@ -17,7 +17,7 @@ Conventions
   are indices (m, n, t), strides and sizes, and values on chip (x, gate).
 
 Contents, in the order in which a token meets the operations
-  1  lookup, embedding_grad                 rows of the embedding tables and their gradients
+  1  lookup, embedding_grad, update_rows    rows of the embedding tables, their gradients and updates
   2  attend, attend_backward                sliding-window attention within packed documents, output gate
   3  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
   4  mlp; Fp8Mlps, quantise_both            ReLU² MLP, in bf16 and in FP8
@@ -121,10 +121,11 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 
 
 # ======================================================================================================================
-# 1  Embedding tables: a lookup whose gradients go straight into the gradient buffer
+# 1  Embedding tables: a lookup whose gradients go straight into the gradient buffer, and an update of some rows
 #
 #   lookup(table, num_tables, sorted_ids, embedding_grad)      P tensors (N, D): rows ids[t] of each table
 #   embedding_grad(grad, sorted_ids, upstream)                 grad[ids[t]] += Σ_t upstream[t]
+#   update_rows(p, v, last, grad, t, ...)                      Adam without first moment, rows with a gradient only
 #
 #   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other.
 #   grad (R, D): contiguous, bf16 or fp32, updated in place; sums are fp32 and rounded once.
@@ -135,6 +136,10 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #   the ids instead, and one program sums all occurrences of a row. Rows that do not occur cost nothing, and a run
 #   repeats bit for bit.
 #   N = 49152, R = 50304: 63 µs (aten.embedding_dense_backward, its cast and the addition: 700).
+#
+#   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
+#   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again. So a
+#   row without gradient costs 2 bytes per weight, the read of its gradient, where Adam's usual update moves 22.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
@@ -222,6 +227,68 @@ def embedding_grad(grad, sorted_ids, upstream):
         _sum_rows_kernel[(_sm_count(grad.device) * EMBEDDING_PROGRAMS_PER_SM,)](
             dst, src, order, starts, piece_ids, N, D, src.stride(0), FINAL=final, COLUMNS=triton.next_power_of_2(D),
             **EMBEDDING_LAUNCH)
+
+
+# A row of 768 in four warps. Several rows per program: most have no gradient and cost only the latency of a read.
+UPDATE_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
+
+
+def update_rows_ref(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
+    """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
+    (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0.
+
+    v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start. average
+    (R, D) fp32 moves towards the weights of all rows by the share average_rate.
+    """
+    g, w = _at_least_fp32(grad), _at_least_fp32(p)
+    touched = (g != 0).any(1, keepdim=True)
+    new_v = v * beta2**(t - last) + (1 - beta2) * g * g
+    u = step_size * g / (new_v.sqrt() + eps)
+    w = w - u - weight_decay * w * (u * w > 0)
+    v.copy_(torch.where(touched, new_v, v))
+    last.masked_fill_(touched, t)
+    p.copy_(torch.where(touched, w, p))
+    if average is not None:
+        average.add_((w - average) * average_rate)
+
+
+@triton.jit(do_not_specialize=["t"])
+def _update_rows_kernel(P, V, Last, Grad, Average, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
+                        average_rate, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    place = row.to(tl.int64)[:, None] * D + column
+    inside = (row < R)[:, None] & (column < D)
+    g = tl.load(Grad + place, mask=inside, other=0.0).to(tl.float32)
+    touched = tl.max((g != 0).to(tl.int32), axis=1) > 0
+    changes = inside & touched[:, None]  # other places are not read either
+    last = tl.load(Last + row, mask=touched, other=t)
+    decay = tl.exp2((t - last).to(tl.float32) * log2_beta2)
+    v = tl.load(V + place, mask=changes, other=0.0) * decay[:, None] + (1 - beta2) * g * g
+    w = tl.load(P + place, mask=changes if Average is None else inside, other=0.0).to(tl.float32)
+    u = step_size * g / (tl.sqrt(v) + eps)
+    w = w - u - tl.where(u * w > 0, weight_decay * w, 0.0)
+    tl.store(V + place, v, mask=changes)
+    tl.store(Last + row, tl.zeros_like(row) + t, mask=touched)
+    tl.store(P + place, w.to(P.dtype.element_ty), mask=changes)
+    if Average is not None:
+        average = tl.load(Average + place, mask=inside, other=0.0)
+        tl.store(Average + place, average + (w - average) * average_rate, mask=inside)
+
+
+def update_rows(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
+    """`update_rows_ref` as a kernel: p and grad bf16 or fp32, all tensors contiguous, the rest numbers. Raises a
+    ValueError if an argument is wrong."""
+    (R, D), fp32 = p.shape, torch.float32
+    wanted = [("p", p, p.shape, p.dtype), ("v", v, p.shape, fp32), ("last", last, (R, 1), torch.int32),
+              ("grad", grad, p.shape, p.dtype), ("average", average, p.shape, fp32)]
+    for name, tensor, shape, dtype in wanted if average is not None else wanted[:-1]:
+        _check("update_rows", name, tensor, shape, dtype, p.device)
+    if _takes_ref(p):
+        return update_rows_ref(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average, average_rate)
+    _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
+        p, v, last, grad, average, R, D, t, step_size, weight_decay, beta2, math.log2(beta2) if beta2 else -math.inf,
+        eps, average_rate, COLUMNS=triton.next_power_of_2(D), **UPDATE_ROWS_LAUNCH)
 
 
 class _Lookup(torch.autograd.Function):
@@ -3206,6 +3273,7 @@ IMPLEMENTATIONS = {
     "mlp": {"triton": mlp, "torch": mlp_ref},
     "pointer": {"triton": pointer, "torch": pointer_ref},
     "cross_entropy": {"triton": cross_entropy, "torch": cross_entropy_ref},
+    "update_rows": {"triton": update_rows, "torch": update_rows_ref},
     "embedding_grad": {"triton": embedding_grad, "torch": embedding_grad_ref},
 }
 

@@ -367,6 +367,16 @@ def embedding_cases():
             args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
             yield case("embedding_grad", f"{name}, {N}", args, sizes,
                        {"dense": partial(tk.embedding_grad_ref, *args)}, calls)
+    rows, touched = CONFIG.model.bigram_rows, max(TOKENS)
+    p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
+    ids = torch.arange(touched, device=DEVICE) * 7919 % rows
+    grad[ids] = rand(touched, D)
+    v, last = torch.ones(rows, D, device=DEVICE), torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32)
+    m, compiled = torch.zeros_like(v), torch.compile(T.adam_update, dynamic=False)
+    yield Case("update_rows", f"{touched} of {rows} rows", partial(
+        tk.update_rows, p, v, last, grad, 1, 1e-3, 0.0, 0.95, 1e-10),
+        {"all rows, with a first moment": lambda: compiled(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
+        bytes=D * (2 * rows + 12 * len(ids.unique())), calls=0.5)
 
 
 def replayed(run):
@@ -393,7 +403,7 @@ def optimizer_cases():
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
         states = optimizer.state | {"replicated": optimizer.replicated.state}
-        tables = {name: rand(*states[name]["m"].shape) for name in optimizer.update_order if name not in banks}
+        tables = {name: rand(*states[name]["v"].shape) for name in optimizer.update_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
                        + 2 * X.numel() * D for X in banks.values())  # of one iteration
         muon = dict(bf16=len(tk.POLAR_EXPRESS) * products, calls=ranks == 1)

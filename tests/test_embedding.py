@@ -1,4 +1,4 @@
-"""Gradients of the embedding tables, which go straight into the gradient buffer."""
+"""Gradients of the embedding tables, which go straight into the gradient buffer, and updates of some rows."""
 
 import pytest
 import torch
@@ -79,3 +79,51 @@ def test_wrong_arguments(device):
             (grad.mT.contiguous().mT, upstream, r"embedding_grad: grad must be contiguous, got strides \(1, 10\)")]:
         with pytest.raises(ValueError, match=message):
             tk.embedding_grad(wrong_grad, tk.SortedIds(ids), wrong_upstream)
+
+
+# ---- Updates of some rows --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), pytest.param(50304, 768, marks=gpu)])
+@pytest.mark.parametrize("averages", [False, True])
+@pytest.mark.parametrize("update", [tk.update_rows, tk.update_rows_ref])
+def test_update_rows(rows, width, averages, update, device):
+    """Seven updates, in each of which some rows have a gradient, against Adam with beta1 = 0 of all rows in fp64. In
+    rows without gradient nothing is written but the average."""
+    p = torch.randn(rows, width, device=device)
+    v, last = torch.zeros_like(p), torch.zeros(rows, 1, dtype=torch.int32, device=device)
+    average = torch.randn_like(p) if averages else None
+    exact, exact_v, exact_average = p.double(), v.double(), average.double() if averages else None
+    beta2, eps = 0.9, 1e-3
+    for t in range(1, 8):
+        grad = torch.randn_like(p)
+        grad[torch.rand(rows, device=device) < 0.6] = 0
+        grad[:, 0] = 0  # a weight without gradient in a row with gradient
+        step_size, decay, rate = 0.1 / t, 0.05, 0.3 if averages else 0.0
+        before = [x.clone() for x in (p, v, last)]
+        update(p, v, last, grad, t, step_size, decay, beta2, eps, average, rate)
+        g = grad.double()
+        exact_v = beta2 * exact_v + (1 - beta2) * g * g
+        u = step_size * g / (exact_v.sqrt() + eps)
+        exact = exact - u - decay * exact * (u * exact > 0)
+        if averages:
+            exact_average += rate * (exact - exact_average)
+            torch.testing.assert_close(average.double(), exact_average, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=1e-6)
+        idle = (grad == 0).all(1)
+        assert all(torch.equal(new[idle], old[idle]) for new, old in zip((p, v, last), before))
+        assert (last[~idle] == t).all()
+    caught_up = v.double() * beta2 ** (7 - last.double())
+    torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
+
+
+def test_update_rows_refuses():
+    p, last = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int32)
+    for change, message in ((dict(v=p.bfloat16()), "v must be contiguous torch.float32"),
+                            (dict(last=last.long()), "last must be .* torch.int32"),
+                            (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)"),
+                            (dict(average=p[:2]), r"average must be .* shape \(4, 8\)")):
+        arguments = dict(p=p.clone(), v=p.clone(), last=last, grad=p, t=1, step_size=0.1, weight_decay=0.0, beta2=0.9,
+                         eps=0.1) | change
+        with pytest.raises(ValueError, match=f"update_rows: {message}"):
+            tk.update_rows(**arguments)
