@@ -256,7 +256,7 @@ class Optim:
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
-    lazy_tables: bool = False  # Adam of value and bigram tables: no first moment, rows without gradient stay as they are
+    lazy_tables: bool = False  # Adam of value and bigram tables: no first moment, no update of rows without gradient
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
@@ -293,6 +293,7 @@ class System:
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8 and dtype is bfloat16 (PR 349)
+    fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
     fp8_counts: bool = False  # log how many FP8 codes are clipped or flushed, where a stage begins and at the end
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
@@ -515,10 +516,13 @@ def capability(device) -> dict[str, str]:
 
 
 def settle_fp8(config, device) -> Config:
-    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp off there, in fp32 and for MLPs in plain PyTorch."""
+    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp and fp8_qkv off there, in fp32 and where their
+    operations are not those of triton_kernels.py."""
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
-    plain = system.dtype != "bfloat16" or system.kernels == "torch" or "mlp:torch" in system.kernels
-    return with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and has_fp8 and not plain)
+    others = re.findall("(mlp|attention):(?:torch|fa3)", system.kernels)
+    can = has_fp8 and system.dtype == "bfloat16" and system.kernels != "torch"
+    return with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and can and "mlp" not in others,
+                       fp8_qkv=system.fp8_qkv and can and "attention" not in others)
 
 
 def choose_kernels(config, device):
@@ -529,7 +533,8 @@ def choose_kernels(config, device):
     except ValueError as error:
         raise UserError(str(error)) from None
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
-    return config, ops, names | ({"mlp_training": "fp8"} if config.system.fp8_mlp else {})
+    names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
+    return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
 
 
 def trace_range(name):
@@ -757,7 +762,7 @@ class GPT(nn.Module):
     def __init__(self, config: Model, ops, dtype, device):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.table, self.fp8_mlps = param_table(config), None
+        self.table, self.fp8_mlps, self.fp8_projections = param_table(config), None, None
         fields = "attention", "value_embed", "skip_from", "xsa"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
         for param in self.table:
@@ -832,6 +837,8 @@ class GPT(nn.Module):
         model, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
+        # Validation is in bf16.
+        fp8_mlps, fp8_projections = (self.fp8_mlps, self.fp8_projections) if torch.is_grad_enabled() else (None, None)
 
         # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
         # bank of zeros per layer (PR 233).
@@ -879,23 +886,28 @@ class GPT(nn.Module):
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
 
-        def attention(x, i, layer):
-            """RMS-normed stream (N, D) -> output of the attention block (N, D)."""
+        def attention_input(stream):
+            """Stream (N, D) -> RMS-normed stream and, in FP8, its codes."""
+            x = rms_norm(stream)
+            return x, kernels.both_layouts(x.detach(), kernels.X8_SCALE, kernels.E4M3) if fp8_projections else None
+
+        def attention(x, x_codes, i, layer):
+            """Result of attention_input -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
-            qkv_weight, rotary, scale = weights[:3 * D], attn.rotary, attn.scale
+            # Half of each head's weights is unused in a narrow layer, so its gradient is zero.
+            qkv_weight = kernels.packed_projection(weights, model.num_heads, layer.narrow, layer.narrow_values)
+            rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
             out_weight, ve, half = weights[3 * D:], values.get(i), model.head_dim // 2
-            if layer.narrow:  # the other half of each head's weights is unused, so its gradient is zero
-                heads = weights[:3 * D].view(3, model.num_heads, model.head_dim, D)
-                v_weight = heads[2, :, :half].flatten(0, 1) if layer.narrow_values else weights[2 * D:3 * D]
-                qkv_weight = torch.cat((heads[:2, :, :half].flatten(0, 2), v_weight))
-                rotary, scale = attn.narrow_rotary, attn.narrow_scale
             if layer.narrow_values:
                 out_weight = out_weight.view(D, model.num_heads, -1)[..., :half].flatten(1)
                 ve = None if ve is None else ve[:, :D // 2]  # contiguous, not half of each head
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-            y, v = ops.attention(x, self.sa_lambdas[i, 0] * qkv_weight, rotary, ve, value_gates.get(i),
-                                 attn_gates[i], cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long,
-                                 layer.narrow, layer.narrow_values)
+            factor, codes = self.sa_lambdas[i, 0], ()
+            if fp8_projections:
+                codes = fp8_projections(self.with_attention.index(i), x_codes, factor),
+            y, v = ops.attention(x, factor * qkv_weight, rotary, ve, value_gates.get(i), attn_gates[i], cu_seqlens,
+                                 attn.max_doc_len, window, scale, layer.paired, layer.long, layer.narrow,
+                                 layer.narrow_values, *codes)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
@@ -904,9 +916,8 @@ class GPT(nn.Module):
 
         def mlps(x, i, factor=None):
             """RMS-normed stream (N, D) -> sum of the MLPs of layer i (N, D), times a 0-D factor."""
-            fp8 = self.fp8_mlps if torch.is_grad_enabled() else None  # validation is in bf16
             first, *others = (
-                fp8(slot, x, W1, W2, factor) if fp8 else ops.mlp(x, W1, W2 if factor is None else factor * W2)
+                fp8_mlps(slot, x, W1, W2, factor) if fp8_mlps else ops.mlp(x, W1, W2 if factor is None else factor * W2)
                 for slot, (W1, W2) in mlp_weights[i])
             return sum(others, first)
 
@@ -931,7 +942,8 @@ class GPT(nn.Module):
                 values[i] = values[i] + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
             if layer.attention:
-                a = attention(rms_norm(lane0) if layer.input_from is None else inputs[layer.input_from], i, layer)
+                a = attention(*(attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]), i,
+                              layer)
                 lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)
                 if lane1 is not None:
                     lane1 = mix.resid_attn * lane1 + mix.attn_lane1 * a  # K5
@@ -951,7 +963,7 @@ class GPT(nn.Module):
             elif layer.mlps:
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * mlps(rms_norm(lane0), i)
             if i in input_sources:
-                inputs[i] = rms_norm(lane0)
+                inputs[i] = attention_input(lane0)
             if i == model.backout_layer:
                 backout = lane0
         x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
@@ -1471,12 +1483,13 @@ def estimate_memory(config, world) -> tuple[float, float]:
     # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     mlp = config.model.mlp_dim / config.model.model_dim
-    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp) for layer in config.model.layers)
+    # The projections in FP8 keep transposed codes of their inputs, half an activation of each layer.
+    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp - system.fp8_qkv) for layer in config.model.layers)
     training = kept * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces
-    codes = sum(2 * math.prod(param.shape) for param in param_table(config.model) if param.label == "mlp_bank")
-    fixed += system.fp8_mlp * codes  # in both layouts
+    codes = {param.label: 2 * math.prod(param.shape) for param in param_table(config.model)}  # in both layouts
+    fixed += system.fp8_mlp * codes.get("mlp_bank", 0) + system.fp8_qkv * 0.75 * codes.get("attn_bank", 0)
     allocated = 2 * weights + state / world + fixed + max(training, validation)  # 2: the weights and their gradients
     return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 
@@ -1781,6 +1794,10 @@ class Trainer:
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
             used = sum(layer.mlps for layer in config.model.layers)  # the bank is padded
             self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank[:used], 1 / self.micro_steps)
+        if config.system.fp8_qkv:
+            kinds = [(layer.narrow, layer.narrow_values) for layer in config.model.layers if layer.attention]
+            self.model.fp8_projections = kernels.Fp8Projections(self.model.attn_bank, kinds, config.model.num_heads,
+                                                                1 / self.micro_steps)
         # The Triton attention is opaque to the compiler. The compiler traces any other attention, with Python numbers.
         self.static_settings = ops.attention is not kernels.attention_block
         number = (lambda x: x) if self.static_settings else torch.tensor
@@ -1828,6 +1845,9 @@ class Trainer:
             if self.model.fp8_mlps:
                 with trace_range("update MLP codes"):
                     self.model.fp8_mlps.refresh(self.max_over_ranks)
+            if self.model.fp8_projections:
+                with trace_range("update projection codes"):
+                    self.model.fp8_projections.refresh()
         return loss
 
     def max_over_ranks(self, x):
@@ -1888,6 +1908,8 @@ class Trainer:
         self.head.refresh()
         if self.model.fp8_mlps:
             self.model.fp8_mlps.reset()
+        if self.model.fp8_projections:
+            self.model.fp8_projections.refresh()
 
     def warm_up_steps(self, seen):
         """Run the first step with each key that is not in `seen`, with one micro-batch."""
@@ -2063,6 +2085,8 @@ class Trainer:
             self.model.fp8_mlps.load_state_dict(state["fp8_mlps"])
         elif self.model.fp8_mlps:  # the checkpoint is of a run in bf16
             self.model.fp8_mlps.reset()
+        if self.model.fp8_projections:
+            self.model.fp8_projections.refresh()
         torch.set_rng_state(state["rng"])
 
 

@@ -21,6 +21,7 @@ Contents, in the order in which a token meets the operations
   2  attend, attend_backward                sliding-window attention within packed documents, output gate
   3  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
   4  mlp; Fp8Mlps, quantise_both            ReLU² MLP, in bf16 and in FP8
+     Fp8Projections                         codes for section 3 in FP8
   5  pointer                                attention on earlier copies of the target
   6  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
   7  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
@@ -678,7 +679,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
 #   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-#                          narrow, narrow_values)
+#                          narrow, narrow_values, codes)
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (2 H w + H u, D)     projections to q, k and v, in this order; q and k have heads of width w, v of u
@@ -695,6 +696,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   offset      bool                 the second half of a key comes from the token before (K1)
 #   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
 #   narrow_values  bool              u = d/2 instead of d; only with narrow
+#   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
 #   y           (N, H, u)            gated result of attention, before the output projection
 #   v           (N, H, u)            the values that attention reads; train_gpt.py removes their direction from y
 #
@@ -736,10 +738,13 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 PROJECT_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_K=64, num_warps=4, num_stages=3),
     torch.float32: dict(BLOCK_M=32, BLOCK_K=32, num_warps=4, num_stages=2),  # for tests: no tensor cores
+    E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16; not measured yet
 }
 PROJECT_PROGRAMS_PER_SM = 2
 # 16 heads of 16 threads each, 16-byte accesses, two per operand and thread. 32 rows cost 4-20 % in layers with offset.
 PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
+# In FP8, 64 tokens of one head, so that lines of the transposed codes are 64 bytes; not measured yet.
+PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=64, num_warps=8)
 
 # Heads and channels are padded to 16, the minimum of tl.dot. Compiled for sm_90, the forward kernel runs a quarter of
 # the instructions of a kernel with elementwise products and sums. With fewer tokens per program there are more parts of
@@ -879,14 +884,18 @@ def head_sizes(weight, rotary, narrow, narrow_values):
     return weight.size(0) // (2 * width + v_width), width, v_width
 
 
-def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False):
-    """q, k and v as attention takes them before the view of paired layers."""
+def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False, codes=None):
+    """q, k and v as attention takes them before the view of paired layers.
+
+    With codes (ProjectionCodes) all is in fp32 between the product and the rounding of q, k and v, as in the kernels.
+    """
     N, d, (H, width, v_width) = x.size(0), 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
-    q, k, v = F.linear(x, weight).split((H * width, H * width, H * v_width), 1)
+    qkv = F.linear(x, weight) if codes is None else _ProductOfCodes.apply(x, weight, *codes)
+    q, k, v = qkv.split((H * width, H * width, H * v_width), 1)
     q, k = (F.rms_norm(u.view(N, H, width), (width,), eps=RMS_EPS) for u in (q, k))
     v = v.view(N, H, v_width)
     if ve is not None:
-        v = v + ve_gate[..., None] * ve.view(v.shape)
+        v = v + ve_gate[..., None].to(v.dtype) * ve.view(v.shape)
     if paired:
         angles = rotary[:2 * N].view(N, 1, 2, d // 4, 2)
         q, k = (rotate(u.view(N, -1, 2, width), angles).view(u.shape) for u in (q, k))
@@ -894,7 +903,7 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, na
         q, k = (rotate(u, rotary[:N, None]) for u in (q, k))
     if offset:
         k = torch.cat((k[..., :d // 2], torch.cat((k[:1, :, d // 2:], k[:-1, :, d // 2:]))), -1)
-    return q, k, v
+    return tuple(u.to(x.dtype) for u in (q, k, v))
 
 
 @triton.jit
@@ -909,11 +918,14 @@ def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve, K: tl.constexpr,
-                    EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
-                    NARROW_VALUES: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-                    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve,
+                    K: tl.constexpr, EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
+                    NARROW: tl.constexpr, NARROW_VALUES: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
+                    D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    # X and W are codes if there are scales.
     c = tl.arange(0, D // 2)[None, :]
+    if ScaleX is not None:
+        scale = tl.load(ScaleX) * tl.load(ScaleW)
     # NARROW: a tile of q or k has two heads. NARROW_VALUES: a tile of v has two heads, too.
     TILES: tl.constexpr = 3 * H // 2 if NARROW_VALUES else 2 * H if NARROW else 3 * H
     # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
@@ -933,6 +945,8 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
                             mask=(m < N)[:, None] & (j < K)[None, :], other=0.0)
                 w = tl.load(W + n[None, :] * stride_w + j[:, None], mask=(j < K)[:, None], other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
+        if ScaleX is not None:
+            acc *= scale
         # From here on, operations of q and k alone, or of v alone, are masked. A branch would keep the loops from
         # merging.
         if NARROW_VALUES:
@@ -988,14 +1002,30 @@ def _project_kernel(X, W, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, 
 
 
 @triton.jit
-def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                      TURNED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradient dX of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k.
+def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr, D: tl.constexpr, MAX: tl.constexpr):
+    """Store dx (BLOCK, D), heads h of tokens t, to the columns of dQkv from FIRST on. With dQkvT, store the codes of
+    dx / Scale, also to the rows of dQkvT; then all h are the same."""
+    c = tl.arange(0, D)
+    ptrs = dQkv + FIRST + t[:, None].to(tl.int64) * stride + ((h * D)[:, None] + c[None, :])
+    if dQkvT is None:
+        tl.store(ptrs, dx.to(dQkv.dtype.element_ty), mask=(t < N)[:, None])
+    else:
+        dx = dx.to(tl.float32) * tl.div_rn(1.0, tl.load(Scale))
+        tl.store(ptrs, _saturate(dx, MAX, dQkv.dtype.element_ty), mask=(t < N)[:, None])
+        # Values are transposed and converted again, because Triton 3.6 transposed codes of e5m2 wrongly.
+        ptrs = dQkvT + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
+        tl.store(ptrs, _saturate(tl.trans(dx), MAX, dQkvT.dtype.element_ty), mask=(t < N)[None, :])
 
-    The first TURNED channels are rotated. row (BLOCK,) counts the rows of the matrix (N · H, D), one head of one token
-    each.
+
+@triton.jit
+def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, t, h, N, stride_dy, stride, FIRST: tl.constexpr,
+                      PAIRED: tl.constexpr, OFFSET: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr,
+                      D: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+    """Gradient of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k; see
+    _store_qkv_grad.
+
+    The first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads.
     """
-    t, h = row // H, row % H
     c = tl.arange(0, D)[None, :]
     column = (h * D)[:, None] + c
     inside = (t < N)[:, None]
@@ -1006,7 +1036,7 @@ def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAI
     dy = tl.load(dY + came_from * stride_dy + column, mask=inside & (came_from < N), other=0.0).to(tl.float32)
     if OFFSET:
         dy += tl.load(dY + column, mask=(t == 0)[:, None] & (c >= D // 2), other=0.0).to(tl.float32)
-    rstd = tl.load(Rstd + row, mask=t < N, other=0.0)
+    rstd = tl.load(Rstd + t * H + h, mask=t < N, other=0.0)
     mean = tl.sum(dy * y, 1) / D
 
     angle = 2 * t + h % 2 if PAIRED else t
@@ -1019,74 +1049,85 @@ def _norm_rotary_grad(dY, Y, dX, Rstd, Rotary, row, N, stride_dy, stride_dx, PAI
     even = (dy_even - along * y_even) * rstd[:, None]
     odd = (dy_odd - along * y_odd) * rstd[:, None]
     dx = tl.reshape(tl.join(cos * even - sin * odd, sin * even + cos * odd), (BLOCK, D))
-    tl.store(dX + t[:, None].to(tl.int64) * stride_dx + column, dx.to(dX.dtype.element_ty), mask=inside)
+    _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST, D, MAX)
 
 
 @triton.jit
-def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq, stride_dk, stride_dv,
-                         stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
-                         VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-                         BLOCK: tl.constexpr):
+def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq,
+                         stride_dk, stride_dv, stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
+                         NARROW: tl.constexpr, VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
+                         D: tl.constexpr, DV: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
     # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    if dQkvT is None:
+        row = block * BLOCK + tl.arange(0, BLOCK)  # of the matrix (N · H, D), one head of one token each
+        t, h = row // H, row % H
+    else:  # tokens of one head, whose transposed codes are contiguous
+        t, h = block // H * BLOCK + tl.arange(0, BLOCK), tl.full((BLOCK,), block % H, tl.int32)
+        row = t * H + h
     WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
     width: tl.constexpr = H * (2 * WIDTH + DV)
     if part == 0:
-        _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, row, N, stride_dq, width, PAIRED, False, D // 2, H, WIDTH, BLOCK)
+        _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, t, h, N, stride_dq, width, 0, PAIRED, False, D // 2,
+                          H, WIDTH, MAX, BLOCK)
     elif part == 1:
-        _norm_rotary_grad(dK, K, dQkv + H * WIDTH, Rstd + N * H, Rotary, row, N, stride_dk, width, PAIRED, OFFSET,
-                          D // 2, H, WIDTH, BLOCK)
+        _norm_rotary_grad(dK, K, dQkv, dQkvT, Scale, Rstd + N * H, Rotary, t, h, N, stride_dk, width, H * WIDTH, PAIRED,
+                          OFFSET, D // 2, H, WIDTH, MAX, BLOCK)
     else:
-        t = (row // H).to(tl.int64)[:, None]
-        inside = t < N
-        column = (row % H * DV)[:, None] + tl.arange(0, DV)[None, :]
-        dv = tl.load(dV + t * stride_dv + column, mask=inside, other=0.0)
+        token = t.to(tl.int64)[:, None]
+        inside = token < N
+        column = (h * DV)[:, None] + tl.arange(0, DV)[None, :]
+        dv = tl.load(dV + token * stride_dv + column, mask=inside, other=0.0)
         if COPY:
-            tl.store(dQkv + 2 * H * WIDTH + t * width + column, dv, mask=inside)
+            _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, width, 2 * H * WIDTH, DV, MAX)
         if VALUE:
             dv = dv.to(tl.float32)
             gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
-            ve = tl.load(Ve + t * stride_ve + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dVe + t * (H * DV) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
+            ve = tl.load(Ve + token * stride_ve + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dVe + token * (H * DV) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
             tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=row < N * H)
 
 
-def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False):
+def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False, codes=(None,) * 4):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, u); 1 / rms of each head of q and k (2, N, H) fp32.
 
-    The caller has checked the arguments.
+    codes: those of x and weight, which are then not read, and their scales. The caller has checked the arguments.
     """
     N, d, (H, width, v_width) = x.size(0), 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
-    launch = PROJECT_LAUNCH[x.dtype]
+    x8, w8, *scales = codes
+    a, b = (x, weight) if x8 is None else (x8, w8)
+    launch = PROJECT_LAUNCH[a.dtype]
     qk, v = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, v_width)
     rstd = x.new_empty(2, N, H, dtype=torch.float32)
     tiles = triton.cdiv(N, launch["BLOCK_M"]) * weight.size(0) // d
     programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     value, tma = ve is not None, _has_tma(x.device)
     _project_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else x,
-        TensorDescriptor.from_tensor(weight, [d, launch["BLOCK_K"]]) if tma else weight, qk, v, rstd,
-        rotary, ve if value else x, ve_gate if value else x, N, x.stride(0), weight.stride(0), qk.stride(0),
+        TensorDescriptor.from_tensor(a, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else a,
+        TensorDescriptor.from_tensor(b, [d, launch["BLOCK_K"]]) if tma else b, *scales, qk, v, rstd,
+        rotary, ve if value else x, ve_gate if value else x, N, a.stride(0), b.stride(0), qk.stride(0),
         ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
         NARROW_VALUES=narrow_values, VALUE=value, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
 
-def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv):
+def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
     """Fills dqkv (N, 2 H w + H u); returns the gradients of ve and ve_gate, or (None, None) without ve.
 
-    dv may be its part of dqkv already, then the kernel does not copy dv. The caller has checked the arguments.
+    dv may be its part of dqkv already, then the kernel does not copy dv. With dqkv_t (2 H w + H u, N), both are filled
+    with codes; scale is their 0-D scale. The caller has checked the arguments.
     """
     (N, H, v_width), d = dv.shape, 4 * rotary.size(1)
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * v_width:].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * v_width), torch.empty_like(ve_gate)) if value else (None, None)
-    blocks = triton.cdiv(N * H, PROJECT_GRAD_LAUNCH["BLOCK"])
+    launch = PROJECT_GRAD_LAUNCH if dqkv_t is None else PROJECT_GRAD_CODES_LAUNCH
+    blocks = triton.cdiv(N * H, launch["BLOCK"]) if dqkv_t is None else H * triton.cdiv(N, launch["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
-        dq, dk, dv, qk[0], qk[1], dqkv, rstd, rotary, ve if value else dv, ve_gate if value else dv,
+        dq, dk, dv, qk[0], qk[1], dqkv, dqkv_t, scale, rstd, rotary, ve if value else dv, ve_gate if value else dv,
         dve if value else dv, dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0),
         ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, NARROW=dq.size(2) < d, VALUE=value, COPY=copy,
-        H=H, D=d, DV=v_width, **PROJECT_GRAD_LAUNCH)
+        H=H, D=d, DV=v_width, MAX=FP8_MAX.get(dqkv.dtype, 0.0), **launch)
     return dve, dgate
 
 
@@ -1099,17 +1140,21 @@ def _pair_heads(qk, v, paired):
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
-                     narrow: bool, narrow_values: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     narrow: bool, narrow_values: bool, x8: Tensor | None = None, w8: Tensor | None = None,
+                     x_scale: Tensor | None = None, w_scale: Tensor | None = None, x8_t: Tensor | None = None,
+                     w8_t: Tensor | None = None, grad_scale: Tensor | None = None
+                     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gates = head_gates(x, ve, w_ve, w_out, paired)
     # The kernel reads the gate only if there is a ve.
-    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, narrow_values)
+    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, narrow_values,
+                               (x8, w8, x_scale, w_scale))
     q, k, v = _pair_heads(qk, values, paired)
     y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
     return y.view(values.shape), values, lse, qk, rstd, gates
 
 
 @_attention_block.register_fake
-def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, narrow_values):
+def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, narrow_values, *codes):
     N, (H, width, v_width) = x.size(0), head_sizes(weight, rotary, narrow, narrow_values)
     lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
     return (x.new_empty(N, H, v_width), x.new_empty(N, H, v_width), lse, x.new_empty(2, N + 1, H, width),
@@ -1120,21 +1165,27 @@ def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, off
 def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: Tensor, rotary: Tensor,
                               ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor, start: Tensor, end: Tensor,
                               window: Tensor, scale: Tensor, y: Tensor, v: Tensor, lse: Tensor, qk: Tensor,
-                              rstd: Tensor, gates: Tensor, paired: bool,
-                              offset: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    N, H, v_width = y.shape
-    dqkv = x.new_empty(N, weight.size(0))
+                              rstd: Tensor, gates: Tensor, paired: bool, offset: bool, x_scale: Tensor | None = None,
+                              w_scale: Tensor | None = None, x8_t: Tensor | None = None, w8_t: Tensor | None = None,
+                              grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (N, H, v_width), rows = y.shape, weight.size(0)
+    dqkv = x.new_empty(N, rows, dtype=x.dtype if x8_t is None else E5M2)
+    dqkv_t = None if x8_t is None else dqkv.new_empty(rows, N)
     q, k, v = _pair_heads(qk, v, paired)
     *dq_dk_dv, dout_gate = attend_backward(
         dy.reshape(v.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(v.shape), lse, start, end, window, scale,
-        dv=None if paired else dqkv[:, -H * v_width:].view(N, H, v_width),
+        dv=None if paired or x8_t is not None else dqkv[:, -H * v_width:].view(N, H, v_width),
         dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
     dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
-                                     offset, dqkv)
-    dx = dqkv @ weight
+                                     offset, dqkv, dqkv_t, grad_scale)
+    if x8_t is None:
+        dx, dweight = dqkv @ weight, dqkv.t() @ x
+    else:
+        dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
+        dweight = scaled_product(dqkv_t, x8_t, grad_scale, x_scale).to(x.dtype)
     dgate_weights = head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
     dve = x.new_empty(0) if ve is None else dve  # an op must return tensors
-    return dx, dqkv.t() @ x, dve, dgate_weights
+    return dx, dweight, dve, dgate_weights
 
 
 @_attention_block_backward.register_fake
@@ -1144,25 +1195,28 @@ def _(dy, dv, x, weight, rotary, ve, w_ve, w_out, *others):
 
 
 def _block_setup(ctx, inputs, output):
-    *tensors, ctx.paired, ctx.offset, _, _ = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.paired, ctx.offset, _, _, _, _ = inputs[:16]
+    ctx.count = len(tensors) + len(output)
+    ctx.save_for_backward(*tensors, *output, *inputs[16:])  # of the codes, only what the backward pass reads
     ctx.set_materialize_grads(False)  # only y and v may have a gradient; PyTorch would write zeros for the rest
 
 
 def _block_grad(ctx, dy, dv, *others):
-    dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *ctx.saved_tensors, ctx.paired, ctx.offset)
+    saved = ctx.saved_tensors
+    dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *saved[:ctx.count], ctx.paired, ctx.offset,
+                                                                *saved[ctx.count:])
     dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 8
+    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 15
 
 
 _attention_block.register_autograd(_block_grad, setup_context=_block_setup)
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                        narrow=False, narrow_values=False, attention=attention_ref):
+                        narrow=False, narrow_values=False, codes=None, attention=attention_ref):
     """y and v, both (N, H, u), see the banner above; `attention` has the signature of attention_ref."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
-    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, narrow_values)
+    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, narrow_values, codes)
     N, H = out_gate.shape
     if not paired:
         return attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale), v
@@ -1171,7 +1225,7 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len,
 
 
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                    narrow=False, narrow_values=False):
+                    narrow=False, narrow_values=False, codes=None):
     """y and v, both (N, H, u); differentiable in x, weight, ve, w_ve and w_out.
 
     Raises a ValueError if an argument is wrong.
@@ -1179,7 +1233,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
     x (N, D), weight (2 H w + H u, D), rotary (>= N or 2N, d/4, 2), ve (N, H u), w_ve and w_out (H, C): one dtype, bf16
     or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d; u = d/2 if narrow_values, else d. cu_seqlens (K,)
     int32; max_len int; window and scale 0-D CPU tensors; paired, offset, narrow and narrow_values bool. The banner
-    above says what each argument means.
+    above says what each argument means. codes: ProjectionCodes of x and weight for a projection in FP8, or None.
     """
     (N, D), d, (H, width, v_width) = x.shape, 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
     rows = 2 * width + v_width
@@ -1203,18 +1257,25 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
         raise ValueError(f"attention_block: ve must be {(N, H * v_width)} and w_ve {tuple(w_out.shape)}, or both None,"
                          f" got {got[0]} and {got[1]}")
     tensors = [u for u in (x, weight, rotary, ve, w_ve, w_out) if u is not None]
-    if x.dtype not in PROJECT_LAUNCH or any(u.dtype != x.dtype for u in tensors):
+    if x.dtype not in (torch.bfloat16, torch.float32) or any(u.dtype != x.dtype for u in tensors):
         raise ValueError("attention_block: x, weight, rotary, ve, w_ve and w_out must be all bfloat16 or all float32,"
                          f" got {[u.dtype for u in tensors]}")
+    if codes is not None:
+        if any(size % 16 for size in (N, *weight.shape)):
+            raise ValueError(f"attention_block: N, rows of weight and D must be multiples of 16 for codes, got {N} and"
+                             f" {tuple(weight.shape)}")
+        for name, matrix in ("x", x), ("w", weight):
+            _check("attention_block", f"codes.{name}8", getattr(codes, f"{name}8"), matrix.shape, E4M3, x.device)
+            _check("attention_block", f"codes.{name}8_t", getattr(codes, f"{name}8_t"), matrix.mT.shape, E4M3, x.device)
     if _takes_ref(x, exact=False):
         return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
-                                   offset, narrow, narrow_values)
+                                   offset, narrow, narrow_values, codes)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
     return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow,
-                            narrow_values)[:2]
+                            narrow_values, *(codes or ()))[:2]
 
 
 def attention_block_fa3(*args):
@@ -1553,8 +1614,8 @@ def mlp(x, W1, W2):
 # Scales: an RMS-normed x of 768 channels is at most √768 = 27.7, below 448 · 2⁻⁴ = 28; data/rules.py refuses more than
 # 784 channels. The loss is a sum over tokens times loss_scale, so the static scale of g carries loss_scale. The scale
 # of a weight is its maximum / 448, after every update. The scales of post and dpre come from their maxima over all
-# micro-steps of the last step, times HEADROOM. A scale stays as it is if its maximum is zero or not finite: W2 may start
-# at 0, and then dpre is 0.
+# micro-steps of the last step, times HEADROOM. A scale stays as it is if its maximum is zero or not finite: W2 may
+# start at 0, and then dpre is 0.
 #
 # One H200 (µs at N = 16384 / 32768 / 49152, D = 768, F = 3072, medians, L2 cold; an 8192³ product: 1531 TFLOP/s):
 #   codes of post     85 / 160 / 239    970 TFLOP/s, 63 %; the product alone by the library, without codes, 205
@@ -1967,6 +2028,108 @@ class Fp8Mlps:
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i,
                              self.loss_scale)
+
+
+# ---- The projection of the attention block in FP8, for training -----------------------------------------------------
+#
+#   codes = Fp8Projections(bank, kinds, num_heads, loss_scale)(i, both_layouts(x, X8_SCALE, E4M3), factor)
+#   y, v = attention_block(x, factor · packed_projection(bank[i], ...), ..., codes)
+#
+#   product            operands (scale)                                  result
+#   qkv = x Wᵀ         x e4m3 (2⁻⁴), W e4m3 (exact, times factor)        fp32, for norm and rotation in the kernel
+#   dx = dqkv W        dqkv e5m2 (2⁻⁶ · loss_scale), W                   bf16, then the gradients of the gates are added
+#   dW = dqkvᵀ x       dqkv, x                                           bf16, gradient of factor · W
+#
+#   N, D and the rows of W are multiples of 16.
+#
+# Codes and scales are those of the MLP in FP8. Here no scale is delayed, because no result is stored in FP8. The bf16
+# weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the factor.
+# The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in bf16.
+# Layers that share an input also share its codes. The forward product keeps about 14 bits of a sum, as in the MLP.
+
+
+class ProjectionCodes(NamedTuple):
+    """Codes of x and weight of attention_block, and 0-D fp32 scales, in the order of the op's arguments."""
+
+    x8: Tensor  # (N, D) e4m3
+    w8: Tensor  # (rows, D) e4m3
+    x_scale: Tensor
+    w_scale: Tensor  # of the weight with its factor
+    x8_t: Tensor  # (D, N) e4m3
+    w8_t: Tensor  # (D, rows) e4m3
+    grad_scale: Tensor  # of the e5m2 codes of the gradient of x Wᵀ
+
+
+class _ProductOfCodes(torch.autograd.Function):
+    """x Wᵀ (N, rows) fp32 from ProjectionCodes, with the gradients of x and W."""
+
+    @staticmethod
+    def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
+        ctx.save_for_backward(x_scale, w_scale, *others)
+        ctx.dtype = x.dtype
+        return x8.float() @ w8.float().mT * (x_scale * w_scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x_scale, w_scale, x8_t, w8_t, grad_scale = ctx.saved_tensors
+        g, g_t = quantise_both_ref(grad, grad_scale, E5M2)
+        dx, dweight = scaled_product(g, w8_t, grad_scale, w_scale), scaled_product(g_t, x8_t, grad_scale, x_scale)
+        return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 7
+
+
+def packed_projection(weights, num_heads, narrow, narrow_values):
+    """The weight of attention_block, (..., 2 H w + H u, D), from matrices (..., 4D, D) of a bank.
+
+    Each has D rows for q, k, v and the output. A narrow layer uses the first half of each head.
+    """
+    D = weights.size(-1)
+    if not narrow:
+        return weights[..., :3 * D, :]
+    heads = weights[..., :3 * D, :].unflatten(-2, (3, num_heads, -1))
+    half = heads.size(-2) // 2
+    v_weight = heads[..., 2, :, :half, :].flatten(-3, -2) if narrow_values else weights[..., 2 * D:3 * D, :]
+    return torch.cat((heads[..., :2, :, :half, :].flatten(-4, -2), v_weight), -2)
+
+
+class Fp8Projections:
+    """codes = projections(i, both_layouts(x, X8_SCALE, E4M3), factor): the ProjectionCodes of x and of factor times the
+    projection of matrix i; factor: 0-D. No gradient goes through codes, so x is detached.
+
+    bank (matrices, 4D, D) bf16, as packed_projection takes it; it may have more matrices than `kinds`, which are the
+    pairs (narrow, narrow_values) of the matrices in use. loss_scale: the factor of the sum over tokens in the loss.
+    Call `refresh` after every change of the bank. All tensors keep their addresses, because CUDA graphs read them.
+    """
+
+    def __init__(self, bank, kinds, num_heads, loss_scale):
+        self.bank, self.num_heads, device = bank.detach(), num_heads, bank.device
+        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (X8_SCALE, G8_SCALE * loss_scale))
+        self.kinds, self.matrices = {}, {}  # kind -> numbers of its matrices, their codes and scales; number -> its own
+        for kind in sorted(set(kinds)):
+            numbers = [i for i, other in enumerate(kinds) if other == kind]
+            rows, D = packed_projection(self.bank[0], num_heads, *kind).shape
+            codes, codes_t = (torch.empty(len(numbers), *shape, dtype=E4M3, device=device)
+                              for shape in ((rows, D), (D, rows)))
+            scales = torch.ones(len(numbers), 4, device=device)[:, 0]  # 16 bytes apart, as in Fp8Mlps
+            self.kinds[kind] = torch.tensor(numbers, device=device), codes, codes_t, scales
+            self.matrices |= zip(numbers, zip(codes, codes_t, scales))
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self):
+        """Quantise the bank again."""
+        for kind, (numbers, codes, codes_t, scales) in self.kinds.items():
+            weights = self.bank[:, :3 * self.bank.size(2)].index_select(0, numbers)
+            weights = packed_projection(weights, self.num_heads, *kind)
+            largest = torch.linalg.vector_norm(weights, math.inf, (-2, -1)).float()
+            scales.copy_((largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR))
+            quantise_both(weights, scales, E4M3, (codes, codes_t))
+            torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
+
+    def __call__(self, i, inputs, factor):
+        codes, codes_t, scale = self.matrices[i]
+        x8, x8_t = inputs
+        return ProjectionCodes(x8, codes, self.x_scale, scale * factor.detach(), x8_t, codes_t, self.grad_scale)
 
 
 # ======================================================================================================================

@@ -3,6 +3,8 @@
 records/trace.py and tests/bench_kernels.py use this module.
 """
 
+from collections import Counter
+
 import numpy as np
 
 
@@ -31,6 +33,11 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # Reads q, k and their gradients, writes two gradients; may copy dv, read ve and write the gradient of ve.
     "project_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk, v: (
         0, 2 * N * D * (6 * qk + v * (3 + paired if value else 2 * paired)))),
+    # In FP8, see below. The gradient is written in both layouts, and that of v always.
+    "project_codes": ("_project_kernel", lambda N, D, value, qk, v: (
+        N * D * D * (2 * qk + v), N * D * (1 + 2 * (2 * qk + v * (1 + value))))),
+    "project_codes_backward": ("_project_grad_kernel", lambda N, D, value, qk, v: (
+        0, 4 * N * D * (3 * qk + v * (1 + value)))),
     # channels: input of the gates. Reads and writes the gradients of the channels and of other gates of the layer.
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
@@ -45,7 +52,9 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
-    "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique)))}
+    "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
+    # Reads the gradient of all rows; of the touched ones, reads and writes a bf16 weight and its fp32 second moment.
+    "update_rows": ("_update_rows_kernel", lambda size, touched: (0, 2 * size + 12 * touched))}
 
 
 def plain(name):
@@ -60,11 +69,24 @@ def seen_pairs(lengths, window):
     return int((near * (near + 1) // 2 + (lengths - near) * (window + 1)).sum())
 
 
+def head_shares(layer):
+    """Widths of the heads of q and k, and of v, divided by d."""
+    return [0.5 if layer.get(key) else 1 for key in ("narrow", "narrow_values")]
+
+
 def calls(run):
     """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
     F = run.get("mlp_dim", 4 * D)
     tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
+    inputs = [layer.get("input_from") for layer in layers if layer["attention"]]
+    inputs = inputs.count(None) + len({*inputs} - {None})  # of the attention; FP8 codes of each are transposed
+    # (width of q and k, of v) / d -> size of the weights of all such layers, which are quantised together
+    projections = Counter()
+    for layer in layers:
+        if layer["attention"]:
+            qk, v = head_shares(layer)
+            projections[qk, v] += D * D * (2 * qk + v)
     for step in run["steps"]:
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
@@ -75,18 +97,23 @@ def calls(run):
                 yield from mlp * layer.get("mlps", 1)
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
-                    widths = [0.5 if layer.get(key) else 1 for key in ("narrow", "narrow_values")]
+                    widths = head_shares(layer)
                     lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
                     pairs = H // folds * seen_pairs(lengths, window)
                     yield from ((name, N, D, D // H, *widths, pairs) for name in ("attend", "attend_backward"))
-                    yield "project", N, D, value, *widths
-                    yield "project_backward", N, D, value, layer["paired"], *widths
+                    if run.get("fp8_qkv"):
+                        yield "project_codes", N, D, value, *widths
+                        yield "project_codes_backward", N, D, value, *widths
+                    else:
+                        yield "project", N, D, value, *widths
+                        yield "project_backward", N, D, value, layer["paired"], *widths
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
             if d := run.get("pointer_width"):
                 lengths = micro_batch["documents"]
                 pairs = seen_pairs(lengths, N) - sum(lengths)  # no token points at itself
                 yield from (("pointer", N, d, pairs), ("pointer_backward", N, d, pairs))
+            yield from [("transpose_bytes", N * D)] * (inputs if run.get("fp8_qkv") else 0)
             columns = micro_batch.get("candidates") or V
             for start in range(0, N, run["head_rows"]):
                 yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
@@ -96,6 +123,8 @@ def calls(run):
                 yield "embedding_grad", N, D, touched
         if run.get("fp8_mlps"):
             yield "quantise_both", 2 * F * D * sum(layer.get("mlps", 1) for layer in layers)
+        if run.get("fp8_qkv"):
+            yield from (("quantise_both", size) for size in projections.values())
         for n, R, C in run.get("polar", run["banks"]):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
@@ -104,6 +133,10 @@ def calls(run):
         if step["adam"]:
             yield from [("quantise", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
+            # At least the rows that the last micro-batch touched, one rank's part of them.
+            rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
+            yield from (("update_rows", size, D * rows[label] // run["ranks"])
+                        for label, size in run.get("lazy_tables", {}).items())
 
 
 def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
@@ -125,9 +158,12 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
             "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
             "num_heads": model.num_heads, "mlp_dim": model.mlp_dim, "padded_vocab": model.padded_vocab,
-            "fp8": head.fp8, "fp8_mlps": config.system.fp8_mlp, "head_rows": head.block,
+            "fp8": head.fp8, "fp8_mlps": config.system.fp8_mlp, "fp8_qkv": config.system.fp8_qkv,
+            "head_rows": head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
+            "lazy_tables": {label: optimizer.shards[label].numel() for label, state in optimizer.state.items()
+                            if "last" in state},
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "polar": [list(shape) for label in optimizer.matrix_lr for shape in optimizer.polar_shapes(label)],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

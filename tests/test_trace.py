@@ -318,15 +318,22 @@ def test_work_by_counting():
         (1.5 * product, 3 * stream)] * 6
     assert [work.WORK[name][1](*sizes) for name, *sizes in slim if name == "attend"] == [
         (2 * (64 + 64) * n, 2 * stream) for n in near]
+    tables = dict(value_embeds=2 * 384 * 256, bigram_embed=5 * 384 * 256)
+    found["update_rows"] = [work.WORK[name][1](*sizes) for name, *sizes in work.calls(RUN | {"lazy_tables": tables})
+                            if name == "update_rows"]
+    assert found["update_rows"] == [(0, 256 * (2 * 384 * n + 12 * touched)) for n, touched in ((2, 66), (5, 60))] * 2
     assert found["mlp"] == [(2 * product, 3 * stream)] * 12 and found["XXT"][0][0] == 4 * 2 * 128**2 * 256
 
 
-@pytest.mark.parametrize("mlp, others", [("mlp", {"mlp_codes", "mlp_codes_backward", "quantise_both"}),
-                                         ("mlp_codes", {"mlp", "mlp_backward"})])
-def test_rates_of_our_kernels(mlp, others):
+@pytest.mark.parametrize("mlp, project, others", [
+    ("mlp", "project", {"mlp_codes", "mlp_codes_backward", "project_codes", "project_codes_backward", "quantise_both",
+                        "update_rows"}),
+    ("mlp_codes", "project_codes", {"mlp", "mlp_backward", "project", "project_backward"})])
+def test_rates_of_our_kernels(mlp, project, others):
     """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
     does not count. A missing launch leaves no rate."""
-    rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes"}
+    rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes", "fp8_qkv": project == "project_codes"}
+    run |= {"lazy_tables": dict(value_embeds=2 * 384 * 256, bigram_embed=5 * 384 * 256)} if run["fp8_qkv"] else {}
     for step in RUN["steps"]:
         launches = []
         for name, *sizes in work.calls(run | {"steps": [step]}):
@@ -338,8 +345,9 @@ def test_rates_of_our_kernels(mlp, others):
     rows = {name: rest for name, *rest in result["rates"]}
     assert {name for names in rows for name in names.split()} == set(work.WORK) - others
     assert all(part == pytest.approx(0.25) for *_, part in rows.values())
-    assert rows["project"][0] == 6 and rows["project"][1] == pytest.approx(6 * 4e3 * 6 * 64 * 256**2 / 1e12)
-    assert re.search(r"^project +6 +\d+\.\d{3} +0\.25 TFLOP/s +25\.0%$", trace.table(result), re.M)
+    half = 1 if project == "project" else 0.5
+    assert rows[project][0] == 6 and rows[project][1] == pytest.approx(6 * 4e3 * half * 6 * 64 * 256**2 / 1e12)
+    assert re.search(rf"^{project} +6 +\d+\.\d\d\d +0\.25 TFLOP/s +25\.0%$", trace.table(result), re.M)
     rec.events.remove(max((e for e in rec.events if e["name"] == f"_{mlp}_hopper_kernel"), key=lambda e: e["ts"]))
     result = trace.analyse(rec.trace(**run))
     assert [name for name, *_, part in result["rates"] if part is None] == [f"{mlp} {mlp}_backward"]
