@@ -263,6 +263,35 @@ def mlp_cases():
         yield Case("mlp: postᵀ g (library)", shape, partial(torch.matmul, post.t(), g), **work)
 
 
+def fp8_projection_cases():
+    """The projection in FP8 and its gradient: the two kernels and the library's products, beside the products in bf16."""
+    one = torch.ones((), device=DEVICE)
+    for N in TOKENS:
+        x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)
+        x8, x8_t = tk.both_layouts(x, tk.X8_SCALE, tk.E4M3)
+        for narrow, value in product((False, True), repeat=2):
+            width = HEAD // 2 if narrow else HEAD
+            weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
+            w8, w8_t = tk.quantise_both(weight, one)
+            shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
+            sizes, work = (N, D, value, width / HEAD, 1), dict(fp8=2 * N * weight.numel())
+            project = partial(tk.project, x, weight, rotary, *values, False, False, narrow, False)
+            qk, _, rstd = project()
+            yield Case("project, FP8", shape, partial(project, codes=(x8, w8, one, one)), {"bf16": project},
+                       bytes=WORK["project_codes"][1](*sizes)[1], **work)
+            grads = [rand(N, H, w) for w in (width, width, HEAD)]
+            codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
+            dqkv = rand(N, len(weight))
+            back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
+            yield Case("project_backward, FP8", shape, partial(back, *codes, one), {"bf16": partial(back, dqkv)},
+                       bytes=WORK["project_codes_backward"][1](*sizes)[1])
+            if not value:
+                yield Case("dqkv W, FP8 (library)", shape, partial(tk.scaled_product, codes[0], w8_t, one, one),
+                           {"bf16": partial(torch.matmul, dqkv, weight)}, bytes=3 * N * D + dqkv.numel(), **work)
+                yield Case("dqkvᵀ x, FP8 (library)", shape, partial(tk.scaled_product, codes[1], x8_t, one, one),
+                           {"bf16": partial(torch.matmul, dqkv.t(), x)}, bytes=N * D + dqkv.numel(), **work)
+
+
 def fp8_cases():
     """The MLP in FP8: quantising, the two kernels, the library's products, and all of it beside the MLP in bf16."""
     count, width = sum(layer.mlps for layer in CONFIG.model.layers), MLP_DIM
@@ -436,8 +465,8 @@ def slower(table, old):
 
 
 FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
-                fp8=fp8_cases, pointer=pointer_cases, head=head_cases, embedding=embedding_cases,
-                optimizer=optimizer_cases)
+                fp8=fp8_cases, fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
+                embedding=embedding_cases, optimizer=optimizer_cases)
 
 
 def main():

@@ -51,7 +51,7 @@ def compile_all(arch):
     bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     torch.compile = lambda function, **options: function  # only for peers, which do not run; spares seconds of imports
-    for family in bench.FAMILIES.keys() - {"optimizer", "fp8"}:  # their kernels: those of muon, and see below
+    for family in bench.FAMILIES.keys() - {"optimizer", "fp8", "fp8_projection"}:  # as in muon, and see below
         for case in bench.FAMILIES[family]():
             if case.kernel != "quantise" and not case.kernel.startswith("HeadLoss"):  # on a CPU these launch no kernel
                 case.run()
