@@ -264,7 +264,7 @@ def mlp_cases():
 
 
 def fp8_projection_cases():
-    """The projection in FP8 and its gradient: the two kernels and the library's products, beside the products in bf16."""
+    """The projection in FP8 and its gradient: the two kernels and the library's products, each beside bf16."""
     one = torch.ones((), device=DEVICE)
     for N in TOKENS:
         x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)

@@ -62,7 +62,8 @@ def compile_all(arch):
         post, _ = tk._relu_square_codes(tk.quantise_both(x, one)[0], W, *[one] * 4)
         tk._relu_square_codes(tk.quantise_both(x, one, tk.E5M2)[0], W, *[one] * 4, post, one)
         ve, gate, rotary = bench.rand(1024, 768), bench.rand(1024, 6), bench.rand(2048, 32, 2)
-        for paired, offset, *narrow in (False, True, False, False), (True, False, True, False), (False, False, True, True):
+        for paired, offset, *narrow in ((False, True, False, False), (True, False, True, False),
+                                        (False, False, True, True)):
             width, v_width = 128 >> narrow[0], 128 >> narrow[1]
             rows = 6 * (2 * width + v_width)
             codes = x.to(tk.E4M3), bench.rand(rows, 768, dtype=tk.E4M3), one, one
