@@ -213,9 +213,11 @@ def check_config(config, world=1):
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    require(not (system.fp8_mlp or system.fp8_qkv) or model.model_dim % 32 == 0 and model.model_dim <= 784,
-            f"--model_dim={model.model_dim}: FP8 takes multiples of 32 channels, at most 784; add --fp8_mlp=false"
-            " --fp8_qkv=false")
+    # The narrowest projection has 3/2 rows per channel.
+    for knob, unit in ("fp8_mlp", 16), ("fp8_qkv", 32):
+        require(not getattr(system, knob) or model.model_dim % unit == 0 and model.model_dim <= 784,
+                f"--model_dim={model.model_dim}: --{knob} takes multiples of {unit} channels, at most 784; add"
+                f" --{knob}=false")
     least = 32 if model.layers_with("narrow") else 16
     require(plain_attention or model.head_dim >= least and model.head_dim & (model.head_dim - 1) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of {least}"
