@@ -1018,13 +1018,13 @@ def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr
 
 
 @triton.jit
-def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, t, h, N, stride_dy, stride, FIRST: tl.constexpr,
+def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dy, stride, FIRST: tl.constexpr,
                       PAIRED: tl.constexpr, OFFSET: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr,
                       D: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k; see
     _store_qkv_grad.
 
-    The first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads.
+    The first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads; row = t · H + h.
     """
     c = tl.arange(0, D)[None, :]
     column = (h * D)[:, None] + c
@@ -1036,7 +1036,7 @@ def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, t, h, N, stride_d
     dy = tl.load(dY + came_from * stride_dy + column, mask=inside & (came_from < N), other=0.0).to(tl.float32)
     if OFFSET:
         dy += tl.load(dY + column, mask=(t == 0)[:, None] & (c >= D // 2), other=0.0).to(tl.float32)
-    rstd = tl.load(Rstd + t * H + h, mask=t < N, other=0.0)
+    rstd = tl.load(Rstd + row, mask=t < N, other=0.0)
     mean = tl.sum(dy * y, 1) / D
 
     angle = 2 * t + h % 2 if PAIRED else t
@@ -1069,11 +1069,11 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve,
     WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
     width: tl.constexpr = H * (2 * WIDTH + DV)
     if part == 0:
-        _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, t, h, N, stride_dq, width, 0, PAIRED, False, D // 2,
-                          H, WIDTH, MAX, BLOCK)
+        _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dq, width, 0, PAIRED, False,
+                          D // 2, H, WIDTH, MAX, BLOCK)
     elif part == 1:
-        _norm_rotary_grad(dK, K, dQkv, dQkvT, Scale, Rstd + N * H, Rotary, t, h, N, stride_dk, width, H * WIDTH, PAIRED,
-                          OFFSET, D // 2, H, WIDTH, MAX, BLOCK)
+        _norm_rotary_grad(dK, K, dQkv, dQkvT, Scale, Rstd + N * H, Rotary, row, t, h, N, stride_dk, width, H * WIDTH,
+                          PAIRED, OFFSET, D // 2, H, WIDTH, MAX, BLOCK)
     else:
         token = t.to(tl.int64)[:, None]
         inside = token < N
