@@ -292,9 +292,9 @@ class System:
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
     fp8: bool = True  # FP8 training head, if the GPU has FP8
-    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8 and dtype is bfloat16 (PR 349)
+    fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
     fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
-    fp8_counts: bool = False  # log how many FP8 codes are clipped or flushed, where a stage begins and at the end
+    fp8_counts: bool = False  # log how many codes of the FP8 MLPs are clipped or flushed; slows the counted steps
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
@@ -326,8 +326,8 @@ class Config:
 
 RECORD74 = Config()
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, pointer=True, layers=LAYERS)
-# This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from the records of 2026-11-22:
-# short_runs, sampled_softmax, model and pointer.
+# This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from the records short_runs,
+# sampled_softmax, model and pointer of 2026-11-22, and attention and fp8 of 2026-11-23.
 SHORT = Config(
     MODEL,
     Schedule(
@@ -354,6 +354,7 @@ PRESETS = {
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, and with whole heads of 16 channels, it learns more (records/2026-11-22_cpu, 2026-11-23_attention).
+    # Its MLPs are 4 D wide; 3.33 D was not tried.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96, pointer=True,
               layers=tuple(dataclasses.replace(layer, narrow=False) for layer in LAYERS)),
@@ -516,8 +517,8 @@ def capability(device) -> dict[str, str]:
 
 
 def settle_fp8(config, device) -> Config:
-    """The config with fp8 off where the GPU lacks FP8, and fp8_mlp and fp8_qkv off there, in fp32 and where their
-    operations are not those of triton_kernels.py."""
+    """The config with fp8 off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where --kernels
+    chooses another implementation than triton for mlp or attention."""
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
     others = re.findall("(mlp|attention):(?:torch|fa3)", system.kernels)
     can = has_fp8 and system.dtype == "bfloat16" and system.kernels != "torch"
@@ -1463,7 +1464,7 @@ def state_bytes(config: Config) -> tuple[int, int]:
     for param in param_table(config.model):
         size = math.prod(param.shape)
         weights += size * param.dtype.itemsize
-        # fp32 m and v; fp32 m and int16 mantissa; of lazy tables only v
+        # Adam has fp32 m and v, NorMuon fp32 m and an int16 mantissa, a lazy table only v.
         state += size * (6 if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
         state += 4 * size * (param.average > 0 and any(config.optim.average_blend))
     return weights, state
@@ -2007,7 +2008,8 @@ class Trainer:
             with kernels.counting_codes() if counting else nullcontext() as counts:
                 step_loss = self.step(self.loader, plan, self.micro_steps, counting or step == system.profiled.start)
             if counting:
-                self.log_code_counts(step, counts)
+                with clock.paused("counts"):
+                    self.log_code_counts(step, counts)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))

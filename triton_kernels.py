@@ -21,7 +21,7 @@ Contents, in the order in which a token meets the operations
   2  attend, attend_backward                sliding-window attention within packed documents, output gate
   3  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
   4  mlp; Fp8Mlps, quantise_both            ReLU² MLP, in bf16 and in FP8
-     Fp8Projections                         codes for section 3 in FP8
+     Fp8Projections                         FP8 codes of the weights of section 3's projection
   5  pointer                                attention on earlier copies of the target
   6  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
   7  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
@@ -140,7 +140,7 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #
 #   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
 #   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again. So a
-#   row without gradient costs 2 bytes per weight, the read of its gradient, where Adam's usual update moves 22.
+#   row without gradient costs 2 bytes per weight (without an average), the read of its gradient, where Adam's usual update moves 22.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
@@ -230,7 +230,7 @@ def embedding_grad(grad, sorted_ids, upstream):
             **EMBEDDING_LAUNCH)
 
 
-# A row of 768 in four warps. Several rows per program: most have no gradient and cost only the latency of a read.
+# Four rows per program, because most rows have no gradient and cost only the latency of a read. Not measured yet.
 UPDATE_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
 
@@ -1631,8 +1631,8 @@ HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that 
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 
-# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes. 3395 GB/s
-# for 49152 x 768 on an H200, 80 % of a plain copy.
+# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes. All of
+# Fp8Mlps.refresh takes 207 µs for 22 x 3072 x 768 on an H200.
 QUANTISE_BOTH_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 # Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
@@ -1894,7 +1894,7 @@ def counting_codes():
 
 def _count_codes(i, name, codes, not_zero=lambda: True):
     """not_zero: makes a mask of the values that are not zero."""
-    if _code_counts is not None:
+    if _code_counts is not None and (i, name) not in _code_counts:  # of the first micro-batch
         size = codes.view(torch.uint8) & 0x7F  # without the sign
         limit = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8).item()
         _code_counts[i, name] = (size == limit).float().mean(), ((size == 0) & not_zero()).float().mean()

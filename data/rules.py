@@ -213,9 +213,10 @@ def check_config(config, world=1):
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    # The narrowest projection has 3/2 rows per channel.
+    # FP8 products need multiples of 16. The narrowest projection has 3 D / 2 rows, so D must be a multiple of 32.
     for knob, unit in ("fp8_mlp", 16), ("fp8_qkv", 32):
-        require(not getattr(system, knob) or model.model_dim % unit == 0 and model.model_dim <= 784,
+        require(not getattr(system, knob) or system.dtype != "bfloat16" or system.kernels == "torch"
+                or model.model_dim % unit == 0 and model.model_dim <= 784,
                 f"--model_dim={model.model_dim}: --{knob} takes multiples of {unit} channels, at most 784; add"
                 f" --{knob}=false")
     least = 32 if model.layers_with("narrow") else 16

@@ -37,8 +37,11 @@ def test_slower_kernels_are_named():
             bench.slower(new, other)
 
 
-def test_table_that_cannot_be_read(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("sys.argv", ["bench_kernels.py", f"--against={tmp_path}/none.json"])
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", '{"a": 1}', '{"machine": {"gpu": "x"}, "rows": []}'])
+def test_table_that_cannot_be_read(monkeypatch, capsys, tmp_path, text):
+    if text is not None:
+        (tmp_path / "old.json").write_text(text)
+    monkeypatch.setattr("sys.argv", ["bench_kernels.py", f"--against={tmp_path}/old.json"])
     with pytest.raises(SystemExit, match="2"):
         bench.main()
-    assert "none.json: not a table that --json wrote" in capsys.readouterr().err
+    assert "old.json: not a table that --json wrote" in capsys.readouterr().err

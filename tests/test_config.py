@@ -141,7 +141,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layer6.narrow=1": "--layer6.narrow=True: only for a layer with attention that is not long",
     "--preset=record74 --layer1.narrow_values=1": "--layer1.narrow_values=True: only for a narrow layer",
     "--model_dim=1536 --num_heads=12": "--model_dim=1536: --fp8_mlp takes .* at most 784; add --fp8_mlp=false",
-    "--preset=record74 --fp8_qkv=1 --model_dim=720 --kernels=torch": "--model_dim=720: --fp8_qkv takes multiples of 32",
+    "--preset=record74 --fp8_qkv=1 --model_dim=720": "--model_dim=720: --fp8_qkv takes multiples of 32",
     "--dtype=float32": "--kernels=attention:torch",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 1000000 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
