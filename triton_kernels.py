@@ -140,7 +140,8 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #
 #   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
 #   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again. So a
-#   row without gradient costs 2 bytes per weight (without an average), the read of its gradient, where Adam's usual update moves 22.
+#   row without gradient costs 2 bytes per weight, the read of its gradient, where Adam's usual update moves 22. An
+#   average moves in all rows.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
