@@ -256,7 +256,7 @@ class Optim:
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
-    lazy_tables: bool = False  # Adam of value and bigram tables: no first moment, no update of rows without gradient
+    lazy_tables: bool = False  # Adam keeps no first moment of value and bigram tables, and skips rows without gradient
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
@@ -895,7 +895,7 @@ class GPT(nn.Module):
         def attention(x, x_codes, i, layer):
             """Result of attention_input -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
-            # Half of each head's weights is unused in a narrow layer, so its gradient is zero.
+            # A narrow layer uses half of each head's weights. The gradient of the other half is zero.
             qkv_weight = kernels.packed_projection(weights, model.num_heads, layer.narrow, layer.narrow_values)
             rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
             out_weight, ve, half = weights[3 * D:], values.get(i), model.head_dim // 2

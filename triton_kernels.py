@@ -362,7 +362,8 @@ ATTENTION_LAUNCH = {
         "forward": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3),
         "row_dot": dict(BLOCK=64, num_warps=4),
         # Two tiles stay on chip, and two stages of two tiles pass by: 96 KiB and 255 registers, two programs per SM.
-        # Narrow queries and keys leave room for three stages: 438 instead of 469 µs at 49152 tokens, d = 64, dv = 128.
+        # Narrow queries and keys leave room for three stages, which take 438 µs where two take 469 (49152 tokens,
+        # d = 64, dv = 128).
         "backward": dict(BLOCK=64, num_warps=4, num_stages=2),
         "narrow_backward": dict(BLOCK=64, num_warps=4, num_stages=3),
     },
@@ -1013,7 +1014,7 @@ def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr
     else:
         dx = dx.to(tl.float32) * tl.div_rn(1.0, tl.load(Scale))
         tl.store(ptrs, _saturate(dx, MAX, dQkv.dtype.element_ty), mask=(t < N)[:, None])
-        # Values are transposed and converted again, because Triton 3.6 transposed codes of e5m2 wrongly.
+        # The kernel transposes the values and rounds them again, because Triton 3.6 transposed e5m2 codes wrongly.
         ptrs = dQkvT + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, _saturate(tl.trans(dx), MAX, dQkvT.dtype.element_ty), mask=(t < N)[None, :])
 
@@ -1610,7 +1611,8 @@ def mlp(x, W1, W2):
 # Real value = code · scale. Codes are values / scale, saturated and rounded once. FP8 products want both operands
 # contiguous along the summed axis, so what meets two products is stored in both layouts. The epilogues write both
 # layouts of post and dpre, which never exist in bf16. The compiler makes the codes of x in the pass of the norm, so x
-# does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes turns them.
+# does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes transposes
+# them.
 #
 # Scales: an RMS-normed x of 768 channels is at most √768 = 27.7, below 448 · 2⁻⁴ = 28; data/rules.py refuses more than
 # 784 channels. The loss is a sum over tokens times loss_scale, so the static scale of g carries loss_scale. The scale
@@ -1749,7 +1751,7 @@ def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut
     tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
     value *= tl.div_rn(unit, tl.load(ScaleOut))
     tl.store(Out + m[:, None] * N + n[None, :], _saturate(value, MAX, Out.dtype.element_ty), mask=in_tile)
-    # Transposed before the rounding: Triton 3.6 gave wrong tiles when it turned codes of e5m2.
+    # The kernel transposes the values and then rounds them, because Triton 3.6 transposed e5m2 codes wrongly.
     codes_t = _saturate(tl.trans(value), MAX, Out.dtype.element_ty)
     tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
 

@@ -33,7 +33,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # Reads q, k and their gradients, writes two gradients; may copy dv, read ve and write the gradient of ve.
     "project_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk, v: (
         0, 2 * N * D * (6 * qk + v * (3 + paired if value else 2 * paired)))),
-    # In FP8, see below. The gradient is written in both layouts, and that of v always.
+    # The projection in FP8; an FP8 operation counts as half of one, see below. The kernel of the gradients writes codes
+    # of q, k and v in both layouts.
     "project_codes": ("_project_kernel", lambda N, D, value, qk, v: (
         N * D * D * (2 * qk + v), N * D * (1 + 2 * (2 * qk + v * (1 + value))))),
     "project_codes_backward": ("_project_grad_kernel", lambda N, D, value, qk, v: (
@@ -133,7 +134,7 @@ def calls(run):
         if step["adam"]:
             yield from [("quantise", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
-            # At least the rows that the last micro-batch touched, one rank's part of them.
+            # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
             yield from (("update_rows", size, D * rows[label] // run["ranks"])
                         for label, size in run.get("lazy_tables", {}).items())

@@ -1,8 +1,8 @@
 """The projection of the attention block in FP8. The reference is held against fp64, the kernels against the reference.
 
-Triton's interpreter rounds to FP8 and bf16 wrongly. So on a CPU it runs the kernels in fp32 on codes that exist, and
-the codes that a kernel makes are fp32 numbers, as for a format that rounds nothing. Oracles are in fp64 and round with
-`rounded`, which knows only the definition of the formats.
+Triton's interpreter rounds to FP8 and bf16 wrongly. So on a CPU the kernels read real codes, compute in fp32, and
+write fp32 numbers where a GPU writes codes. Oracles are in fp64 and round with `rounded`, which knows only the
+definition of the formats.
 """
 
 import re
