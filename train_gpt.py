@@ -903,12 +903,11 @@ class GPT(nn.Module):
                 out_weight = out_weight.view(D, model.num_heads, -1)[..., :half].flatten(1)
                 ve = None if ve is None else ve[:, :D // 2]  # contiguous, not half of each head
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-            factor, codes = self.sa_lambdas[i, 0], ()
-            if fp8_projections:
-                codes = fp8_projections(self.with_attention.index(i), x_codes, factor),
+            factor = self.sa_lambdas[i, 0]
+            codes = fp8_projections(self.with_attention.index(i), x_codes, factor) if fp8_projections else None
             y, v = ops.attention(x, factor * qkv_weight, rotary, ve, value_gates.get(i), attn_gates[i], cu_seqlens,
                                  attn.max_doc_len, window, scale, layer.paired, layer.long, layer.narrow,
-                                 layer.narrow_values, *codes)
+                                 layer.narrow_values, codes)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
