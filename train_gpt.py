@@ -261,6 +261,7 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
+    polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 3, 4 or 5
     head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run then ends with weights between its last weights
@@ -1269,7 +1270,7 @@ class NorMuonAndAdam:
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
-        y = (self._polar_of_head_pairs if self._in_pairs(label) else kernels.polar_express)(X, scale, self.ops)
+        y = self._polar_of_head_pairs(X, scale) if self._in_pairs(label) else self._polar(X, scale)
         lr = self.config.muon_lr * plan.lr_factor
         rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
@@ -1287,12 +1288,15 @@ class NorMuonAndAdam:
         rows, qk, vo = self.head_pairs
         return [(len(vo), R, C), (len(qk) * R // rows, rows, C)]
 
-    def _polar_of_head_pairs(self, X, scale, ops):
-        """`kernels.polar_express` of every two heads of Q and K by themselves, and of V and O as a whole."""
+    def _polar(self, X, scale):
+        return kernels.polar_express(X, scale, self.ops, self.config.polar_steps)
+
+    def _polar_of_head_pairs(self, X, scale):
+        """Orthogonalises every two heads of Q and K by themselves, and V and O as a whole."""
         rows, qk, vo = self.head_pairs
-        X[vo] = kernels.polar_express(X[vo], scale[vo], ops)
+        X[vo] = self._polar(X[vo], scale[vo])
         pairs = X[qk].view(-1, rows, X.size(2))
-        pairs = kernels.polar_express(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY), ops)
+        pairs = self._polar(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY))
         X[qk] = pairs.view(len(qk), *X.shape[1:])
         return X
 

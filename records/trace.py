@@ -361,7 +361,7 @@ def recorded(profiler, path, run):
     return result
 
 
-def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_steps):
+def report(profiler, path, config, rt, plans, batches, optimizer, head):
     """Writes the trace of the steps of `plans` on this rank to `path`. Returns text for the log: tables, or a warning.
 
     profiler: a stopped torch profiler; batches: the batches of the steps, in order.
@@ -373,7 +373,7 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head, polar_st
             limits = ceilings()
         except OutOfMemoryError:
             lines.append("warning: too little memory to measure what the kernels could do")
-    run = describe(config, rt, plans, batches, optimizer, head, polar_steps, limits)
+    run = describe(config, rt, plans, batches, optimizer, head, limits)
     try:
         lines += [table(recorded(profiler, path, run)), "", f"trace, beside this log: {Path(path).name}"]
     except (OSError, ValueError) as error:
@@ -401,7 +401,6 @@ class Profiler:
     def stop(self):
         """Writes this rank's trace beside the log, and the tables into the log."""
         import torch.distributed as dist
-        from triton_kernels import POLAR_EXPRESS
         self.seconds, trainer = time.perf_counter() - self.began, self.trainer
         self.profiler.stop()
         plans = [trainer.plans[step] for step in trainer.config.system.profiled]
@@ -412,7 +411,7 @@ class Profiler:
         dist.broadcast_object_list(log)
         path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
         trainer.log.line(report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
-                                trainer.head, len(POLAR_EXPRESS)))
+                                trainer.head))
         dist.barrier()
 
     def cost(self) -> str:

@@ -140,7 +140,7 @@ def calls(run):
                         for label, size in run.get("lazy_tables", {}).items())
 
 
-def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
+def describe(config, rt, plans, batches, optimizer, head, limits):
     """A dictionary about the steps of `plans`, which JSON can store; `calls` and the tables of trace.py read it.
 
     batches: the batches of these steps on this rank, in order; limits: result of `ceilings`, or None.
@@ -162,7 +162,8 @@ def describe(config, rt, plans, batches, optimizer, head, polar_steps, limits):
             "fp8": head.fp8, "fp8_mlps": config.system.fp8_mlp, "fp8_qkv": config.system.fp8_qkv,
             "head_rows": head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
-            "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "polar_steps": polar_steps, "limits": limits,
+            "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
+            "polar_steps": config.optim.polar_steps,
             "lazy_tables": {label: optimizer.shards[label].numel() for label, state in optimizer.state.items()
                             if "last" in state},
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],

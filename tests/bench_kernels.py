@@ -435,7 +435,7 @@ def optimizer_cases():
         tables = {name: rand(*states[name]["v"].shape) for name in optimizer.update_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
                        + 2 * X.numel() * D for X in banks.values())  # of one iteration
-        muon = dict(bf16=len(tk.POLAR_EXPRESS) * products, calls=ranks == 1)
+        muon = dict(bf16=CONFIG.optim.polar_steps * products, calls=ranks == 1)
         adam = dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2)
         for kind, update, grads, work in (("Muon", optimizer._update_normuon, banks, muon),
                                           ("Adam", optimizer._update_adam, tables, adam)):

@@ -122,6 +122,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_momentum=0.9": "muon_momentum",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
+    "--polar_steps=6": "--polar_steps=6: must be 3, 4 or 5",
     "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
     "--candidates=0": "--candidates=0.0: must be above 0",
     "--average_blend=0.5,2": "--average_blend=0.5,2.0: must be numbers from 0",

@@ -374,7 +374,7 @@ def report(monkeypatch, path, content=None):
     monkeypatch.setattr(trace, "describe", lambda *args: run)
     profiler = NS(export_chrome_trace=lambda path: Path(path).write_text(content))
     config, rt = NS(system=NS(dtype="bfloat16")), NS(device=torch.device("cuda"))
-    return trace.report(profiler, path, config, rt, [], [], None, None, 5)
+    return trace.report(profiler, path, config, rt, [], [], None, None)
 
 
 def test_report(monkeypatch, tmp_path):
