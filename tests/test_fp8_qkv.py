@@ -249,9 +249,9 @@ def test_graph(device):
 
 @pytest.mark.parametrize("change, message", [
     (dict(x8=torch.zeros(48, 64)), "codes.x8 must be contiguous torch.float8_e4m3fn .* got torch.float32"),
-    (dict(x8_t=torch.zeros(48, 64).to(E4M3)), r"codes.x8_t must be .* shape \(64, 48\) .* got .* \(48, 64\)"),
+    (dict(x8_t=torch.zeros(48, 64).to(E4M3)), r"codes.x8_t must be .* got .* \(48, 64\)"),
     (dict(w8=torch.zeros(64, 192).to(E4M3).mT), r"codes.w8 must be contiguous .* strides \(1, 192\)"),
-    (dict(w8_t=torch.zeros(64, 96).to(E4M3)), r"codes.w8_t must be .* shape \(64, 192\)")])
+    (dict(w8_t=torch.zeros(64, 96).to(E4M3)), r"codes.w8_t must be .* got .* \(64, 96\)")])
 def test_codes_that_are_refused(change, message):
     args, _, codes = block_inputs("plain", 48, torch.device("cpu"), FP32)
     with pytest.raises(ValueError, match=f"attention_block: {message}"):
@@ -260,7 +260,7 @@ def test_codes_that_are_refused(change, message):
 
 def test_lengths_that_are_refused():
     args, _, codes = block_inputs("plain", 40, torch.device("cpu"), FP32)
-    with pytest.raises(ValueError, match=r"multiples of 16 for codes, got 40 and \(192, 64\)"):
+    with pytest.raises(ValueError, match=r"multiples of 16 for codes, got 40 and "):
         tk.attention_block(*args, codes)
 
 
