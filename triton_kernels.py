@@ -681,7 +681,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
 #   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-#                          narrow, narrow_values, codes)
+#                          narrow, narrow_values, codes, with_values)
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (2 H w + H u, D)     projections to q, k and v, in this order; q and k have heads of width w, v of u
@@ -699,6 +699,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
 #   narrow_values  bool              u = d/2 instead of d; only with narrow
 #   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
+#   with_values bool                 whether v is wanted; if not, None takes its place, and v has no gradient
 #   y           (N, H, u)            gated result of attention, before the output projection
 #   v           (N, H, u)            the values that attention reads; train_gpt.py removes their direction from y
 #
@@ -818,8 +819,8 @@ def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H: tl.constexpr, C: t
 
 
 @triton.jit
-def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dW, N, stride_x, stride_ve, stride_dve,
-                            FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
+def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dW, N, stride_x, stride_ve, stride_dx,
+                            stride_dve, FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
                             CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
@@ -835,7 +836,7 @@ def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe,
         total = tl.load(dve_ptrs, mask=ve_mask, other=0.0).to(tl.float32) + ve_grad
         tl.store(dve_ptrs, total.to(dVe.dtype.element_ty), mask=ve_mask)
         grad += tl.where(ve_mask, 0.0, ve_grad)
-    dx_ptrs, _ = _gate_ptrs(dX, t, N, stride_x, c, 0, C)
+    dx_ptrs, _ = _gate_ptrs(dX, t, N, stride_dx, c, 0, C)
     total = tl.load(dx_ptrs, mask=x_mask, other=0.0).to(tl.float32) + grad
     tl.store(dx_ptrs, total.to(dX.dtype.element_ty), mask=x_mask)
 
@@ -864,10 +865,9 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
     N = x.size(0)
     programs = triton.cdiv(N, GATE_LAUNCH["BLOCK"])
     parts = x.new_empty(programs, len(gates), *w_out.shape, dtype=torch.float32)
-    ve_strides = (0, 0) if ve is None else (ve.stride(0), dve.stride(0))
     _head_gates_grad_kernel[(programs,)](
-        dout_gate, dve_gate, gates, x, ve, w_ve, w_out, dx, dve, parts, N, x.stride(0), *ve_strides,
-        **_gate_launch(ve, w_out, paired))
+        dout_gate, dve_gate, gates, x, ve, w_ve, w_out, dx, dve, parts, N,
+        *(0 if u is None else u.stride(0) for u in (x, ve, dx, dve)), **_gate_launch(ve, w_out, paired))
     return parts.sum(0)
 
 
@@ -1112,7 +1112,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow
         TensorDescriptor.from_tensor(a, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else a,
         TensorDescriptor.from_tensor(b, [d, launch["BLOCK_K"]]) if tma else b, *scales, qk, v, rstd,
         rotary, ve if value else x, ve_gate if value else x, N, a.stride(0), b.stride(0), qk.stride(0),
-        ve.stride(0) if value else 0, K=x.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
+        ve.stride(0) if value else 0, K=b.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
         NARROW_VALUES=narrow_values, VALUE=value, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
@@ -1195,43 +1195,50 @@ def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: 
 
 @_attention_block_backward.register_fake
 def _(dy, dv, x, weight, rotary, ve, w_ve, w_out, *others):
-    return (x.new_empty(x.shape), x.new_empty(weight.shape), x.new_empty(0 if ve is None else ve.shape),
+    return (x.new_empty(x.size(0), weight.size(1)), x.new_empty(weight.shape),
+            x.new_empty(0 if ve is None else ve.shape),
             x.new_empty(1 if ve is None else 2, *w_out.shape, dtype=torch.float32))
 
 
-def _block_setup(ctx, inputs, output):
-    *tensors, ctx.paired, ctx.offset, _, _, _, _ = inputs[:16]
-    ctx.count = len(tensors) + len(output)
-    ctx.save_for_backward(*tensors, *output, *inputs[16:])  # of the codes, only what the backward pass reads
-    ctx.set_materialize_grads(False)  # only y and v may have a gradient; PyTorch would write zeros for the rest
+class _AttentionBlock(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, with_values, x, weight, rotary, ve, w_ve, w_out, *others):
+        """The arguments after with_values are those of the op."""
+        codes = others[8:]
+        if codes:  # of x the gates read C columns, and of the weight the op needs the shape
+            x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
+        y, v, *kept = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others)
+        ctx.save_for_backward(x, weight, rotary, ve, w_ve, w_out, *others[:4], y, v, *kept, *codes[2:])
+        ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
+        return (y, v) if with_values else y
 
-
-def _block_grad(ctx, dy, dv, *others):
-    saved = ctx.saved_tensors
-    dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *saved[:ctx.count], ctx.paired, ctx.offset,
-                                                                *saved[ctx.count:])
-    dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-    return dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * 15
-
-
-_attention_block.register_autograd(_block_grad, setup_context=_block_setup)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dv=None):
+        saved = ctx.saved_tensors
+        dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *saved[:16], ctx.paired, ctx.offset,
+                                                                    *saved[16:])
+        dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
+        return None, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * ctx.others
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                        narrow=False, narrow_values=False, codes=None, attention=attention_ref):
-    """y and v, both (N, H, u), see the banner above; `attention` has the signature of attention_ref."""
+                        narrow=False, narrow_values=False, codes=None, with_values=True, attention=attention_ref):
+    """y and v, both (N, H, u), or y and None; see the banner above. `attention` has the signature of attention_ref."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, narrow_values, codes)
     N, H = out_gate.shape
     if not paired:
-        return attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale), v
-    paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
-    return attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(v.shape), v
+        y = attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale)
+    else:
+        paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
+        y = attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(v.shape)
+    return y, v if with_values else None
 
 
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                    narrow=False, narrow_values=False, codes=None):
-    """y and v, both (N, H, u); differentiable in x, weight, ve, w_ve and w_out.
+                    narrow=False, narrow_values=False, codes=None, with_values=True):
+    """y and v, both (N, H, u); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
 
     Raises a ValueError if an argument is wrong.
 
@@ -1274,13 +1281,14 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
             _check("attention_block", f"codes.{name}8_t", getattr(codes, f"{name}8_t"), matrix.mT.shape, E4M3, x.device)
     if _takes_ref(x, exact=False):
         return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
-                                   offset, narrow, narrow_values, codes)
+                                   offset, narrow, narrow_values, codes, with_values)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
-    return _attention_block(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow,
-                            narrow_values, *(codes or ()))[:2]
+    outputs = _AttentionBlock.apply(with_values, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired,
+                                    offset, narrow, narrow_values, *(codes or ()))
+    return outputs if with_values else (outputs, None)
 
 
 def attention_block_fa3(*args):
@@ -1852,7 +1860,8 @@ def relu_square_codes(a, *others):
     return (relu_square_codes_ref if _takes_ref(a, exact=False) else _relu_square_codes)(a, *others)
 
 
-@torch.library.custom_op("speedrun::turned", mutates_args=())
+# Without the tag, the compiler writes a second copy of `codes` for this op.
+@torch.library.custom_op("speedrun::turned", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def _turned_codes(codes: Tensor) -> Tensor:
     return transposed(codes)
 
