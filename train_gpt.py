@@ -1477,7 +1477,7 @@ def estimate_memory(config, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
 
     Measured on 1, 2 and 4 H200s, the error is at most 0.8 % and 2 % (records/2026-11-22_lengths: the record run took
-    22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). For LAYERS with FP8 it is 2.1 % too high (23237 MiB at
+    22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). For LAYERS with FP8 MLPs it is 1.6 % too high (22924 MiB at
     49152 tokens). The number of activations that autograd keeps per layer is fitted to layers with attention and one
     MLP. 18, the number of activations in a validation, is counted.
     """
@@ -1487,8 +1487,9 @@ def estimate_memory(config, world) -> tuple[float, float]:
     # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     mlp = config.model.mlp_dim / config.model.model_dim
-    # The projections in FP8 keep transposed codes of their inputs, half an activation of each layer.
-    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp - system.fp8_qkv) for layer in config.model.layers)
+    # The projections in FP8 keep codes in place of their inputs, which saves up to half an activation per layer. This
+    # was not measured and is not counted.
+    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp) for layer in config.model.layers)
     training = kept * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces

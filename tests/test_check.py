@@ -223,9 +223,9 @@ sys.exit(T.main(sys.argv[1:]))"""
 # On H200s, all MiB at the peak: arguments, ranks, micro-batches -> allocated, reserved (records/2026-11-22_lengths and
 # 2026-11-23_attention).
 PEAKS = {("record74", 1, 8): (22432, 38744), ("record74", 2, 8): (20434, 37004), ("record74", 4, 8): (19435, 35784),
-         ("record74", 1, 16): (14860, 23524), ("short --val_batch_tokens=262144", 1, 1): (18275, 28110),
-         ("short --val_batch_tokens=262144 " + " ".join(f"--stage{i}.batch_tokens=49152" for i in (1, 2, 3, 4)), 1, 1):
-         (22924, 37486)}
+         ("record74", 1, 16): (14860, 23524), ("short --fp8_qkv=0 --val_batch_tokens=262144", 1, 1): (18275, 28110),
+         ("short --fp8_qkv=0 --val_batch_tokens=262144 "
+          + " ".join(f"--stage{i}.batch_tokens=49152" for i in (1, 2, 3, 4)), 1, 1): (22924, 37486)}
 
 
 @pytest.mark.parametrize("arguments, ranks, micro_batches", PEAKS)
@@ -290,7 +290,7 @@ def test_two_gpus(gpus, monkeypatch):
     status, rows = gpus.check()
     assert status == 0 and {ok for _, ok in rows.values()} == {"yes"}
     assert rows["device"][0] == "NVIDIA H200, ranks 2, hardware sm_90, fp8 yes, tma yes"
-    assert rows["kernels"][0].endswith("head:fp8 mlp_training:fp8") and "attention:triton" in rows["kernels"][0]
+    assert rows["kernels"][0].endswith("head:fp8 mlp_training:fp8 qkv_training:fp8") and "attention:triton" in rows["kernels"][0]
     memory = r"140000 MiB of the GPU are free, about 20\d{3} to 35\d{3} needed \(estimate\) with --micro_batches=8"
     assert re.fullmatch(memory, rows["memory"][0])
     gpus.count = 1
