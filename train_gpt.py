@@ -823,11 +823,14 @@ class GPT(nn.Module):
 
     def mixes(self) -> list[Mix]:
         """The Mix of every layer, from the learned lambdas."""
-        post, x0, bigram, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
-            self.post_lambdas, self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
+        x0, bigram, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
+            self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
+        # First by columns: of a column that no layer uses, the backward pass then writes the zeros at once.
+        post = [column.unbind(0) for column in self.post_lambdas.bfloat16().view(-1, 4).unbind(1)]
         mixes = []
         for i, layer in enumerate(self.config.layers):
-            (resid_attn, resid_mlp), (attn, attn_lane1, mlp, mlp_lane1) = resid[2 * i:2 * i + 2], post[4 * i:4 * i + 4]
+            resid_attn, resid_mlp = resid[2 * i:2 * i + 2]
+            attn, attn_lane1, mlp, mlp_lane1 = (column[i] for column in post)
             if not layer.two_lanes:
                 attn = attn_lane1 = mlp_lane1 = None
             mixes.append(Mix(resid_attn, attn, attn_lane1, x0[i], bigram[i], resid_mlp, mlp, mlp_lane1))

@@ -341,11 +341,11 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# P' costs nothing: the forward pass saves lse - log gate, in powers of two. One pass over dy and y computes s and
-# dgate. Then one launch has one program per tile of queries for dq and one per tile of keys for dk and dv. The two
-# programs are neighbours because they read the same rows (3-9 % faster than two launches). This takes seven products, a
-# single sweep would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in
-# memory that must be cleared and converted.
+# P' costs nothing: the forward pass saves lse - log gate, in powers of two. Plain operations compute s, so the compiler
+# does it in the pass that makes dy, if there is one. Then one launch has one program per tile of queries for dq and one
+# per tile of keys for dk and dv. The two programs are neighbours because they read the same rows (3-9 % faster than two
+# launches). This takes seven products, a single sweep would take five; but there are no atomics, so a run repeats bit
+# for bit, and no fp32 accumulator of dq in memory that must be cleared and converted.
 #
 # One H200, d = 128, documents of median 490, forward + backward in µs (FlashAttention-2 of PyTorch, without the gate):
 #   16384 tokens, 6 heads, window 384: 55 + 162 (122 + 276);  49152, 6, 640: 180 + 550 (389 + 898).
@@ -360,7 +360,6 @@ ATTENTION_LAUNCH = {
         # At d = 128: q takes 16 KiB, and three stages of k and v take 16 KiB each. 64 KiB and 124 registers: three
         # programs per SM.
         "forward": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3),
-        "row_dot": dict(BLOCK=64, num_warps=4),
         # Two tiles stay on chip, and two stages of two tiles pass by: 96 KiB and 255 registers, two programs per SM.
         # Narrow queries and keys leave room for three stages, which take 438 µs where two take 469 (49152 tokens,
         # d = 64, dv = 128).
@@ -370,7 +369,6 @@ ATTENTION_LAUNCH = {
     # For tests: no tensor cores, therefore small tiles.
     torch.float32: {
         "forward": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
-        "row_dot": dict(BLOCK=32, num_warps=4),
         "backward": dict(BLOCK=32, num_warps=4, num_stages=2),
         "narrow_backward": dict(BLOCK=32, num_warps=4, num_stages=2),
     },
@@ -488,21 +486,6 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_
     gate = tl.load(Gate + t.to(tl.int64) * stride_gn + head * stride_gh, mask=t < N, other=1.0).to(tl.float32)
     _store_rows(Y, acc * (gate / total)[:, None], head, m0, N, H * DV, BLOCK_M, DV)
     tl.store(Lse + head.to(tl.int64) * stride_lh + t, tl.log2(total) - tl.log2(gate), mask=t < N)
-
-
-@triton.jit
-def _row_dot_kernel(dY, Y, Gate, dGate, RowDot, N, H, stride_dn, stride_dh, stride_gn, stride_gh, stride_lh,
-                    D: tl.constexpr, BLOCK: tl.constexpr):
-    head = tl.program_id(0) % H
-    m0 = tl.program_id(0) // H * BLOCK
-    t = m0 + tl.arange(0, BLOCK)
-    dy = _load_rows(dY, head, m0, N, stride_dn, stride_dh, BLOCK, D)
-    y = _load_rows(Y, head, m0, N, H * D, D, BLOCK, D)
-    gate = tl.load(Gate + t.to(tl.int64) * stride_gn + head * stride_gh, mask=t < N, other=1.0).to(tl.float32)
-    row_dot = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1) / gate
-    row_dot = tl.where(gate > 0, row_dot, 0.0)  # a sigmoid that underflowed to zero passes no gradient on, either
-    tl.store(RowDot + head.to(tl.int64) * stride_lh + t, row_dot, mask=t < N)
-    tl.store(dGate + t.to(tl.int64) * H + head, row_dot.to(dGate.dtype.element_ty), mask=t < N)
 
 
 @triton.jit
@@ -627,28 +610,30 @@ def attend(q, k, v, gate, start, end, window, scale):
     return y, lse
 
 
-def attend_backward(dy, q, k, v, gate, y, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv, dgate). The caller has checked the arguments; y and lse are the results of attend.
+def gate_grad(dy, y, gate):
+    """Gradient of the gate (N, H) fp32: the sums of dy · y / gate over the channels; dy and y (N, H, dv)."""
+    sums = (_at_least_fp32(dy) * y).sum(-1) / gate
+    return torch.where(gate > 0, sums, 0.0)  # a sigmoid that underflowed to zero passes no gradient on
+
+
+def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
+    """Gradients (dq, dk, dv). The caller has checked the arguments; lse is a result of attend, dgate of gate_grad.
 
     dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
     (N, H, dv), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
     """
     N, H, D = q.shape
     window, scale = int(window), float(scale)
-    dq, dk, dgate = (x.new_empty(x.shape) for x in (q, k, gate))
+    dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
-    row_dot = _empty_row_scalars(q)
+    row_dot = _empty_row_scalars(q).copy_(dgate.t())
     q, dy, k, v = (_aligned_for_tma(x) for x in (q, dy, k, v))
-    launch = ATTENTION_LAUNCH[q.dtype]["row_dot"]
-    _row_dot_kernel[(triton.cdiv(N, launch["BLOCK"]) * H,)](
-        dy, y, gate, dgate, row_dot, N, H, *dy.stride()[:2], *gate.stride(), row_dot.stride(0), D=v.size(2),
-        **launch)
     launch = ATTENTION_LAUNCH[q.dtype]["backward" if D > 64 else "narrow_backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
         q, dy, lse, row_dot, *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv,
         dv_upstream, start, end, N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], lse.stride(0), dv.stride(0), D=D, DV=v.size(2), TMA=_has_tma(q.device), **launch)
-    return dq, dk, dv, dgate
+    return dq, dk, dv
 
 
 def document_of_tokens(cu_seqlens, N):
@@ -1167,18 +1152,18 @@ def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, off
 
 
 @torch.library.custom_op("speedrun::attention_block_backward", mutates_args=())
-def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: Tensor, rotary: Tensor,
+def _attention_block_backward(dy: Tensor, dv: Tensor | None, dgate: Tensor, x: Tensor, weight: Tensor, rotary: Tensor,
                               ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor, start: Tensor, end: Tensor,
-                              window: Tensor, scale: Tensor, y: Tensor, v: Tensor, lse: Tensor, qk: Tensor,
-                              rstd: Tensor, gates: Tensor, paired: bool, offset: bool, x_scale: Tensor | None = None,
+                              window: Tensor, scale: Tensor, v: Tensor, lse: Tensor, qk: Tensor, rstd: Tensor,
+                              gates: Tensor, paired: bool, offset: bool, x_scale: Tensor | None = None,
                               w_scale: Tensor | None = None, x8_t: Tensor | None = None, w8_t: Tensor | None = None,
                               grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (N, H, v_width), rows = y.shape, weight.size(0)
+    (N, H, v_width), rows = v.shape, weight.size(0)
     dqkv = x.new_empty(N, rows, dtype=x.dtype if x8_t is None else E5M2)
     dqkv_t = None if x8_t is None else dqkv.new_empty(rows, N)
     q, k, v = _pair_heads(qk, v, paired)
-    *dq_dk_dv, dout_gate = attend_backward(
-        dy.reshape(v.shape), q, k, v, gates[0].view(q.shape[:2]), y.view(v.shape), lse, start, end, window, scale,
+    dq_dk_dv = attend_backward(
+        dy.reshape(v.shape), q, k, v, dgate.view(q.shape[:2]), lse, start, end, window, scale,
         dv=None if paired or x8_t is not None else dqkv[:, -H * v_width:].view(N, H, v_width),
         dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
     dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
@@ -1188,13 +1173,13 @@ def _attention_block_backward(dy: Tensor, dv: Tensor | None, x: Tensor, weight: 
     else:
         dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
         dweight = scaled_product(dqkv_t, x8_t, grad_scale, x_scale).to(x.dtype)
-    dgate_weights = head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
+    dgate_weights = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
     dve = x.new_empty(0) if ve is None else dve  # an op must return tensors
     return dx, dweight, dve, dgate_weights
 
 
 @_attention_block_backward.register_fake
-def _(dy, dv, x, weight, rotary, ve, w_ve, w_out, *others):
+def _(dy, dv, dgate, x, weight, rotary, ve, w_ve, w_out, *others):
     return (x.new_empty(x.size(0), weight.size(1)), x.new_empty(weight.shape),
             x.new_empty(0 if ve is None else ve.shape),
             x.new_empty(1 if ve is None else 2, *w_out.shape, dtype=torch.float32))
@@ -1207,17 +1192,18 @@ class _AttentionBlock(torch.autograd.Function):
         codes = others[8:]
         if codes:  # of x the gates read C columns, and of the weight the op needs the shape
             x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
-        y, v, *kept = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others)
-        ctx.save_for_backward(x, weight, rotary, ve, w_ve, w_out, *others[:4], y, v, *kept, *codes[2:])
+        y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others)
+        ctx.save_for_backward(y, gates, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
         ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
         return (y, v) if with_values else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dv=None):
-        saved = ctx.saved_tensors
-        dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, *saved[:16], ctx.paired, ctx.offset,
-                                                                    *saved[16:])
+        y, gates, *saved = ctx.saved_tensors
+        dgate = gate_grad(dy, y, gates[0])
+        dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, dgate, *saved[:14], gates, ctx.paired,
+                                                                    ctx.offset, *saved[14:])
         dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
         return None, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * ctx.others
 

@@ -26,8 +26,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # d: width of a wide head; qk, v: widths of the heads of q, k and of v, divided by d; pairs: (query, key) that see
     # each other, over all heads
     "attend": ("_attention_kernel", lambda N, D, d, qk, v, pairs: (2 * d * (qk + v) * pairs, 4 * N * D * (qk + v))),
-    "attend_backward": ("_row_dot_kernel _attention_backward_kernel", lambda N, D, d, qk, v, pairs: (
-        2 * d * (3 * qk + 2 * v) * pairs, 8 * N * D * (qk + v))),
+    "attend_backward": ("_attention_backward_kernel", lambda N, D, d, qk, v, pairs: (
+        2 * d * (3 * qk + 2 * v) * pairs, N * D * (8 * qk + 6 * v))),
     "project": ("_project_kernel", lambda N, D, value, qk, v: (
         2 * N * D * D * (2 * qk + v), 2 * N * D * (1 + 2 * qk + v * (1 + value)))),
     # Reads q, k and their gradients, writes two gradients; may copy dv, read ve and write the gradient of ve.
