@@ -99,10 +99,8 @@ class Layer:
     """The parts of one layer. The parameters, gates and windows of the model follow from its layers."""
 
     attention: bool = True  # false: the layer has no attention
-    mlps: int = 1  # number of MLPs; all read the same input, and their outputs are added up
     paired: bool = False  # two heads of a token become consecutive positions (K4; PR 191, classiclarryd)
     narrow: bool = False  # queries and keys have only the half of each head that the rotary embedding turns (PR 349)
-    narrow_values: bool = False  # in a narrow layer: values have only half of each head, too (PR 349)
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
@@ -595,7 +593,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
     dynamic = model.dynamic_sizes
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
     # Padded: the matrices, two for each MLP, divide evenly among 8 ranks.
-    mlp_rows = -(-sum(layer.mlps for layer in layers) // 4) * 4
+    mlp_rows = -(-len(layers) // 4) * 4
 
     def uniform(p, generator, bound=3**0.5 * 0.5 * D**-0.5):  # this bound: standard deviation 0.5 / D**0.5
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
@@ -849,8 +847,6 @@ class GPT(nn.Module):
         # bank of zeros per layer (PR 233).
         attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
         matrices = self.mlp_bank.to(dtype).view(-1, model.mlp_dim, D).unbind(0)
-        slots = enumerate(zip(matrices[::2], matrices[1::2]))
-        mlp_weights = [[next(slots) for _ in range(layer.mlps)] for layer in model.layers]
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
         values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
         if self.with_values:
@@ -900,30 +896,26 @@ class GPT(nn.Module):
             """Result of attention_input -> output of the attention block (N, D)."""
             weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             # A narrow layer uses half of each head's weights. The gradient of the other half is zero.
-            qkv_weight = kernels.packed_projection(weights, model.num_heads, layer.narrow, layer.narrow_values)
+            qkv_weight = kernels.packed_projection(weights, model.num_heads, layer.narrow)
             rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
-            out_weight, ve, half = weights[3 * D:], values.get(i), model.head_dim // 2
-            if layer.narrow_values:
-                out_weight = out_weight.view(D, model.num_heads, -1)[..., :half].flatten(1)
-                ve = None if ve is None else ve[:, :D // 2]  # contiguous, not half of each head
             # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
             factor = self.sa_lambdas[i, 0]
             codes = fp8_projections(self.with_attention.index(i), x_codes, factor) if fp8_projections else None
-            y, v = ops.attention(x, factor * qkv_weight, rotary, ve, value_gates.get(i), attn_gates[i], cu_seqlens,
-                                 attn.max_doc_len, window, scale, layer.paired, layer.long, layer.narrow,
-                                 layer.narrow_values, codes, layer.xsa)
+            y, v = ops.attention(x, factor * qkv_weight, rotary, values.get(i), value_gates.get(i), attn_gates[i],
+                                 cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long, layer.narrow,
+                                 codes, layer.xsa)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
                 y = (y - part[..., None] * v).to(dtype)
-            return F.linear(y.flatten(1), self.sa_lambdas[i, 1] * out_weight)
+            return F.linear(y.flatten(1), self.sa_lambdas[i, 1] * weights[3 * D:])
 
-        def mlps(x, i, factor=None):
-            """RMS-normed stream (N, D) -> sum of the MLPs of layer i (N, D), times a 0-D factor."""
-            first, *others = (
-                fp8_mlps(slot, x, W1, W2, factor) if fp8_mlps else ops.mlp(x, W1, W2 if factor is None else factor * W2)
-                for slot, (W1, W2) in mlp_weights[i])
-            return sum(others, first)
+        def mlp(x, i, factor=None):
+            """RMS-normed stream (N, D) -> output of the MLP of layer i (N, D), times a 0-D factor."""
+            W1, W2 = matrices[2 * i:2 * i + 2]
+            if fp8_mlps:
+                return fp8_mlps(i, x, W1, W2, factor)
+            return ops.mlp(x, W1, W2 if factor is None else factor * W2)
 
         lane0, lane1 = x0, None
         for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
@@ -958,14 +950,14 @@ class GPT(nn.Module):
                 lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
             if i in skip_sources:
                 skip_streams[i] = lane0
-            if layer.mlps and lane1 is not None:
-                m = mlps(rms_norm(lane1), i)
+            if lane1 is not None:
+                m = mlp(rms_norm(lane1), i)
                 lane0 = mix.resid_mlp * lane0 + mix.mlp * m
                 lane1 = mix.resid_mlp * lane1 + mix.mlp_lane1 * m
-            elif layer.mlps and mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward pass
-                lane0 = mix.resid_mlp * lane0 + mlps(rms_norm(lane0), i, mix.mlp)
-            elif layer.mlps:
-                lane0 = mix.resid_mlp * lane0 + mix.mlp * mlps(rms_norm(lane0), i)
+            elif mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward pass
+                lane0 = mix.resid_mlp * lane0 + mlp(rms_norm(lane0), i, mix.mlp)
+            else:
+                lane0 = mix.resid_mlp * lane0 + mix.mlp * mlp(rms_norm(lane0), i)
             if i in input_sources:
                 inputs[i] = attention_input(lane0)
             if i == model.backout_layer:
@@ -1480,9 +1472,9 @@ def estimate_memory(config, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
 
     Measured on 1, 2 and 4 H200s, the error is at most 0.8 % and 2 % (records/2026-11-22_lengths: the record run took
-    22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). For LAYERS with FP8 MLPs it is 1.6 % too high (22924 MiB at
-    49152 tokens). The number of activations that autograd keeps per layer is fitted to layers with attention and one
-    MLP. 18, the number of activations in a validation, is counted.
+    22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). For LAYERS with FP8 MLPs it is 1.6 % too high (22924
+    MiB at 49152 tokens). The number of activations that autograd keeps per layer is fitted to layers with attention.
+    18, the number of activations in a validation, is counted.
     """
     (weights, state), system, V = state_bytes(config), config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
@@ -1800,11 +1792,11 @@ class Trainer:
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
-            used = sum(layer.mlps for layer in config.model.layers)  # the bank is padded
-            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank[:used], 1 / self.micro_steps)
+            bank = self.model.mlp_bank[:len(config.model.layers)]  # without its padding
+            self.model.fp8_mlps = kernels.Fp8Mlps(bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:
-            kinds = [(layer.narrow, layer.narrow_values) for layer in config.model.layers if layer.attention]
-            self.model.fp8_projections = kernels.Fp8Projections(self.model.attn_bank, kinds, config.model.num_heads,
+            narrow = [layer.narrow for layer in config.model.layers if layer.attention]
+            self.model.fp8_projections = kernels.Fp8Projections(self.model.attn_bank, narrow, config.model.num_heads,
                                                                 1 / self.micro_steps)
         # The Triton attention is opaque to the compiler. The compiler traces any other attention, with Python numbers.
         self.static_settings = ops.attention is not kernels.attention_block

@@ -666,13 +666,13 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
 #   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-#                          narrow, narrow_values, codes, with_values)
+#                          narrow, codes, with_values)
 #
 #   x           (N, D)               normalised input, one row per token
-#   weight      (2 H w + H u, D)     projections to q, k and v, in this order; q and k have heads of width w, v of u
+#   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
 #   rotary      (rows, d/4, 2)       cosine and sine side by side, so that a thread loads both of its pairs at once;
 #                                    contiguous; rows >= N, in paired layers >= 2N
-#   ve          (N, H u) or None     value embeddings, unit stride along H u
+#   ve          (N, H d) or None     value embeddings, unit stride along H d
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
 #   w_out       (H, C)               weights of the output gate, C even
 #   cu_seqlens  (K,) int32           document borders in tokens, as in section 2
@@ -682,11 +682,10 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
 #   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
-#   narrow_values  bool              u = d/2 instead of d; only with narrow
 #   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
 #   with_values bool                 whether v is wanted; if not, None takes its place, and v has no gradient
-#   y           (N, H, u)            gated result of attention, before the output projection
-#   v           (N, H, u)            the values that attention reads; train_gpt.py removes their direction from y
+#   y           (N, H, d)            gated result of attention, before the output projection
+#   v           (N, H, d)            the values that attention reads; train_gpt.py removes their direction from y
 #
 #   x, weight, rotary, ve, w_ve, w_out, y and v have one dtype, bf16 (fp32 for tests).
 #
@@ -864,23 +863,23 @@ def rotate(x, rotary):
     return torch.cat((turned, x[..., 2 * cos.size(-1):]), -1)
 
 
-def head_sizes(weight, rotary, narrow, narrow_values):
+def head_sizes(weight, rotary, narrow):
     """(H, width of the heads of q and k, width of the heads of v) of a weight of attention_block."""
     d = 4 * rotary.size(1)
-    width, v_width = d // 2 if narrow else d, d // 2 if narrow_values else d
-    return weight.size(0) // (2 * width + v_width), width, v_width
+    width = d // 2 if narrow else d
+    return weight.size(0) // (2 * width + d), width, d
 
 
-def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False, codes=None):
+def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=None):
     """q, k and v as attention takes them before the view of paired layers.
 
     With codes (ProjectionCodes) all is in fp32 between the product and the rounding of q, k and v, as in the kernels.
     """
-    N, d, (H, width, v_width) = x.size(0), 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
+    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     qkv = F.linear(x, weight) if codes is None else _ProductOfCodes.apply(x, weight, *codes)
-    q, k, v = qkv.split((H * width, H * width, H * v_width), 1)
+    q, k, v = qkv.split((H * width, H * width, H * d), 1)
     q, k = (F.rms_norm(u.view(N, H, width), (width,), eps=RMS_EPS) for u in (q, k))
-    v = v.view(N, H, v_width)
+    v = v.view(N, H, d)
     if ve is not None:
         v = v + ve_gate[..., None].to(v.dtype) * ve.view(v.shape)
     if paired:
@@ -907,14 +906,13 @@ def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve,
                     K: tl.constexpr, EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                    NARROW: tl.constexpr, NARROW_VALUES: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr,
-                    D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+                    NARROW: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     # X and W are codes if there are scales.
     c = tl.arange(0, D // 2)[None, :]
     if ScaleX is not None:
         scale = tl.load(ScaleX) * tl.load(ScaleW)
-    # NARROW: a tile of q or k has two heads. NARROW_VALUES: a tile of v has two heads, too.
-    TILES: tl.constexpr = 3 * H // 2 if NARROW_VALUES else 2 * H if NARROW else 3 * H
+    TILES: tl.constexpr = 2 * H if NARROW else 3 * H  # NARROW: a tile of q or k has two heads
     # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
     # tiles and K, so that the first loads of a tile are under way while the tile before is finished.
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
@@ -936,9 +934,7 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
             acc *= scale
         # From here on, operations of q and k alone, or of v alone, are masked. A branch would keep the loops from
         # merging.
-        if NARROW_VALUES:
-            part, h = head // (H // 2), head % (H // 2) * 2  # the first of two heads
-        elif NARROW:
+        if NARROW:
             part = tl.minimum(head // (H // 2), 2)
             h = tl.where(part == 2, head - H, head % (H // 2) * 2)  # of q and k the first of two heads
         else:
@@ -967,15 +963,11 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
             hi *= rstd
         if VALUE:
             gate = tl.load(Gate + t * H + h, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
-            ve = Ve + token * stride_ve + h * (D // 2 if NARROW_VALUES else D) + c
+            ve = Ve + token * stride_ve + h * D + c
             lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
-            if NARROW_VALUES:
-                gate = tl.load(Gate + t * H + h + 1, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
             hi += gate * tl.load(ve + D // 2, mask=inside & (part == 2), other=0.0).to(tl.float32)
         out = tl.where(part == 2, V, Qk + part.to(tl.int64) * stride_part) + c
-        if NARROW_VALUES:
-            out += token * (H * (D // 2)) + h * (D // 2)
-        elif NARROW:
+        if NARROW:
             width = tl.where(part == 2, D, D // 2)
             out += token * (H * width) + h * width
         else:
@@ -1046,7 +1038,7 @@ def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, str
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq,
                          stride_dk, stride_dv, stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
                          NARROW: tl.constexpr, VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
-                         D: tl.constexpr, DV: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+                         D: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
     # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -1057,7 +1049,7 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve,
         t, h = block // H * BLOCK + tl.arange(0, BLOCK), tl.full((BLOCK,), block % H, tl.int32)
         row = t * H + h
     WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
-    width: tl.constexpr = H * (2 * WIDTH + DV)
+    width: tl.constexpr = H * (2 * WIDTH + D)
     if part == 0:
         _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dq, width, 0, PAIRED, False,
                           D // 2, H, WIDTH, MAX, BLOCK)
@@ -1067,28 +1059,28 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve,
     else:
         token = t.to(tl.int64)[:, None]
         inside = token < N
-        column = (h * DV)[:, None] + tl.arange(0, DV)[None, :]
+        column = (h * D)[:, None] + tl.arange(0, D)[None, :]
         dv = tl.load(dV + token * stride_dv + column, mask=inside, other=0.0)
         if COPY:
-            _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, width, 2 * H * WIDTH, DV, MAX)
+            _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, width, 2 * H * WIDTH, D, MAX)
         if VALUE:
             dv = dv.to(tl.float32)
             gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
             ve = tl.load(Ve + token * stride_ve + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dVe + token * (H * DV) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
+            tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
             tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=row < N * H)
 
 
-def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow_values=False, codes=(None,) * 4):
-    """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, u); 1 / rms of each head of q and k (2, N, H) fp32.
+def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=(None,) * 4):
+    """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
 
     codes: those of x and weight, which are then not read, and their scales. The caller has checked the arguments.
     """
-    N, d, (H, width, v_width) = x.size(0), 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
+    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     x8, w8, *scales = codes
     a, b = (x, weight) if x8 is None else (x8, w8)
     launch = PROJECT_LAUNCH[a.dtype]
-    qk, v = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, v_width)
+    qk, v = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, d)
     rstd = x.new_empty(2, N, H, dtype=torch.float32)
     tiles = triton.cdiv(N, launch["BLOCK_M"]) * weight.size(0) // d
     programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
@@ -1098,31 +1090,31 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, narrow
         TensorDescriptor.from_tensor(b, [d, launch["BLOCK_K"]]) if tma else b, *scales, qk, v, rstd,
         rotary, ve if value else x, ve_gate if value else x, N, a.stride(0), b.stride(0), qk.stride(0),
         ve.stride(0) if value else 0, K=b.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
-        NARROW_VALUES=narrow_values, VALUE=value, H=H, D=d, TMA=tma, **launch)
+        VALUE=value, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
-    """Fills dqkv (N, 2 H w + H u); returns the gradients of ve and ve_gate, or (None, None) without ve.
+    """Fills dqkv (N, 2 H w + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
 
-    dv may be its part of dqkv already, then the kernel does not copy dv. With dqkv_t (2 H w + H u, N), both are filled
+    dv may be its part of dqkv already, then the kernel does not copy dv. With dqkv_t (2 H w + H d, N), both are filled
     with codes; scale is their 0-D scale. The caller has checked the arguments.
     """
-    (N, H, v_width), d = dv.shape, 4 * rotary.size(1)
-    value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * v_width:].data_ptr()
-    dve, dgate = (ve_gate.new_empty(N, H * v_width), torch.empty_like(ve_gate)) if value else (None, None)
+    N, H, d = dv.shape
+    value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
+    dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
     launch = PROJECT_GRAD_LAUNCH if dqkv_t is None else PROJECT_GRAD_CODES_LAUNCH
     blocks = triton.cdiv(N * H, launch["BLOCK"]) if dqkv_t is None else H * triton.cdiv(N, launch["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
         dq, dk, dv, qk[0], qk[1], dqkv, dqkv_t, scale, rstd, rotary, ve if value else dv, ve_gate if value else dv,
         dve if value else dv, dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0),
         ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, NARROW=dq.size(2) < d, VALUE=value, COPY=copy,
-        H=H, D=d, DV=v_width, MAX=FP8_MAX.get(dqkv.dtype, 0.0), **launch)
+        H=H, D=d, MAX=FP8_MAX.get(dqkv.dtype, 0.0), **launch)
     return dve, dgate
 
 
 def _pair_heads(qk, v, paired):
-    """q, k, v from qk (2, N + 1, H, w) and v (N, H, u), in paired layers viewed as (2N, H/2, ...)."""
+    """q, k, v from qk (2, N + 1, H, w) and v (N, H, d), in paired layers viewed as (2N, H/2, ...)."""
     q, k = qk[:, :-1]
     return (u.view(2 * u.size(0), u.size(1) // 2, u.size(2)) for u in (q, k, v)) if paired else (q, k, v)
 
@@ -1130,24 +1122,22 @@ def _pair_heads(qk, v, paired):
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
-                     narrow: bool, narrow_values: bool, x8: Tensor | None = None, w8: Tensor | None = None,
-                     x_scale: Tensor | None = None, w_scale: Tensor | None = None, x8_t: Tensor | None = None,
-                     w8_t: Tensor | None = None, grad_scale: Tensor | None = None
-                     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     narrow: bool, x8: Tensor | None = None, w8: Tensor | None = None, x_scale: Tensor | None = None,
+                     w_scale: Tensor | None = None, x8_t: Tensor | None = None, w8_t: Tensor | None = None,
+                     grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gates = head_gates(x, ve, w_ve, w_out, paired)
     # The kernel reads the gate only if there is a ve.
-    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, narrow_values,
-                               (x8, w8, x_scale, w_scale))
+    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, (x8, w8, x_scale, w_scale))
     q, k, v = _pair_heads(qk, values, paired)
     y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
     return y.view(values.shape), values, lse, qk, rstd, gates
 
 
 @_attention_block.register_fake
-def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, narrow_values, *codes):
-    N, (H, width, v_width) = x.size(0), head_sizes(weight, rotary, narrow, narrow_values)
+def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, *codes):
+    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
-    return (x.new_empty(N, H, v_width), x.new_empty(N, H, v_width), lse, x.new_empty(2, N + 1, H, width),
+    return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, width),
             x.new_empty(2, N, H, dtype=torch.float32), x.new_empty(1 if ve is None else 2, N, H))
 
 
@@ -1158,13 +1148,13 @@ def _attention_block_backward(dy: Tensor, dv: Tensor | None, dgate: Tensor, x: T
                               gates: Tensor, paired: bool, offset: bool, x_scale: Tensor | None = None,
                               w_scale: Tensor | None = None, x8_t: Tensor | None = None, w8_t: Tensor | None = None,
                               grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (N, H, v_width), rows = v.shape, weight.size(0)
+    (N, H, d), rows = v.shape, weight.size(0)
     dqkv = x.new_empty(N, rows, dtype=x.dtype if x8_t is None else E5M2)
     dqkv_t = None if x8_t is None else dqkv.new_empty(rows, N)
     q, k, v = _pair_heads(qk, v, paired)
     dq_dk_dv = attend_backward(
         dy.reshape(v.shape), q, k, v, dgate.view(q.shape[:2]), lse, start, end, window, scale,
-        dv=None if paired or x8_t is not None else dqkv[:, -H * v_width:].view(N, H, v_width),
+        dv=None if paired or x8_t is not None else dqkv[:, -H * d:].view(N, H, d),
         dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
     dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
                                      offset, dqkv, dqkv_t, grad_scale)
@@ -1189,7 +1179,7 @@ class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, with_values, x, weight, rotary, ve, w_ve, w_out, *others):
         """The arguments after with_values are those of the op."""
-        codes = others[8:]
+        codes = others[7:]
         if codes:  # of x the gates read C columns, and of the weight the op needs the shape
             x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
         y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others)
@@ -1209,10 +1199,10 @@ class _AttentionBlock(torch.autograd.Function):
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                        narrow=False, narrow_values=False, codes=None, with_values=True, attention=attention_ref):
-    """y and v, both (N, H, u), or y and None; see the banner above. `attention` has the signature of attention_ref."""
+                        narrow=False, codes=None, with_values=True, attention=attention_ref):
+    """y and v, both (N, H, d), or y and None; see the banner above. `attention` has the signature of attention_ref."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
-    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, narrow_values, codes)
+    q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, codes)
     N, H = out_gate.shape
     if not paired:
         y = attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale)
@@ -1223,36 +1213,36 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len,
 
 
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                    narrow=False, narrow_values=False, codes=None, with_values=True):
-    """y and v, both (N, H, u); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
+                    narrow=False, codes=None, with_values=True):
+    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
 
     Raises a ValueError if an argument is wrong.
 
-    x (N, D), weight (2 H w + H u, D), rotary (>= N or 2N, d/4, 2), ve (N, H u), w_ve and w_out (H, C): one dtype, bf16
-    or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d; u = d/2 if narrow_values, else d. cu_seqlens (K,)
-    int32; max_len int; window and scale 0-D CPU tensors; paired, offset, narrow and narrow_values bool. The banner
-    above says what each argument means. codes: ProjectionCodes of x and weight for a projection in FP8, or None.
+    x (N, D), weight (2 H w + H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out (H, C): one dtype, bf16
+    or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d. cu_seqlens (K,) int32; max_len int; window and
+    scale 0-D CPU tensors; paired, offset and narrow bool. The banner above says what each argument means. codes:
+    ProjectionCodes of x and weight for a projection in FP8, or None.
     """
-    (N, D), d, (H, width, v_width) = x.shape, 4 * rotary.size(1), head_sizes(weight, rotary, narrow, narrow_values)
-    rows = 2 * width + v_width
+    (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
+    rows = 2 * width + d
     if N == 0 or weight.shape != (H * rows, D) or (paired or narrow) and H % 2:
-        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {v_width} (v)"
+        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v)"
                          f" weight must be ({rows} H, {D}), H even in paired and narrow layers, got"
                          f" {tuple(weight.shape)}")
-    if narrow and (offset or d < 32) or narrow_values and not narrow:
-        raise ValueError("attention_block: a narrow layer has no offset, and d is at least 32; only a narrow layer has"
-                         f" narrow values; got d = {d}, offset={offset}, narrow={narrow}")
+    if narrow and (offset or d < 32):
+        raise ValueError("attention_block: a narrow layer has no offset, and d is at least 32; got"
+                         f" d = {d}, offset={offset}")
     if rotary.shape[2:] != (2,) or rotary.size(0) < N * (1 + paired) or not rotary.is_contiguous():
         raise ValueError(f"attention_block: rotary must be (>= {N * (1 + paired)}, d/4, 2), contiguous, got"
                          f" {tuple(rotary.shape)} with strides {rotary.stride()}")
     if d & (d - 1) or d < 16:
         raise ValueError(f"attention_block: head width must be a power of two and at least 16, got {d}")
-    if w_out.ndim != 2 or w_out.size(0) != H or w_out.size(1) > min(D, H * v_width) or w_out.size(1) % 2:
-        raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * v_width)}, got"
+    if w_out.ndim != 2 or w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
+        raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * d)}, got"
                          f" {tuple(w_out.shape)}")
-    if (ve is None) != (w_ve is None) or ve is not None and (ve.shape != (N, H * v_width) or w_ve.shape != w_out.shape):
+    if (ve is None) != (w_ve is None) or ve is not None and (ve.shape != (N, H * d) or w_ve.shape != w_out.shape):
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
-        raise ValueError(f"attention_block: ve must be {(N, H * v_width)} and w_ve {tuple(w_out.shape)}, or both None,"
+        raise ValueError(f"attention_block: ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None,"
                          f" got {got[0]} and {got[1]}")
     tensors = [u for u in (x, weight, rotary, ve, w_ve, w_out) if u is not None]
     if x.dtype not in (torch.bfloat16, torch.float32) or any(u.dtype != x.dtype for u in tensors):
@@ -1267,13 +1257,13 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
             _check("attention_block", f"codes.{name}8_t", getattr(codes, f"{name}8_t"), matrix.mT.shape, E4M3, x.device)
     if _takes_ref(x, exact=False):
         return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
-                                   offset, narrow, narrow_values, codes, with_values)
+                                   offset, narrow, codes, with_values)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
     outputs = _AttentionBlock.apply(with_values, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired,
-                                    offset, narrow, narrow_values, *(codes or ()))
+                                    offset, narrow, *(codes or ()))
     return outputs if with_values else (outputs, None)
 
 
@@ -2079,36 +2069,35 @@ class _ProductOfCodes(torch.autograd.Function):
         return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 7
 
 
-def packed_projection(weights, num_heads, narrow, narrow_values):
-    """The weight of attention_block, (..., 2 H w + H u, D), from matrices (..., 4D, D) of a bank.
+def packed_projection(weights, num_heads, narrow):
+    """The weight of attention_block, (..., 2 H w + H d, D), from matrices (..., 4D, D) of a bank.
 
-    Each has D rows for q, k, v and the output. A narrow layer uses the first half of each head.
+    Each has D rows for q, k, v and the output. A narrow layer uses the first half of each head of q and k.
     """
     D = weights.size(-1)
     if not narrow:
         return weights[..., :3 * D, :]
-    heads = weights[..., :3 * D, :].unflatten(-2, (3, num_heads, -1))
-    half = heads.size(-2) // 2
-    v_weight = heads[..., 2, :, :half, :].flatten(-3, -2) if narrow_values else weights[..., 2 * D:3 * D, :]
-    return torch.cat((heads[..., :2, :, :half, :].flatten(-4, -2), v_weight), -2)
+    heads = weights[..., :2 * D, :].unflatten(-2, (2 * num_heads, -1))
+    return torch.cat((heads[..., :heads.size(-2) // 2, :].flatten(-3, -2), weights[..., 2 * D:3 * D, :]), -2)
 
 
 class Fp8Projections:
     """codes = projections(i, both_layouts(x, X8_SCALE, E4M3), factor): the ProjectionCodes of x and of factor times the
     projection of matrix i; factor: 0-D. No gradient goes through codes, so x is detached.
 
-    bank (matrices, 4D, D) bf16, as packed_projection takes it; it may have more matrices than `kinds`, which are the
-    pairs (narrow, narrow_values) of the matrices in use. loss_scale: the factor of the sum over tokens in the loss.
-    Call `refresh` after every change of the bank. All tensors keep their addresses, because CUDA graphs read them.
+    bank (matrices, 4D, D) bf16, as packed_projection takes it. narrow: for each matrix in use, whether its layer is
+    narrow; the bank may have more matrices. loss_scale: the factor of the sum over tokens in the loss. Call `refresh`
+    after every change of the bank. All tensors keep their addresses, because CUDA graphs read them.
     """
 
-    def __init__(self, bank, kinds, num_heads, loss_scale):
+    def __init__(self, bank, narrow, num_heads, loss_scale):
         self.bank, self.num_heads, device = bank.detach(), num_heads, bank.device
         self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (X8_SCALE, G8_SCALE * loss_scale))
-        self.kinds, self.matrices = {}, {}  # kind -> numbers of its matrices, their codes and scales; number -> its own
-        for kind in sorted(set(kinds)):
-            numbers = [i for i, other in enumerate(kinds) if other == kind]
-            rows, D = packed_projection(self.bank[0], num_heads, *kind).shape
+        # narrow or not -> numbers of these matrices, their codes and scales; number -> its own codes and scale
+        self.kinds, self.matrices = {}, {}
+        for kind in set(narrow):
+            numbers = [i for i, other in enumerate(narrow) if other == kind]
+            rows, D = packed_projection(self.bank[0], num_heads, kind).shape
             codes, codes_t = (torch.empty(len(numbers), *shape, dtype=E4M3, device=device)
                               for shape in ((rows, D), (D, rows)))
             scales = torch.ones(len(numbers), 4, device=device)[:, 0]  # 16 bytes apart, as in Fp8Mlps
@@ -2121,7 +2110,7 @@ class Fp8Projections:
         """Quantise the bank again."""
         for kind, (numbers, codes, codes_t, scales) in self.kinds.items():
             weights = self.bank[:, :3 * self.bank.size(2)].index_select(0, numbers)
-            weights = packed_projection(weights, self.num_heads, *kind)
+            weights = packed_projection(weights, self.num_heads, kind)
             largest = torch.linalg.vector_norm(weights, math.inf, (-2, -1)).float()
             scales.copy_((largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR))
             quantise_both(weights, scales, E4M3, (codes, codes_t))

@@ -140,14 +140,12 @@ def check_config(config, world=1):
             f"--vocab_size={model.vocab_size}: --bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
             " --bigram_normal=false")
     require(model.mlp_dim >= 16, f"--mlp_ratio={model.mlp_ratio}: an MLP of {model.mlp_dim} channels")
-    require(any(layer.mlps for layer in layers), "all layers are without MLP: at least one needs it")
     require(model.backout_layer is None or model.backout_layer < len(layers),
             f"--backout_layer={model.backout_layer}: must be 0 to {len(layers) - 1}, or none")
     require(any(layer.attention for layer in layers), "all layers are without attention: at least one needs it")
     for i, layer in enumerate(layers):
         require(layer.attention or not (layer.paired or layer.long or layer.value_embed),
                 f"--layer{i}={render(layer)!r}: paired, long and value_embed need attention, which this layer lacks")
-        require(layer.mlps >= 0, f"--layer{i}.mlps={layer.mlps}: must be 0 or more")
         require(layer.skip_from is None or 0 <= layer.skip_from < i,
                 f"--layer{i}.skip_from={layer.skip_from}: must be an earlier layer, 0 to {i - 1}, or none")
         require(layer.input_from is None or layer.attention and 0 <= layer.input_from < i,
@@ -155,7 +153,6 @@ def check_config(config, world=1):
                 " with attention")
         require(not layer.narrow or layer.attention and not layer.long,
                 f"--layer{i}.narrow=True: only for a layer with attention that is not long")
-        require(not layer.narrow_values or layer.narrow, f"--layer{i}.narrow_values=True: only for a narrow layer")
         require(not layer.xsa or layer.attention and not layer.paired,
                 f"--layer{i}.xsa=True: only for a layer with attention that is not paired")
         require(not layer.mix or layer.value_embed and model.backout_layer is not None and model.backout_layer < i
@@ -214,11 +211,10 @@ def check_config(config, world=1):
     plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
-    # FP8 products need multiples of 16. The narrowest projection has 3 D / 2 rows, so D must be a multiple of 32.
-    for knob, unit in ("fp8_mlp", 16), ("fp8_qkv", 32):
+    for knob in "fp8_mlp", "fp8_qkv":
         require(not getattr(system, knob) or system.dtype != "bfloat16" or system.kernels == "torch"
-                or model.model_dim % unit == 0 and model.model_dim <= 784,
-                f"--model_dim={model.model_dim}: --{knob} takes multiples of {unit} channels, at most 784; add"
+                or model.model_dim % 16 == 0 and model.model_dim <= 784,
+                f"--model_dim={model.model_dim}: --{knob} takes multiples of 16 channels, at most 784; add"
                 f" --{knob}=false")
     least = 32 if model.layers_with("narrow") else 16
     require(plain_attention or model.head_dim >= least and model.head_dim & (model.head_dim - 1) == 0,

@@ -87,7 +87,7 @@ class Host:
                        if e.get("cat") == "cpu_op" and BLOCK.match(e["name"]))
         found = []
         for start, end, name in (r for r in self.ranges if r[2] in ("forward", "backward")):
-            blocks = [n for n, layer in enumerate(layers) for _ in range(layer["attention"] + layer.get("mlps", 1))]
+            blocks = [n for n, layer in enumerate(layers) for _ in range(layer["attention"] + 1)]
             inside = [call for call in calls if start <= call[0] < end]
             if not blocks or len(inside) != len(blocks):
                 continue

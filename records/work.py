@@ -23,22 +23,22 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
-    # d: width of a wide head; qk, v: widths of the heads of q, k and of v, divided by d; pairs: (query, key) that see
-    # each other, over all heads
-    "attend": ("_attention_kernel", lambda N, D, d, qk, v, pairs: (2 * d * (qk + v) * pairs, 4 * N * D * (qk + v))),
-    "attend_backward": ("_attention_backward_kernel", lambda N, D, d, qk, v, pairs: (
-        2 * d * (3 * qk + 2 * v) * pairs, N * D * (8 * qk + 6 * v))),
-    "project": ("_project_kernel", lambda N, D, value, qk, v: (
-        2 * N * D * D * (2 * qk + v), 2 * N * D * (1 + 2 * qk + v * (1 + value)))),
+    # d: width of the heads of v; qk: width of those of q and k, divided by d; pairs: (query, key) that see each other,
+    # over all heads
+    "attend": ("_attention_kernel", lambda N, D, d, qk, pairs: (2 * d * (qk + 1) * pairs, 4 * N * D * (qk + 1))),
+    "attend_backward": ("_attention_backward_kernel", lambda N, D, d, qk, pairs: (
+        2 * d * (3 * qk + 2) * pairs, N * D * (8 * qk + 6))),
+    "project": ("_project_kernel", lambda N, D, value, qk: (
+        2 * N * D * D * (2 * qk + 1), 2 * N * D * (2 + 2 * qk + value))),
     # Reads q, k and their gradients, writes two gradients; may copy dv, read ve and write the gradient of ve.
-    "project_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk, v: (
-        0, 2 * N * D * (6 * qk + v * (3 + paired if value else 2 * paired)))),
+    "project_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk: (
+        0, 2 * N * D * (6 * qk + (3 + paired if value else 2 * paired)))),
     # The projection in FP8; an FP8 operation counts as half of one, see below. The kernel of the gradients writes codes
     # of q, k and v in both layouts.
-    "project_codes": ("_project_kernel", lambda N, D, value, qk, v: (
-        N * D * D * (2 * qk + v), N * D * (1 + 2 * (2 * qk + v * (1 + value))))),
-    "project_codes_backward": ("_project_grad_kernel", lambda N, D, value, qk, v: (
-        0, 4 * N * D * (3 * qk + v * (1 + value)))),
+    "project_codes": ("_project_kernel", lambda N, D, value, qk: (
+        N * D * D * (2 * qk + 1), N * D * (3 + 2 * (2 * qk + value)))),
+    "project_codes_backward": ("_project_grad_kernel", lambda N, D, value, qk: (
+        0, 4 * N * D * (3 * qk + 1 + value))),
     # channels: input of the gates. Reads and writes the gradients of the channels and of other gates of the layer.
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
@@ -70,11 +70,6 @@ def seen_pairs(lengths, window):
     return int((near * (near + 1) // 2 + (lengths - near) * (window + 1)).sum())
 
 
-def head_shares(layer):
-    """Widths of the heads of q and k, and of v, divided by d."""
-    return [0.5 if layer.get(key) else 1 for key in ("narrow", "narrow_values")]
-
-
 def calls(run):
     """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
@@ -82,12 +77,12 @@ def calls(run):
     tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
     inputs = [layer.get("input_from") for layer in layers if layer["attention"]]
     inputs = inputs.count(None) + len({*inputs} - {None})  # of the attention; FP8 codes of each are transposed
-    # (width of q and k, of v) / d -> size of the weights of all such layers, which are quantised together
+    qk_width = {None: 1, False: 1, True: 0.5}  # narrow -> width of the heads of q and k / d
+    # narrow -> size of the weights of all such layers, which are quantised together
     projections = Counter()
     for layer in layers:
         if layer["attention"]:
-            qk, v = head_shares(layer)
-            projections[qk, v] += D * D * (2 * qk + v)
+            projections[layer.get("narrow")] += D * D * (2 * qk_width[layer.get("narrow")] + 1)
     for step in run["steps"]:
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
@@ -95,19 +90,19 @@ def calls(run):
                 mlp = ("mlp", N, D, F), ("mlp_backward", N, D, F)
                 if run.get("fp8_mlps"):
                     mlp = ("mlp_codes", N, D, F), ("mlp_codes_backward", N, D, F), *[("transpose_bytes", N * D)] * 2
-                yield from mlp * layer.get("mlps", 1)
+                yield from mlp
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
-                    widths = head_shares(layer)
+                    qk = qk_width[layer.get("narrow")]
                     lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
                     pairs = H // folds * seen_pairs(lengths, window)
-                    yield from ((name, N, D, D // H, *widths, pairs) for name in ("attend", "attend_backward"))
+                    yield from ((name, N, D, D // H, qk, pairs) for name in ("attend", "attend_backward"))
                     if run.get("fp8_qkv"):
-                        yield "project_codes", N, D, value, *widths
-                        yield "project_codes_backward", N, D, value, *widths
+                        yield "project_codes", N, D, value, qk
+                        yield "project_codes_backward", N, D, value, qk
                     else:
-                        yield "project", N, D, value, *widths
-                        yield "project_backward", N, D, value, layer["paired"], *widths
+                        yield "project", N, D, value, qk
+                        yield "project_backward", N, D, value, layer["paired"], qk
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
             if d := run.get("pointer_width"):
@@ -123,7 +118,7 @@ def calls(run):
             for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
                 yield "embedding_grad", N, D, touched
         if run.get("fp8_mlps"):
-            yield "quantise_both", 2 * F * D * sum(layer.get("mlps", 1) for layer in layers)
+            yield "quantise_both", 2 * F * D * len(layers)
         if run.get("fp8_qkv"):
             yield from (("quantise_both", size) for size in projections.values())
         for n, R, C in run.get("polar", run["banks"]):

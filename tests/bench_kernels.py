@@ -42,10 +42,9 @@ STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANK = 40, 24  # matrices of the attention and of the MLP bank
-KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.narrow_values, layer.value_embed)
+KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed)
                 for layer in CONFIG.model.layers if layer.attention)
-NARROW = {(paired, False, True, narrow_values, value): 0 for paired, narrow_values, value in product(
-    (False, True), repeat=3)}
+NARROW = {(paired, False, True, value): 0 for paired, value in product((False, True), repeat=2)}
 DEVICE, PEERS = "cuda", True
 
 
@@ -190,24 +189,24 @@ def flex(q, k, v, dy, start, window):
 
 def attention_cases():
     for tokens, stage in zip(TOKENS, STAGES):
-        for paired, long, d, dv in (False, False, HEAD, HEAD), (False, True, HEAD, HEAD), (True, False, HEAD, HEAD), (
-                False, False, HEAD // 2, HEAD), (True, False, HEAD // 2, HEAD), (False, False, HEAD // 2, HEAD // 2):
+        for paired, long, d in (False, False, HEAD), (False, True, HEAD), (True, False, HEAD), (
+                False, False, HEAD // 2), (True, False, HEAD // 2):
             N, heads, longest = tokens, H, stage.max_doc_len
             if paired:
                 N, heads, longest = 2 * N, H // 2, 2 * longest
             window = stage.long_window if long else stage.short_window
             cu = documents(N, longest)
             start, end = tk.document_of_tokens(cu, N)
-            q, k, v, dy = (F.rms_norm(rand(N, heads, width), (width,)) for width in (d, d, dv, dv))
+            q, k, v, dy = (F.rms_norm(rand(N, heads, width), (width,)) for width in (d, d, HEAD, HEAD))
             args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
             y, lse = tk.attend(*args)
-            name = f"FA2{', q and k padded with zeros' * (d < dv)}"
+            name = f"FA2{', q and k padded with zeros' * (d < HEAD)}"
             peers = {name: flash2(q, k, v, dy, cu, longest, window)} if PEERS else {}
             if PEERS and N == TOKENS[0]:
                 peers["Flex"] = flex(q, k, v, dy, start, window)
-            sizes = tokens, D, HEAD, d / HEAD, dv / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
-            shape = f"{N}, {heads} heads of {d}/{dv}, window {window}"
-            layers = sum(n for kind, n in KINDS.items() if kind[:4] == (paired, long, d < HEAD, dv < HEAD))
+            sizes = tokens, D, HEAD, d / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
+            shape = f"{N}, {heads} heads of {d}/{HEAD}, window {window}"
+            layers = sum(n for kind, n in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
             calls = MICRO * layers
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
@@ -220,23 +219,22 @@ def block_cases():
         x, rotary = rand(N, D), rand(2 * N, HEAD // 4, 2)
         ve, gate = rand(N, D), torch.sigmoid(rand(N, H))
         w_out, w_ve = (rand(H, T.GATE_CHANNELS) for _ in range(2))
-        for (paired, offset, *narrow, value), layers in (NARROW | KINDS).items():
-            shares = [0.5 if half else 1 for half in narrow]  # of the widths of q and k, and of v
-            width, v_width = (int(share * HEAD) for share in shares)
-            grads = [rand(N, H, w) for w in (width, width, v_width)]
-            weight = rand(H * (2 * width + v_width), D) * D**-0.5
+        for (paired, offset, narrow, value), layers in (NARROW | KINDS).items():
+            width = HEAD // 2 if narrow else HEAD
+            grads = [rand(N, H, w) for w in (width, width, HEAD)]
+            weight = rand(H * (2 * width + HEAD), D) * D**-0.5
             dqkv = torch.empty(N, weight.size(0), device=DEVICE, dtype=BF16)
-            switches = zip(("paired", "offset", "narrow", "narrow values", "value"), (paired, offset, *narrow, value))
-            names, some_ve = [name for name, on in switches if on], ve[:, :H * v_width]
-            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (some_ve, gate) if value else (None, None)
-            args = (x, weight, rotary, *values, paired, offset, *narrow)
+            switches = zip(("paired", "offset", "narrow", "value"), (paired, offset, narrow, value))
+            names = [name for name, on in switches if on]
+            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
+            args = (x, weight, rotary, *values, paired, offset, narrow)
             planes, _, rstd = tk.project(*args)
-            yield case("project", shape, args, (N, D, value, *shares), {"GEMM alone": partial(F.linear, x, weight)},
-                       MICRO * layers)
-            dv = grads[2] if paired else dqkv[:, -H * v_width:].view(N, H, v_width)
+            yield case("project", shape, args, (N, D, value, width / HEAD),
+                       {"GEMM alone": partial(F.linear, x, weight)}, MICRO * layers)
+            dv = grads[2] if paired else dqkv[:, -D:].view(N, H, HEAD)
             back = *grads[:2], dv, planes, rstd, rotary, *values, paired, offset, dqkv
-            yield case("project_backward", shape, back, (N, D, value, paired, *shares), calls=MICRO * layers)
-            if any(narrow):  # the gates do not depend on the widths
+            yield case("project_backward", shape, back, (N, D, value, paired, width / HEAD), calls=MICRO * layers)
+            if narrow:  # the gates do not depend on the widths
                 continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
@@ -247,8 +245,8 @@ def block_cases():
 
 
 def mlp_cases():
-    mlps = sum(layer.mlps for layer in CONFIG.model.layers)
-    for N, width, count in *((N, MLP_DIM, mlps) for N in TOKENS), (TOKENS[0], 2816, 0):  # 2816 = 22 * 128, PR 349
+    sizes = [(N, MLP_DIM, len(CONFIG.model.layers)) for N in TOKENS]
+    for N, width, count in *sizes, (TOKENS[0], 2816, 0):  # 2816 = 22 * 128, PR 349
         shape = f"{N}, width {width}"
         x, g, W1, W2 = rand(N, D), rand(N, D), rand(width, D) * D**-0.5, rand(width, D) * D**-0.5
         post = tk._relu_square(x, W1)
@@ -275,8 +273,8 @@ def fp8_projection_cases():
             weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
             w8, w8_t = tk.quantise_both(weight, one)
             shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
-            sizes, work = (N, D, value, width / HEAD, 1), dict(fp8=2 * N * weight.numel())
-            project = partial(tk.project, x, weight, rotary, *values, False, False, narrow, False)
+            sizes, work = (N, D, value, width / HEAD), dict(fp8=2 * N * weight.numel())
+            project = partial(tk.project, x, weight, rotary, *values, False, False, narrow)
             qk, _, rstd = project()
             yield Case("project, FP8", shape, partial(project, codes=(x8, w8, one, one)), {"bf16": project},
                        bytes=WORK["project_codes"][1](*sizes)[1], **work)
@@ -295,7 +293,7 @@ def fp8_projection_cases():
 
 def fp8_cases():
     """The MLP in FP8: quantising, the two kernels, the library's products, and all of it beside the MLP in bf16."""
-    count, width = sum(layer.mlps for layer in CONFIG.model.layers), MLP_DIM
+    count, width = len(CONFIG.model.layers), MLP_DIM
     bank = rand(count, 2, width, D) * D**-0.5
     mlps = tk.Fp8Mlps(bank, 1.0)
     yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=4 * bank.numel(), calls=1)

@@ -128,10 +128,10 @@ def attend(q, k, v, cu, window, scale):
     return torch.stack(heads, dim=1)
 
 
-def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None, narrow_values=False):
+def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None):
     """Attention of layer i, a row of LAYERS, on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,)
-    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each head;
-    narrow_values: so do the values and the columns of the output projection. They have half of the value embedding."""
+    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each
+    head."""
     row, window, paired, key_offset, value = layer
     window = S if window == "S" else L
     N, D = x.shape
@@ -144,8 +144,6 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     v = (x @ (sa[0] * W[2 * D:3 * D]).T).reshape(N, H, d)
     if narrow is not None:
         (freqs, attn_scale), q, k = narrow, q[:, :, :d // 2], k[:, :, :d // 2]
-    if narrow_values:
-        v = v[:, :, :d // 2]
     q, k = rms(q), rms(k)
 
     t, h = torch.arange(N, device=x.device)[:, None], torch.arange(H, device=x.device)[None, :]
@@ -160,7 +158,7 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
         table, from_x, from_ve = value
         inp = torch.cat([x[:, :from_x], ve[:, :from_ve]], dim=-1)
         gate = 2 * torch.sigmoid(inp @ params["ve_gate_bank"][table].T)  # (N, H)
-        v = v + gate[:, :, None] * ve[:, :v[0].numel()].reshape(v.shape)
+        v = v + gate[:, :, None] * ve.reshape(v.shape)
 
     if paired:
         y = unpair(attend(pair(q), pair(k), pair(v), [2 * c for c in cu], window, attn_scale))
@@ -175,9 +173,9 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     return y.reshape(N, -1) @ (sa[1] * W_out.reshape(D, -1)).T
 
 
-def mlp(params, slot, x):
+def mlp(params, i, x):
     """relu(x W1^T)^2 W2; both matrices are stored as (F, D)."""
-    W1, W2 = params["mlp_bank"][slot, 0], params["mlp_bank"][slot, 1]
+    W1, W2 = params["mlp_bank"][i]
     return torch.relu(x @ W1.T) ** 2 @ W2
 
 
@@ -186,16 +184,15 @@ def gelu(x):
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
-                 dynamic=(), mix=None, signs=None, removed=(), mlps={}, narrow=(),
-                 narrow_state=None, narrow_values=(), **settings):
+                 dynamic=(), mix=None, signs=None, removed=(), narrow=(), narrow_state=None,
+                 **settings):
     """The normalised output h (N, D) of the model, before the head.
 
     settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:
     {layer: the layer that its skip connection comes from}. The remaining arguments are features that record 74 lacks.
     input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
-    signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. mlps: {layer: number of
-    its MLPs}, where it is not 1. narrow: layers whose queries and keys have half of the channels; narrow_state: their
-    (frequencies, scale). narrow_values: those of them whose values have half of the channels.
+    signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. narrow: layers whose
+    queries and keys have half of the channels; narrow_state: their (frequencies, scale).
     """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
@@ -254,7 +251,6 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
 
     # layers
     lane0, lane1, before_mlp, left = x0, None, [], []  # lane 0 before every MLP, and as it left every layer
-    slot = 0
     for i, layer in enumerate(layers):
         if i in dynamic:
             network_streams.append(lane0)
@@ -274,7 +270,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         if layer[0] is not None:
             a = attention(params, i, layer, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
                           xsa=factor(i, "xsa") if i in xsa else None, narrow=narrow_state if i in narrow else None,
-                          narrow_values=i in narrow_values, **settings)
+                          **settings)
             if lane1 is not None:
                 lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
                 a = pi[i, 0, 0] * a
@@ -282,12 +278,10 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
             inject = factor(i, "x0") * x0 + (factor(i, "bigram") * b if i > 0 else 0)
             lane0 = rho[i, 0] * lane0 + (0 if a is None else a) + inject
         before_mlp.append(lane0)
-        if number := mlps.get(i, 1):
-            m = sum(mlp(params, slot + j, rms(lane0 if lane1 is None else lane1)) for j in range(number))
-            slot += number
-            lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * m
-            if lane1 is not None:
-                lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
+        m = mlp(params, i, rms(lane0 if lane1 is None else lane1))
+        lane0 = rho[i, 1] * lane0 + pi[i, 1, 0] * m
+        if lane1 is not None:
+            lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
         left.append(lane0)
     x = (lane0 if lane1 is None else 0.5 * (lane0 + lane1)) - backout_lambda * left[7]
     if mix is not None:

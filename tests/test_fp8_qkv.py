@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import train_gpt as T
 import triton_kernels as tk
 from oracles import ON_GPU, gpu
-from test_attention_block import KINDS, SCALE, WINDOW, gate_weights, leaves, plain, rotary, switches, widths
+from test_attention_block import KINDS, SCALE, WINDOW, gate_weights, leaves, plain, rotary, switches
 from test_checkpoint import differing, train
 from test_fp8 import BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, bits, pytestmark, rounded  # noqa: F401
 from test_guard import KNOBS, make_corpus
@@ -42,14 +42,14 @@ def block_inputs(kind, N, device, dtype):
     """
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
-    D, v_width = H * d, widths(d, *kind[2:])[1]
+    D = H * d
     bank = (torch.randn(3, 4 * D, D) * D**-0.5).to(device, BF16)
     bank[:, 0, 0] = 0.875  # the largest value, so that the scale is a power of two and ties are ties
-    projections = tk.Fp8Projections(bank, [(False, False), kind[2:]], H, LOSS_SCALE)
+    projections = tk.Fp8Projections(bank, [False, kind[2]], H, LOSS_SCALE)
     factor = torch.tensor(FACTOR, device=device, dtype=BF16)
-    weight = (factor * tk.packed_projection(bank[1], H, *kind[2:])).to(dtype)
+    weight = (factor * tk.packed_projection(bank[1], H, kind[2])).to(dtype)
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
-    ve = torch.randn(N, H * v_width, device=device).to(dtype) if value else None
+    ve = torch.randn(N, D, device=device).to(dtype) if value else None
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
     args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW,
             SCALE, *kind)
@@ -68,7 +68,7 @@ def block_run(block, args, codes, upstream, dtype):
 
 def upstream(args, scale=0.01 * LOSS_SCALE):
     """Gradients of y and v of the size that loss_scale makes."""
-    shape = 2, args[0].size(0), H, 4 * args[2].size(1) // (1 + args[-1])
+    shape = 2, args[0].size(0), H, 4 * args[2].size(1)
     return (scale * torch.randn(shape, device=args[0].device)).to(args[0].dtype).unbind()
 
 
@@ -154,10 +154,11 @@ def test_kernels_of_the_projection(kind, N, tma, device, monkeypatch):
     args, _, codes = block_inputs(kind, N, device, DTYPE)
     (kind, value), (x, weight, table, ve) = switches(kind), args[:4]
     gate = 2 * torch.sigmoid(torch.randn(N, H, device=device)).to(DTYPE) if value else None
-    width, v_width = widths(4 * table.size(1), *kind[2:])
+    d = 4 * table.size(1)
+    width = d // (1 + kind[2])
     poison, operands = torch.full_like(x, torch.nan), (codes.x8, codes.w8, codes.x_scale, codes.w_scale)
     qk, v, rstd = tk.project(poison, weight, table, ve, gate, *kind, operands)
-    grads = [torch.randn(N + 1, H, size, device=device).to(DTYPE) for size in (width, width, v_width)]
+    grads = [torch.randn(N + 1, H, size, device=device).to(DTYPE) for size in (width, width, d)]
     for grad in grads:
         grad[N] = torch.nan
     grads = [grad[:N] for grad in grads]
@@ -183,15 +184,16 @@ def test_kernels_of_the_projection(kind, N, tma, device, monkeypatch):
     torch.testing.assert_close(dqkv.double(), wanted, rtol=step, atol=step * 1e-2 * wanted.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["value", "all narrow+paired"])
+@pytest.mark.parametrize("kind", ["value", "narrow+paired"])
 def test_codes_that_need_no_rounding(kind, device):
     """The real format: gradients of v that e5m2 holds, in both layouts, and zeros for q and k."""
     N, (args, _, codes) = 80, block_inputs(kind, 80, device, DTYPE)
     (kind, value), (x, weight, table, ve) = switches(kind), args[:4]
     gate = torch.ones(N, H, device=device, dtype=DTYPE) if value else None
-    width, v_width = widths(4 * table.size(1), *kind[2:])
+    d = 4 * table.size(1)
+    width = d // (1 + kind[2])
     qk, _, rstd = tk.project(x, weight, table, ve, gate, *kind, codes[:4])
-    zeros, dv = torch.zeros(N, H, width, device=device, dtype=DTYPE), torch.randint(-4, 5, (N, H, v_width))
+    zeros, dv = torch.zeros(N, H, width, device=device, dtype=DTYPE), torch.randint(-4, 5, (N, H, d))
     dqkv, dqkv_t = (torch.full(shape, 7.0, device=device).to(E5M2) for shape in ((N, len(weight)), (len(weight), N)))
     tk.project_backward(zeros, zeros, dv.to(device, DTYPE), qk, rstd, table, ve, gate, *kind[:2], dqkv, dqkv_t,
                         torch.tensor(0.5, device=device))
@@ -199,7 +201,7 @@ def test_codes_that_need_no_rounding(kind, device):
     assert torch.equal(dqkv.float().cpu(), wanted) and torch.equal(dqkv_t.float().cpu(), wanted.T)
 
 
-@pytest.mark.parametrize("kind", ["paired", "long+value", "narrow", "all narrow+value"])
+@pytest.mark.parametrize("kind", ["paired", "long+value", "narrow", "narrow+value"])
 def test_compiled(kind, device, unrounded):
     """One graph without breaks, for all lengths: what eager code computes; the fake implementations are right."""
     backend = "inductor" if ON_GPU else "aot_eager"
@@ -213,7 +215,7 @@ def test_compiled(kind, device, unrounded):
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for N in (48, 16, 80):
         (args, _, codes), factor = block_inputs(kind, N, device, DTYPE), torch.tensor(FACTOR, device=device)
-        args[-8][:] = torch.arange(len(args[-8])).clamp(max=1) * N  # one document
+        args[-7][:] = torch.arange(len(args[-7])).clamp(max=1) * N  # one document
         torch._dynamo.mark_dynamic(args[0], 0)
         grads = upstream(args)
         results = [block_run(f, (*args, factor), None, grads, DTYPE) for f in (compiled, block)]
@@ -285,27 +287,23 @@ def test_refresh(device):
     """Codes of every kind by the definition, at the same addresses after the bank has changed. Rows that no projection
     reads and the padding of the bank change nothing."""
     D, H, d = 64, 2, 32
-    kinds = [(True, True), (False, False), (True, False), (True, True), (False, False)]
+    kinds = [True, False, True, True, False]
     bank = torch.randn(6, 4 * D, D).to(device, BF16)
     bank[:, 3 * D:] = 1e3
     bank[5] = torch.nan
-    for i, (narrow, narrow_values) in enumerate(kinds):
-        heads = bank[i, :3 * D].view(3, H, d, D)
+    for i, narrow in enumerate(kinds):
         if narrow:
-            heads[:2, :, d // 2:] = 1e3
-        if narrow_values:
-            heads[2, :, d // 2:] = 1e3
+            bank[i, :2 * D].view(2, H, d, D)[:, :, d // 2:] = 1e3
     bank[1, :3 * D] = 0
     projections, one = tk.Fp8Projections(bank, kinds, H, LOSS_SCALE), torch.ones((), device=device)
     addresses = [t.data_ptr() for i in range(5) for t in projections.matrices[i]]
     inputs = tk.both_layouts(bank[0, :16], tk.X8_SCALE, E4M3)
     for _ in range(2):
-        for i, (narrow, narrow_values) in enumerate(kinds):
+        for i, narrow in enumerate(kinds):
             parts = bank[i, :3 * D].view(3, H, d, D).double()
-            width, v_width = widths(d, narrow, narrow_values)
-            weight = torch.cat([parts[part, h, :size] for part, size in enumerate((width, width, v_width))
-                                for h in range(H)])
-            assert torch.equal(tk.packed_projection(bank[i], H, narrow, narrow_values).double(), weight)
+            width = d // (1 + narrow)
+            weight = torch.cat([parts[part, h, :size] for part, size in enumerate((width, width, d)) for h in range(H)])
+            assert torch.equal(tk.packed_projection(bank[i], H, narrow).double(), weight)
             codes = projections(i, inputs, -2 * one)
             scale = (weight.abs().max().float() / 448).clamp(min=1e-12)
             assert torch.equal(codes.w_scale, -2 * scale)
@@ -330,7 +328,7 @@ def test_bank_must_not_be_quantised_before_backward(device):
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
-LAYERS = ["--layer0=paired value_embed narrow narrow_values", "--layer4=two_lanes paired narrow input_from=3",
+LAYERS = ["--layer0=paired value_embed narrow", "--layer4=two_lanes paired narrow input_from=3",
           "--layer5=two_lanes long value_embed input_from=3"]
 
 

@@ -228,7 +228,7 @@ NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share", "layer1.input_from
 # is narrow. The tokens are not those of GPT-2.
 NOT_ALLOWED = {"layer0.two_lanes", "layer1.two_lanes", "layer4.two_lanes", "layer5.two_lanes", "layer0.input_from",
                "layer0.xsa", "layer4.xsa", "layer0.mix", "layer1.mix", "layer3.mix", "layer4.mix", "bigram_normal",
-               "layer1.narrow", "layer5.narrow", *(f"layer{i}.narrow_values" for i in (0, 1, 3, 4, 5))}
+               "layer1.narrow", "layer5.narrow"}
 
 
 def short_run(args):
@@ -248,11 +248,11 @@ def other_values(config):
         if isinstance(value, T.Layer):
             if not value.attention:  # the other fields need attention
                 yield from ((f"{key}.{field}", text) for field, text in (
-                    ("attention", "true"), ("mlps", "0"), ("skip_from", "0"), ("dynamic", "true")))
+                    ("attention", "true"), ("skip_from", "0"), ("dynamic", "true")))
                 continue
             for field, old in vars(value).items():
                 if field not in ("attention", "skip_from"):
-                    yield f"{key}.{field}", {"input_from": "0", "mlps": "2"}.get(field) or T.render(not old)
+                    yield f"{key}.{field}", "0" if field == "input_from" else T.render(not old)
         elif isinstance(value, bool):
             if key not in free:
                 yield key, T.render(not value)
