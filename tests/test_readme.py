@@ -23,8 +23,8 @@ from oracles import write_shard
 from records import compare, evaluate, repeat, rerun
 
 ROOT = Path(T.__file__).parent
-README = (ROOT / "README.md").read_text()
-WITH_COMMANDS = "README.md", "data/README.md", "records/README.md"
+README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "records/guide.md"))
+WITH_COMMANDS = "README.md", "data/README.md", "records/README.md", "records/guide.md"
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SMALL = ["--model_dim=48", "--micro_batches=2", "--val_tokens=1024", "--val_batch_tokens=512", "--val_every=2",
          "--sample_tokens=5"]
@@ -113,7 +113,7 @@ def parse_torchrun(argv):
 
 def parse_docker(argv):
     """The options fit the Dockerfile, and the Dockerfile fits the repository."""
-    (recipe,) = code(README, "dockerfile")
+    (recipe,) = code(GUIDE, "dockerfile")
     steps = dict(line.split(maxsplit=1) for line in recipe.splitlines())
     assert steps["COPY"] == "requirements.txt /tmp/" and "data/*/" in (ROOT / ".gitignore").read_text().split()
     edit = re.search(r"sed ('.*?') requirements.txt", (ROOT / "run.sh").read_text())[1]  # takes the versions for a GPU
@@ -166,7 +166,7 @@ def execute(command, corpus, *more, cwd=ROOT, **env):
 
 
 def test_output(corpus, tmp_path):
-    """A small run prints the lines that the README shows; --check prints the rows of its table."""
+    """A small run prints the lines that the guide shows; --check prints the rows of its table."""
     def parts(text, first):
         line = re.sub(r"\d[\d.]*", "0", re.search(first, text, re.M)[0])
         return line, re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b|^(\S[\w ]*?) *\|", text, re.M)
@@ -174,14 +174,14 @@ def test_output(corpus, tmp_path):
     run = execute("python train_gpt.py --preset=cpu", corpus, *SMALL, "--scheduled_steps=3", "--extension_steps=0",
                   "--stage1.batch_tokens=1024", f"--log_dir={tmp_path}")
     check = execute("python train_gpt.py --preset=cpu --check", corpus, "--val_tokens=1024", "--val_batch_tokens=512")
-    table = next(block for block in code(README, "text") if block.startswith("what "))
-    for out, shown, first in (run, code(README, "text")[0], r"^step:.*val_loss.*$"), (check, table, r"\A.*"):
+    table = next(block for block in code(GUIDE, "text") if block.startswith("what "))
+    for out, shown, first in (run, code(GUIDE, "text")[0], r"^step:.*val_loss.*$"), (check, table, r"\A.*"):
         assert parts(out, first) == parts(shown, first) and len(parts(shown, first)[1]) > 8
 
 
 def test_caches(tmp_path):
     """The three commands about caches, in a home folder of their own, restore the caches."""
-    script = "set -e\n" + next(block for block in code(README, "bash") if "TRITON_CACHE_DIR" in block)
+    script = "set -e\n" + next(block for block in code(GUIDE, "bash") if "TRITON_CACHE_DIR" in block)
     script = script.replace("\ntar -c", '\nmkdir -p "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR/x"\ntar -c')
     script = script.replace("\ntar -x", "\nmv ~/.cache ~/old\nmkdir ~/.cache\ntar -x")
     script += 'ls -d "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR/x"'
