@@ -1886,6 +1886,8 @@ class Trainer:
         """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of
         step 0."""
         torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
+        # Without this, no later start reuses the traced graph of a model that has an autograd.Function.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
