@@ -992,8 +992,9 @@ def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr
         dx = dx.to(tl.float32)
         codes = _saturate(dx * tl.div_rn(1.0, tl.load(Scale)), MAX, dQkv.dtype.element_ty)
         tl.store(ptrs, codes, mask=(t < N)[:, None])
-        # The codes are made again. If the same codes are stored in both layouts, the assembler of CUDA 12.8 moves every
-        # second byte of e5m2 before it is there. Loading the scale again keeps the compiler from making them once.
+        # The kernel makes the codes twice. If it made them once and stored them in both layouts, the assembler of CUDA
+        # 12.8 would read every second byte of e5m2 before the byte is computed. The compiler cannot merge the two
+        # computations, because each loads the scale.
         codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(Scale)), MAX, dQkvT.dtype.element_ty)
         ptrs = dQkvT + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, codes_t, mask=(t < N)[None, :])
@@ -1180,7 +1181,7 @@ class _AttentionBlock(torch.autograd.Function):
     def forward(ctx, with_values, x, weight, rotary, ve, w_ve, w_out, *others):
         """The arguments after with_values are those of the op."""
         codes = others[7:]
-        if codes:  # of x the gates read C columns, and of the weight the op needs the shape
+        if codes:  # of x, the op reads only the columns of the gates; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
         y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others)
         ctx.save_for_backward(y, gates, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
@@ -1738,7 +1739,7 @@ def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut
     tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
     value *= tl.div_rn(unit, tl.load(ScaleOut))
     tl.store(Out + m[:, None] * N + n[None, :], _saturate(value, MAX, Out.dtype.element_ty), mask=in_tile)
-    # The kernel transposes the values and then rounds them, because Triton 3.6 transposed e5m2 codes wrongly.
+    # The kernel transposes the values and then rounds them again, for the reason that _store_qkv_grad gives.
     codes_t = _saturate(tl.trans(value), MAX, Out.dtype.element_ty)
     tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
 

@@ -77,23 +77,21 @@ def calls(run):
     tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
     inputs = [layer.get("input_from") for layer in layers if layer["attention"]]
     inputs = inputs.count(None) + len({*inputs} - {None})  # of the attention; FP8 codes of each are transposed
-    qk_width = {None: 1, False: 1, True: 0.5}  # narrow -> width of the heads of q and k / d
-    # narrow -> size of the weights of all such layers, which are quantised together
-    projections = Counter()
-    for layer in layers:
+    qk_widths = [0.5 if layer.get("narrow") else 1 for layer in layers]  # of the heads of q and k, divided by d
+    projections = Counter()  # width -> size of the weights of all such layers, which are quantised together
+    for layer, qk in zip(layers, qk_widths):
         if layer["attention"]:
-            projections[layer.get("narrow")] += D * D * (2 * qk_width[layer.get("narrow")] + 1)
+            projections[qk] += D * D * (2 * qk + 1)
     for step in run["steps"]:
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
-            for layer in layers:
+            for layer, qk in zip(layers, qk_widths):
                 mlp = ("mlp", N, D, F), ("mlp_backward", N, D, F)
                 if run.get("fp8_mlps"):
                     mlp = ("mlp_codes", N, D, F), ("mlp_codes_backward", N, D, F), *[("transpose_bytes", N * D)] * 2
                 yield from mlp
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
-                    qk = qk_width[layer.get("narrow")]
                     lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
                     pairs = H // folds * seen_pairs(lengths, window)
                     yield from ((name, N, D, D // H, qk, pairs) for name in ("attend", "attend_backward"))
