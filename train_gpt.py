@@ -6,7 +6,7 @@ the files that a run reads and writes, and the rules of its settings. The method
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
-    torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; the README has the recipe
+    torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; records/guide.md says how
     python train_gpt.py --preset=cpu                         the same model in small: minutes on a laptop
     python train_gpt.py --check                              check whether a run with these knobs would start here
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
@@ -297,7 +297,7 @@ class System:
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
-    profile: str = ""  # START:COUNT: trace these steps and log where their time went (README: Reading a trace)
+    profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
@@ -338,12 +338,12 @@ SHORT = Config(
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
     Optim(adam_lr=0.009, table_beta2=0.98, muon_beta2=0.9, head_pairs=True, average_blend=(0.5,)),
-    # A smaller validation forward pass cuts more documents, so the validation loss is a little higher (README).
+    # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
     System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
-    # The best run for 8 GPUs. So many steps should reach 3.28, but nobody has measured it (README). `single` has fewer
+    # The best run for 8 GPUs. So many steps should reach 3.28; not measured (records/guide.md). `single` has fewer
     # rows of bigrams, to fit a GPU of 12 GB.
     "record": Config(dataclasses.replace(MODEL, bigram_tables=7.5), Schedule(scheduled_steps=1260),
                      Optim(head_pairs=True), system=System(fp8_mlp=True, fp8_qkv=True)),

@@ -96,7 +96,7 @@ def check_memory(config, world):
 
 
 def expected_time(config, world):
-    """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (README)."""
+    """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (records/guide.md)."""
     device, schedule = T.find_device(config), config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
