@@ -343,8 +343,8 @@ SHORT = Config(
     System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
-    # The best run for 8 GPUs. So many steps should reach 3.28; not measured (records/guide.md). `single` has fewer
-    # rows of bigrams, to fit a GPU of 12 GB.
+    # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). `single` has
+    # fewer rows of bigrams, to fit a GPU of 12 GB.
     "record": Config(dataclasses.replace(MODEL, bigram_tables=7.5), Schedule(scheduled_steps=1260),
                      Optim(head_pairs=True), system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. With

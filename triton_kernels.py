@@ -610,14 +610,14 @@ def attend(q, k, v, gate, start, end, window, scale):
     return y, lse
 
 
-def gate_grad(dy, y, gate):
-    """Gradient of the gate (N, H) fp32: the sums of dy · y / gate over the channels; dy and y (N, H, dv)."""
+def out_gate_grad(dy, y, gate):
+    """Gradient of the output gate (N, H) fp32: the sums of dy · y / gate over the channels; dy and y (N, H, dv)."""
     sums = (_at_least_fp32(dy) * y).sum(-1) / gate
     return torch.where(gate > 0, sums, 0.0)  # a sigmoid that underflowed to zero passes no gradient on
 
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv). The caller has checked the arguments; lse is a result of attend, dgate of gate_grad.
+    """Gradients (dq, dk, dv). The caller has checked the arguments; lse is a result of attend, dgate of out_gate_grad.
 
     dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
     (N, H, dv), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
@@ -1192,7 +1192,7 @@ class _AttentionBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dv=None):
         y, gates, *saved = ctx.saved_tensors
-        dgate = gate_grad(dy, y, gates[0])
+        dgate = out_gate_grad(dy, y, gates[0])
         dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, dgate, *saved[:14], gates, ctx.paired,
                                                                     ctx.offset, *saved[14:])
         dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast

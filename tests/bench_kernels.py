@@ -210,7 +210,7 @@ def attention_cases():
             calls = MICRO * layers
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
-            dgate = tk.gate_grad(dy, y, args[3])
+            dgate = tk.out_gate_grad(dy, y, args[3])
             yield case("attend_backward", shape, (dy, *args[:3], dgate, lse, *args[4:]), sizes, backward, calls)
 
 

@@ -117,7 +117,7 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
         qk, v, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset, narrow)
         q, k = qk[:, :N].unbind()
         y, lse = tk.attend(q, k, v, random(N, H).fill_(0.5), starts, ends, 21, 0.2)
-        dgate = tk.gate_grad(grad, y, random(N, H).fill_(0.5))
+        dgate = tk.out_gate_grad(grad, y, random(N, H).fill_(0.5))
         grads = tk.attend_backward(grad, q, k, v, dgate, lse, starts, ends, 21, 0.2)
         products = [tk.XXT(gram, gram.new_empty(2, 100, 100)), tk.XTX(gram, gram.new_empty(2, 64, 64)),
                     tk.ba_plus_cAA(square, 0.5, -2.0, torch.empty_like(square), 3.0)]

@@ -37,7 +37,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         *qkv, gate, y, lse = ctx.saved_tensors
-        dgate = tk.gate_grad(dy, y, gate)
+        dgate = tk.out_gate_grad(dy, y, gate)
         return *tk.attend_backward(dy, *qkv, dgate, lse, *ctx.rest), dgate.to(gate.dtype), None, None, None, None
 
 
@@ -219,7 +219,7 @@ def test_dv_into_a_slice(times, device):
     rest = *tk.document_of_tokens(borders(20, 30).to(device), N), 9, SCALE
     y, lse = tk.attend(*x, *rest)
     whole = torch.full((N, 3, H, times * d), math.nan, device=device)
-    args = dy, *x[:3], tk.gate_grad(dy, y, x[3]), lse, *rest
+    args = dy, *x[:3], tk.out_gate_grad(dy, y, x[3]), lse, *rest
     *_, dv = tk.attend_backward(*args, dv=whole[:, 2])
     assert torch.equal(whole[:, 2], tk.attend_backward(*args)[2]) and whole[:, :2].isnan().all()
     assert dv.data_ptr() == whole[:, 2].data_ptr()
