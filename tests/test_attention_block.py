@@ -211,11 +211,17 @@ def test_attention_block(kind, count, device, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["paired", "long+value", "narrow+paired", "narrow+value"])
 def test_compiled(kind, device):
-    """One graph without breaks; the shapes and strides of the fake implementation are right."""
+    """One graph without breaks; the shapes and strides of the fake implementation are right.
+
+    Inductor may add up the gradient of the gates in another order, which changes last bits of the gradients.
+    """
     args = block_inputs(21, 4, 32, 24, kind, device, DTYPE)
     upstream = torch.randn(2, 21, 4, 32, device=device).to(DTYPE).unbind()
     compiled = torch.compile(tk.attention_block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
-    assert all(map(torch.equal, *(block_run(f, args, upstream, DTYPE) for f in (compiled, tk.attention_block))))
+    got, wanted = (block_run(f, args, upstream, DTYPE) for f in (compiled, tk.attention_block))
+    assert all(map(torch.equal, got[:2], wanted[:2]))
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).float().norm() <= (2**-8 if ON_GPU else 0) * b.float().norm()
     x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset, *narrow = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
     args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow

@@ -35,9 +35,9 @@ STEPS, VOCABULARY, VAL_TOKENS = 12, 120, 2048  # 128 classes with padding
 # Columns: tokens, longest document, windows. Two micro-batches of 256 to 384 tokens; documents of 5 to 220, shorter and
 # longer than any window, some cut.
 STAGES = ((512, 96, 8, 32), (640, 144, 16, 96), (768, 192, 24, 144), (768, 192, 32, 160))
-GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", "--fp8_mlp=false",
-         f"--vocab_size={VOCABULARY}", "--bigram_normal=false", "--model_dim=128", "--num_heads=2",
-         "--scheduled_steps=9", "--train_tokens=0", "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3",
+GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false",
+         f"--vocab_size={VOCABULARY}", "--bigram_normal=false", "--model_dim=128", "--num_heads=2", "--scheduled_steps=9",
+         "--train_tokens=0", "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3",
          "--final_window=224", "--micro_batches=2", f"--val_tokens={VAL_TOKENS}", "--val_batch_tokens=1024",
          # A quarter of the rates: rounding then grows 10 to 30 times less, the effect of a constant 2 to 4 times.
          # Decays go with their square and would not show in so few steps.
