@@ -259,7 +259,10 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
-    polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 3, 4 or 5
+    # Share of a second, slower average of the gradients in Muon's momentum, in the later part of the run; 0: no such
+    # average (PR 339; ANVIL of record 92)
+    slow_momentum: float = 0.0
+    polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 4 or 5
     head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run then ends with weights between its last weights
@@ -337,7 +340,8 @@ SHORT = Config(
             Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
-    Optim(adam_lr=0.009, table_beta2=0.98, muon_beta2=0.9, head_pairs=True, average_blend=(0.5,)),
+    Optim(adam_lr=0.009, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, slow_momentum=0.56, polar_steps=4,
+          head_pairs=True, average_blend=(0.5,)),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
     System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
@@ -346,7 +350,7 @@ PRESETS = {
     # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). `single` has
     # fewer rows of bigrams, to fit a GPU of 12 GB.
     "record": Config(dataclasses.replace(MODEL, bigram_tables=7.5), Schedule(scheduled_steps=1260),
-                     Optim(head_pairs=True), system=System(fp8_mlp=True, fp8_qkv=True)),
+                     Optim(slow_momentum=0.56, head_pairs=True), system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. With
     # --train_tokens=0 it is `short`.
     "single": dataclasses.replace(SHORT, schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6)),
@@ -1125,8 +1129,9 @@ class NorMuonAndAdam:
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
-        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights; of a lazy
-        # table "v" and "last", the number of the last update of every row; with --average_blend also "average"
+        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
+        # --slow_momentum "slow"; of a lazy table "v" and "last", the number of the last update of every row; with
+        # --average_blend also "average"
         self.state = {}
         self.last_weights = {}  # label -> copy of the shard on the CPU, from `keep_last_weights`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
@@ -1143,6 +1148,8 @@ class NorMuonAndAdam:
             else:
                 mantissa = torch.zeros_like(shard, dtype=torch.int16)
                 self.state[label] = {"m": m, "v": torch.zeros_like(m[:, :, :1]), "mantissa": mantissa}
+                if self.config.slow_momentum:
+                    self.state[label]["slow"] = torch.zeros_like(m)
                 rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
                 self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
                 if label == "attn_bank" and self.config.head_pairs:
@@ -1237,7 +1244,8 @@ class NorMuonAndAdam:
                 work.wait()
         with trace_range("zero gradients"):
             for label, param in self.params.items():
-                if label in self.matrix_lr or plan.adam:
+                is_zero = self.rt.world == 1 and "last" in self.state[label]  # update_rows makes its gradient zero
+                if label in self.matrix_lr or plan.adam and not is_zero:
                     param.grad.zero_()  # in place, because CUDA graphs add to this memory
         if plan.split:  # the embedding gets an optimizer state of its own, a copy of the head's state (PR 200)
             for key, part in self.state["embed"].items():
@@ -1264,7 +1272,8 @@ class NorMuonAndAdam:
 
     def _update_normuon(self, label, plan, grad):
         state, shard = self.state[label], self.shards[label]
-        X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY)
+        X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY, state.get("slow"),
+                                           plan.momentum_decay, plan.slow_rate, plan.slow_share)
         y = self._polar_of_head_pairs(X, scale) if self._in_pairs(label) else self._polar(X, scale)
         lr = self.config.muon_lr * plan.lr_factor
         rate = plan.average_rates.get(label, 0.0)
@@ -1382,7 +1391,10 @@ class StepPlan(NamedTuple):
     micro_batch_tokens: int  # N of a training forward pass
     max_doc_len: int
     lr_factor: float
-    momentum: float  # momentum of NorMuon
+    momentum: float  # share of the averaged gradients in the input of NorMuon (Nesterov)
+    momentum_decay: float  # decay of these averages
+    slow_rate: float  # with --slow_momentum: rate of the slow averages,
+    slow_share: float  # and their share in the averaged gradients
     average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
     mtp_weights: tuple[float, ...]
     candidates: int  # classes in the loss of a micro-batch; 0: all
@@ -1419,6 +1431,11 @@ def num_candidates(config, tokens) -> int:
     return count if count < config.model.padded_vocab else 0
 
 
+# With --slow_momentum: time constant of the slow averages, and the step from which NorMuon uses them, as parts of the
+# run; as in record 92.
+SLOW_PERIOD, SLOW_START = 0.042, 0.43
+
+
 def make_plan(config: Config, step: int) -> StepPlan:
     """The settings of a step, which depend only on the config and the step.
 
@@ -1435,6 +1452,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
     low, high = schedule.muon_momentum
     warmup, cooldown = (round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
+    momentum = low + (high - low) * warmth
+    is_slow = config.optim.slow_momentum and step >= SLOW_START * total
     split_step = starts[schedule.split_stage - 1] | 1  # the first odd step of the stage
     tokens = stage.batch_tokens // config.system.micro_batches
     # Both gradients of an Adam update come from the same kind of softmax.
@@ -1442,7 +1461,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
     return StepPlan(
         step=step, stage=index, micro_batch_tokens=tokens,
         max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
-        momentum=low + (high - low) * warmth,
+        momentum=momentum, momentum_decay=low if is_slow else momentum, slow_rate=min(1.0, 1 / (SLOW_PERIOD * total)),
+        slow_share=config.optim.slow_momentum if is_slow else 0.0,
         average_rates=average_rates(config, step, total),
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         candidates=num_candidates(config, tokens) if sampled else 0,
@@ -1462,8 +1482,9 @@ def state_bytes(config: Config) -> tuple[int, int]:
     for param in param_table(config.model):
         size = math.prod(param.shape)
         weights += size * param.dtype.itemsize
-        # Adam has fp32 m and v, NorMuon fp32 m and an int16 mantissa, a lazy table only v.
-        state += size * (6 if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
+        # Adam has fp32 m and v, NorMuon fp32 m, perhaps a slow average, and an int16 mantissa, a lazy table only v.
+        muon = 10 if config.optim.slow_momentum else 6
+        state += size * (muon if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
         state += 4 * size * (param.average > 0 and any(config.optim.average_blend))
     return weights, state
 

@@ -141,7 +141,7 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
 #   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again. So a
 #   row without gradient costs 2 bytes per weight, the read of its gradient, where Adam's usual update moves 22. An
-#   average moves in all rows.
+#   average moves in all rows. update_rows sets the gradient to zero, again only where it was not zero.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
@@ -237,7 +237,7 @@ UPDATE_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
 def update_rows_ref(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
-    (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0.
+    (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0. Then grad becomes zero.
 
     v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start. average
     (R, D) fp32 moves towards the weights of all rows by the share average_rate.
@@ -252,6 +252,7 @@ def update_rows_ref(p, v, last, grad, t, step_size, weight_decay, beta2, eps, av
     p.copy_(torch.where(touched, w, p))
     if average is not None:
         average.add_((w - average) * average_rate)
+    grad.zero_()
 
 
 @triton.jit(do_not_specialize=["t"])
@@ -273,6 +274,7 @@ def _update_rows_kernel(P, V, Last, Grad, Average, R, D, t, step_size, weight_de
     tl.store(V + place, v, mask=changes)
     tl.store(Last + row, tl.zeros_like(row) + t, mask=touched)
     tl.store(P + place, w.to(P.dtype.element_ty), mask=changes)
+    tl.store(Grad + place, tl.zeros_like(g).to(Grad.dtype.element_ty), mask=changes)
     if Average is not None:
         average = tl.load(Average + place, mask=inside, other=0.0)
         tl.store(Average + place, average + (w - average) * average_rate, mask=inside)
@@ -3056,18 +3058,19 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 # ======================================================================================================================
 # 8  NorMuon: before the iteration, the iteration, and after the iteration
 #
-#   X, scale = fused_momentum(grad, momentum, mu, safety)
-#       m     ← m + (1 − mu)(g − m)             in place
-#       X     = round(g + mu (m − g))           in the dtype of grad
-#       scale = 1 / (safety ‖X‖ + 1e-6)         per matrix, of the rounded X, fp32
+#   X, scale = fused_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
+#       m     ← m + (1 − decay)(g − m)                           in place; decay is mu unless it is given
+#       s     ← s + slow_rate (g − s)                            in place, if there is a slow average s
+#       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad; without s: mu (m − g)
+#       scale = 1 / (safety ‖X‖ + 1e-6)                          per matrix, of the rounded X, fp32
 #
-#   grad (n, R, C) bf16 or fp32, momentum (n, R, C) fp32, both contiguous; X like grad; scale (n,).
-#   12 bytes per bf16 element: reads of g and m, writes of m and X; the products apply the scale. Every program writes
-#   its own partial sum of squares, and a second, small launch adds the partial sums: no atomics, so a run repeats bit
-#   for bit.
+#   grad (n, R, C) bf16 or fp32, momentum and slow (n, R, C) fp32, all contiguous; X like grad; scale (n,).
+#   12 bytes per bf16 element: reads of g and m, writes of m and X; with s 20. The products apply the scale. Every
+#   program writes its own partial sum of squares, and a second, small launch adds the partial sums: no atomics, so a
+#   run repeats bit for bit.
 #
 #   polar_express(X, scale, ops, steps)
-#       X ← aX + (bP + cPP)X,  P = XXᵀ,  3, 4 or 5 times        by the products of section 7
+#       X ← aX + (bP + cPP)X,  P = XXᵀ,  4 or 5 times           by the products of section 7
 #
 #   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)     R >= C
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
@@ -3085,7 +3088,8 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #   fused_momentum 15.2, 75.6, 27.9, 169.6 (94 % of the copy rate);
 #   normuon_tail 16.4, 79.9, 27.8, 172.4 (93 %), the compiled reference 17.8, 99.1, 39.0, 218.1.
 #
-# Momentum and norm without a pass through memory between them: ChrisJMcCormick, PR 233.
+# Momentum and norm without a pass through memory between them: ChrisJMcCormick, PR 233. Slow average: PR 339 and the
+# optimizer ANVIL of record 92.
 # NorMuon: Li et al., arXiv 2510.05491. Cautious decay: varunneal, PR 154. Rates per matrix (K9): PR 168.
 # Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 # ======================================================================================================================
@@ -3098,11 +3102,15 @@ ROW_SQUARES_LAUNCH = dict(ROWS=16, BLOCK_C=256, num_warps=8)
 UPDATE_LAUNCH = dict(ROWS=4, BLOCK_C=256, num_warps=4)
 
 
-def fused_momentum_ref(grad, momentum, mu, safety):
-    """Updates `momentum` in place; returns (X, scale)."""
+def fused_momentum_ref(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
+    """Updates `momentum` and `slow` in place; returns (X, scale)."""
     g = grad.float()
-    momentum.add_((1 - mu) * (g - momentum))
-    X = (g + mu * (momentum - g)).to(grad.dtype)
+    momentum.add_((1 - (mu if decay is None else decay)) * (g - momentum))
+    m = momentum
+    if slow is not None:
+        slow.add_(slow_rate * (g - slow))
+        m = m + slow_share * (slow - m)
+    X = (g + mu * (m - g)).to(grad.dtype)
     return X, polar_scale(X, safety)
 
 
@@ -3134,7 +3142,7 @@ def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2,
 
 
 @triton.jit
-def _momentum_kernel(Grad, Momentum, X, Partial, mu, size, BLOCK: tl.constexpr):
+def _momentum_kernel(Grad, Momentum, Slow, X, Partial, mu, decay, slow_rate, slow_share, size, BLOCK: tl.constexpr):
     mu = tl.cast(mu, tl.float32)
     block = tl.program_id(0)
     matrix = tl.program_id(1).to(tl.int64)
@@ -3143,9 +3151,14 @@ def _momentum_kernel(Grad, Momentum, X, Partial, mu, size, BLOCK: tl.constexpr):
     offsets = matrix * size + within
     g = tl.load(Grad + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(Momentum + offsets, mask=mask, other=0.0)
-    m += (1.0 - mu) * (g - m)
-    x = (g + mu * (m - g)).to(X.dtype.element_ty)
+    m += (1.0 - tl.cast(decay, tl.float32)) * (g - m)
     tl.store(Momentum + offsets, m, mask=mask)
+    if Slow is not None:
+        slow = tl.load(Slow + offsets, mask=mask, other=0.0)
+        slow += tl.cast(slow_rate, tl.float32) * (g - slow)
+        tl.store(Slow + offsets, slow, mask=mask)
+        m += tl.cast(slow_share, tl.float32) * (slow - m)
+    x = (g + mu * (m - g)).to(X.dtype.element_ty)
     tl.store(X + offsets, x, mask=mask)
     x = x.to(tl.float32)
     tl.store(Partial + matrix * tl.num_programs(0) + block, tl.sum(x * x, axis=0))
@@ -3212,31 +3225,33 @@ def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, Average, R, C, blocks, 
         tl.store(Mantissa + offsets, bits.to(tl.int16), mask=mask)
 
 
-def fused_momentum(grad, momentum, mu, safety):
-    """Updates `momentum` in place; returns (X, scale). mu, safety: floats.
+def fused_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
+    """Updates `momentum` and `slow` in place; returns (X, scale). The rest: floats.
 
     Raises a ValueError if an argument is wrong.
     """
     if grad.ndim != 3 or grad.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"fused_momentum: grad must be (n, R, C), bfloat16 or float32, got {grad.dtype} of shape"
                          f" {tuple(grad.shape)}")
-    for name, tensor, dtype in ("grad", grad, grad.dtype), ("momentum", momentum, torch.float32):
+    wanted = [("grad", grad, grad.dtype), ("momentum", momentum, torch.float32), ("slow", slow, torch.float32)]
+    for name, tensor, dtype in wanted if slow is not None else wanted[:-1]:
         _check("fused_momentum", name, tensor, grad.shape, dtype, grad.device)
     if _takes_ref(grad):
-        return fused_momentum_ref(grad, momentum, mu, safety)
+        return fused_momentum_ref(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
     n, R, C = grad.shape
     blocks = triton.cdiv(R * C, MOMENTUM_LAUNCH["BLOCK"])
     X = torch.empty_like(grad)
     partial = torch.empty(n, blocks, dtype=torch.float32, device=grad.device)
     scale = torch.empty(n, dtype=torch.float32, device=grad.device)
-    _momentum_kernel[(blocks, n)](grad, momentum, X, partial, mu, R * C, **MOMENTUM_LAUNCH)
+    _momentum_kernel[(blocks, n)](grad, momentum, slow, X, partial, mu, mu if decay is None else decay, slow_rate,
+                                  slow_share, R * C, **MOMENTUM_LAUNCH)
     _norm_scale_kernel[(n,)](partial, scale, blocks, safety, BLOCKS=triton.next_power_of_2(blocks), num_warps=4)
     return X, scale
 
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
 # 2505.16932, with its safety of 2e-2; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to
-# 0.86 ... 1.14 in 5 steps, those above 3e-3 to 0.75 ... 1.21 in 4 steps, those above 1e-2 to 0.70 ... 1.28 in 3 steps.
+# 0.86 ... 1.14 in 5 steps, those above 3e-3 to 0.75 ... 1.21 in 4 steps.
 POLAR_EXPRESS = {
     5: (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -3249,10 +3264,6 @@ POLAR_EXPRESS = {
         (3.92634907759703, -2.75379263491077, 0.497353567904462),
         (3.45447199626749, -2.48754582424883, 0.477512907264636),
         (2.51152716635273, -1.85244835608301, 0.438832635580211)),
-    3: (
-        (7.83270903355148, -21.4357902727314, 15.1063200946924),
-        (3.57197857626969, -2.56958605164938, 0.486475169027786),
-        (2.67126647996008, -1.98531544297439, 0.453522517140716)),
 }
 POLAR_SAFETY = 1.02
 

@@ -185,9 +185,9 @@ def check_config(config, world=1):
         value = getattr(schedule, key)
         require(0 <= value < 1 or type(value) is int,
                 f"--{key}={value}: must be a whole number of steps, or from 0 to below 1, a part of the run")
-    for key in "table_beta2", "muon_beta2":
+    for key in "table_beta2", "muon_beta2", "slow_momentum":
         require(0 <= getattr(config.optim, key) < 1, f"--{key}={getattr(config.optim, key)}: must be from 0 to below 1")
-    require(config.optim.polar_steps in (3, 4, 5), f"--polar_steps={config.optim.polar_steps}: must be 3, 4 or 5")
+    require(config.optim.polar_steps in (4, 5), f"--polar_steps={config.optim.polar_steps}: must be 4 or 5")
     blends = config.optim.average_blend
     require(blends and all(0 <= x <= 1 for x in blends),
             f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")

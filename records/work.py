@@ -18,7 +18,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "XXT": ("_gram_kernel", product),
     "XTX": ("_gram_kernel", product),
     "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
-    "fused_momentum": ("_momentum_kernel _norm_scale_kernel", lambda size: (0, 12 * size)),
+    "fused_momentum": ("_momentum_kernel _norm_scale_kernel", lambda size, slow: (0, (20 if slow else 12) * size)),
     "normuon_tail": ("_row_squares_kernel _update_kernel", lambda size: (0, 12 * size)),
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
@@ -54,8 +54,9 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
     "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
-    # Reads the gradient of all rows; of the touched ones, reads and writes a bf16 weight and its fp32 second moment.
-    "update_rows": ("_update_rows_kernel", lambda size, touched: (0, 2 * size + 12 * touched))}
+    # Reads the gradient of all rows; of the touched ones, reads and writes a bf16 weight and its fp32 second moment,
+    # and writes the gradient.
+    "update_rows": ("_update_rows_kernel", lambda size, touched: (0, 2 * size + 14 * touched))}
 
 
 def plain(name):
@@ -123,7 +124,7 @@ def calls(run):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
         for n, R, C in run["banks"]:
-            yield from (("fused_momentum", n * R * C), ("normuon_tail", n * R * C))
+            yield from (("fused_momentum", n * R * C, run["slow_momentum"]), ("normuon_tail", n * R * C))
         if step["adam"]:
             yield from [("quantise", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
@@ -156,7 +157,7 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "head_rows": head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
-            "polar_steps": config.optim.polar_steps,
+            "polar_steps": config.optim.polar_steps, "slow_momentum": config.optim.slow_momentum > 0,
             "lazy_tables": {label: optimizer.shards[label].numel() for label, state in optimizer.state.items()
                             if "last" in state},
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],

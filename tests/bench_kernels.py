@@ -134,6 +134,9 @@ def muon_cases():
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
             momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
             yield case("fused_momentum", shape, (X, momentum, 0.95, 1.02), (size,), calls=on_one)
+            slow = torch.zeros_like(momentum)
+            yield Case("fused_momentum", f"{shape}, slow average", partial(
+                tk.fused_momentum, X, momentum, 0.95, 1.02, slow, 0.85, 0.02, 0.5), bytes=20 * size, calls=0)
             p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
             v, matrix_lr = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
             tail = (p, mantissa, v, X, 1e-3, matrix_lr, 0.1, 0.95)
@@ -401,10 +404,15 @@ def embedding_cases():
     grad[ids] = rand(touched, D)
     v, last = torch.ones(rows, D, device=DEVICE), torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32)
     m, compiled = torch.zeros_like(v), torch.compile(T.adam_update, dynamic=False)
-    yield Case("update_rows", f"{touched} of {rows} rows", partial(
-        tk.update_rows, p, v, last, grad, 1, 1e-3, 0.0, 0.95, 1e-10),
-        {"all rows, with a first moment": lambda: compiled(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
-        bytes=D * (2 * rows + 12 * len(ids.unique())), calls=0.5)
+    values = grad[ids]
+
+    def update_rows():
+        grad[ids] = values  # the update makes them zero
+        tk.update_rows(p, v, last, grad, 1, 1e-3, 0.0, 0.95, 1e-10)
+
+    yield Case("update_rows", f"{touched} of {rows} rows, and the write of their gradients", update_rows,
+               {"all rows, with a first moment": lambda: compiled(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
+               bytes=D * (2 * rows + 18 * len(ids.unique())), calls=0.5)
 
 
 def replayed(run):

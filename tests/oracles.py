@@ -539,16 +539,20 @@ def polar_of_scaled(u):
     return polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
 
 
-def normuon_step(state, g, mu, lrs, wd, pair_rows=None):
+def normuon_step(state, g, mu, lrs, wd, pair_rows=None, slow=None):
     """One step of master weights w (c, R, C), in place; R >= C, lrs one rate per matrix, wd = lambda.
 
     pair_rows: the matrices are Q, K, V, O of the layers, and of Q and K every so many rows are a matrix of their own.
+    slow: (decay of m, rate of the slow average s, its share in the averaged gradient), if there is one.
     """
     w, m, v = state["w"], state["m"], state["v"]
     lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(-1, 1, 1)
     # 1-3
-    m.copy_(m + (1 - mu) * (g - m))
-    u = g + mu * (m - g)
+    decay, rate, share = slow or (mu, 0.0, 0.0)
+    m.copy_(decay * m + (1 - decay) * g)
+    if slow:
+        state["s"].copy_((1 - rate) * state["s"] + rate * g)
+    u = (1 - mu) * g + mu * ((1 - share) * m + share * state.get("s", 0.0))
     y = polar_of_scaled(u)
     if pair_rows:
         for j in (j for j in range(len(u)) if j % 4 in (0, 1)):
@@ -597,7 +601,8 @@ class OracleOptimizer:
         self.states = {}
         for label in NORMUON_TABLE:
             w = self._matrices(label, self.params[label])
-            self.states[label] = dict(w=w, m=torch.zeros_like(w), v=torch.zeros_like(w[:, :, :1]))
+            m, s, v = (torch.zeros_like(x) for x in (w, w, w[:, :, :1]))
+            self.states[label] = dict(w=w, m=m, s=s, v=v)
         for label in ADAM_TABLE:
             p = self.params[label]
             self.states[label] = dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
@@ -610,14 +615,14 @@ class OracleOptimizer:
         return tensor.view(-1, D, D) if label == "attn_bank" else tensor.view(-1, tensor.shape[-2], D)
 
     @torch.no_grad()
-    def step(self, grads, step, s, mu, split_step):
-        """Optimizer step number `step` at learning-rate factor s and momentum mu."""
+    def step(self, grads, step, s, mu, split_step, slow=None):
+        """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`."""
         assert split_step % 2 == 1
         for label, muls in NORMUON_TABLE.items():
             g = self._matrices(label, grads[label].double().contiguous())
             lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
             normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s,
-                         self.pair_rows if label == "attn_bank" else None)
+                         self.pair_rows if label == "attn_bank" else None, slow)
 
         for label in ADAM_TABLE:
             self.sums[label] += grads[label].double()

@@ -257,7 +257,7 @@ OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=
                 "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1", "--layer9.value_embed=false",
                 "--backout_layer=8", "--layer0.dynamic=1", "--layer3.xsa=1", "--layer9.input_from=6",
                 "--layer10=two_lanes value_embed long xsa dynamic mix", "--bigram_tables=7.5", "--bigram_signs=1",
-                "--head_pairs=1", "--lazy_tables=1"]
+                "--head_pairs=1", "--lazy_tables=1", "--slow_momentum=0.5"]
 
 
 def test_any_stages_and_layers(corpus, tmp_path, capsys):

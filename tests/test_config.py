@@ -122,7 +122,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_momentum=0.9": "muon_momentum",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
-    "--polar_steps=6": "--polar_steps=6: must be 3, 4 or 5",
+    "--polar_steps=6": "--polar_steps=6: must be 4 or 5",
+    "--slow_momentum=1": "--slow_momentum=1.0: must be from 0 to below 1",
     "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
     "--candidates=0": "--candidates=0.0: must be above 0",
     "--average_blend=0.5,2": "--average_blend=0.5,2.0: must be numbers from 0",
@@ -243,6 +244,18 @@ def test_momentum_over_fractions_of_the_run():
     assert momenta("--muon_warmup=0.2", "--muon_cooldown=0.05") == momenta("--muon_warmup=20", "--muon_cooldown=5")
     assert momenta("--muon_warmup=0", "--muon_cooldown=0") == [0.95] * 101
     assert momenta("--muon_warmup=20", "--muon_cooldown=5")[10:100:89] == pytest.approx([0.9, 0.87])
+
+
+def test_slow_momentum():
+    """From 43 % of the run on, Muon's input contains the slow averages, and the fast ones are as fast as at the start.
+    The share of the averages in the input stays that of --muon_momentum."""
+    knobs = "--preset=record74", "--scheduled_steps=90", "--extension_steps=10", "--muon_warmup=20", "--muon_cooldown=5"
+    plain, slow = ([T.make_plan(T.parse_config([*knobs, *more]), step) for step in range(101)]
+                   for more in ([], ["--slow_momentum=0.56"]))
+    assert [p.momentum for p in slow] == [p.momentum for p in plain] == [p.momentum_decay for p in plain]
+    assert [p.momentum_decay for p in slow] == [p.momentum for p in plain[:43]] + [0.85] * 58
+    assert [p.slow_share for p in slow] == [0.0] * 43 + [0.56] * 58
+    assert {p.slow_rate for p in slow} == {1 / 4.2} and {p.slow_share for p in plain} == {0.0}
 
 
 @pytest.mark.parametrize("scheduled, stage, split", [

@@ -36,8 +36,8 @@ STEPS, VOCABULARY, VAL_TOKENS = 12, 120, 2048  # 128 classes with padding
 # longer than any window, some cut.
 STAGES = ((512, 96, 8, 32), (640, 144, 16, 96), (768, 192, 24, 144), (768, 192, 32, 160))
 GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false",
-         f"--vocab_size={VOCABULARY}", "--bigram_normal=false", "--model_dim=128", "--num_heads=2", "--scheduled_steps=9",
-         "--train_tokens=0", "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3",
+         f"--vocab_size={VOCABULARY}", "--bigram_normal=false", "--model_dim=128", "--num_heads=2",
+         "--scheduled_steps=9", "--train_tokens=0", "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3",
          "--final_window=224", "--micro_batches=2", f"--val_tokens={VAL_TOKENS}", "--val_batch_tokens=1024",
          # A quarter of the rates: rounding then grows 10 to 30 times less, the effect of a constant 2 to 4 times.
          # Decays go with their square and would not show in so few steps.
@@ -219,6 +219,7 @@ SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "num_heads": "2", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1",
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
     "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "4",
+    "slow_momentum": "0.5",
     "sampled_frac": "0", "final_window": "16"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all; layer 1 reads what left layer 0 anyway

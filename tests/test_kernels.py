@@ -173,6 +173,29 @@ def test_fused_momentum(shape, mu, dtype, device, poisoned_empty):
     torch.testing.assert_close(scale.double(), want, rtol=4 * torch.finfo(FP32).eps, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("shape", [(2, 37, 130), pytest.param((24, 2560, 768), marks=gpu)])
+def test_slow_average(shape, dtype, device, poisoned_empty):
+    """The input is a mixture of the gradient, a fast and a slow average, here after two steps."""
+    decay, rate, share, mu = 0.85, 0.02, 0.5625, 0.9
+    (buffer, momentum), (slow_buffer, slow) = (framed_flat(torch.randn(shape).to(device)) for _ in range(2))
+    m, s = momentum.double(), slow.double()
+    ref_momentum, ref_slow = momentum.clone(), slow.clone()
+    for _ in range(2):
+        grad = torch.randn(shape).to(device, dtype)
+        X, scale = tk.fused_momentum(grad, momentum, mu, 1.02, slow, decay, rate, share)
+        ref_X, _ = REF["fused_momentum"](grad, ref_momentum, mu, 1.02, ref_slow, decay, rate, share)
+        g = grad.double()
+        m, s = decay * m + (1 - decay) * g, (1 - rate) * s + rate * g
+    assert_only_view_written(buffer, momentum)
+    assert_only_view_written(slow_buffer, slow)
+    assert_as_good(momentum, ref_momentum, m)
+    assert_as_good(slow, ref_slow, s)
+    assert_as_good(X, ref_X, (1 - mu) * g + mu * ((1 - share) * m + share * s))
+    want = 1 / (1.02 * X.double().square().sum((-2, -1)).sqrt() + 1e-6)
+    torch.testing.assert_close(scale.double(), want, rtol=4 * torch.finfo(FP32).eps, atol=0)
+
+
 def test_scale_of_a_zero_matrix(device):
     X, scale = tk.fused_momentum(torch.zeros(2, 3, 4, device=device), torch.zeros(2, 3, 4, device=device), 0.95, 1.02)
     assert not X.any()
@@ -344,6 +367,8 @@ def tail_arguments(**changes):
      r"momentum must .* shape \(1, 2, 3\) .* got .* shape \(1, 2, 4\)"),
     ("fused_momentum", (t(1, 2, 3), t(1, 2, 3, dtype=BF16), 0.9, 1.0),
      "momentum must be contiguous torch.float32 .* got torch.bfloat16"),
+    ("fused_momentum", (t(1, 2, 3), t(1, 2, 3), 0.9, 1.0, t(1, 2, 3, dtype=BF16)),
+     "slow must be contiguous torch.float32 .* torch.bfloat16"),
     ("fused_momentum", (t(1, 3, 2).mT, t(1, 2, 3), 0.9, 1.0), r"grad must be contiguous .* strides \(6, 1, 2\)"),
     ("normuon_tail", tail_arguments(y=t(1, 2, 3)), r"\(n, R, C\) with R >= C, got shape \(1, 2, 3\)"),
     ("normuon_tail", tail_arguments(v=t(1, 1, 2)), r"v must be .* shape \(1, 3, 1\) .* got .* shape \(1, 1, 2\)"),

@@ -36,7 +36,7 @@ def test_master_split_is_bit_exact():
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 24), (2, 24, 60), (2, 60, 24)], ids=["square", "wide", "tall"])
-@pytest.mark.parametrize("steps, least, error", [(5, 1e-3, 0.1412), (4, 3e-3, 0.2446), (3, 1e-2, 0.2983)])
+@pytest.mark.parametrize("steps, least, error", [(5, 1e-3, 0.1412), (4, 3e-3, 0.2446)])
 def test_polar_express_against_svd(shape, steps, least, error):
     """Singular values land in the range that the scalar map promises, singular vectors stay; in fp64."""
     X = torch.randn(shape, dtype=torch.float64)
@@ -75,10 +75,11 @@ def test_adam_matches_torch_without_decay():
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def small_config(head_pairs=False, lazy_tables=False):
+def small_config(head_pairs=False, lazy_tables=False, slow_momentum=0.0):
     schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
     return dataclasses.replace(T.Config(), model=T.Model(vocab_size=120, model_dim=48), schedule=schedule,
-                               optim=T.Optim(head_pairs=head_pairs, lazy_tables=lazy_tables))
+                               optim=T.Optim(head_pairs=head_pairs, lazy_tables=lazy_tables,
+                                             slow_momentum=slow_momentum))
 
 
 def make_model(config, seed=0):
@@ -87,16 +88,19 @@ def make_model(config, seed=0):
     return model
 
 
-@pytest.mark.parametrize("head_pairs, lazy_tables", [(False, False), (True, True)])
-def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, monkeypatch):
+@pytest.mark.parametrize("head_pairs, lazy_tables, slow_momentum", [(False, False, 0.0), (True, True, 0.5)])
+def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, slow_momentum, monkeypatch):
     """All 18 parameters, even and odd steps, tied, the split with its state transfer, untied; fp64 oracle without bf16
-    rounding. Half of the rows of the tables have no gradient. Lazy tables have beta1 = 0."""
-    config = small_config(head_pairs, lazy_tables)
+    rounding. Half of the rows of the tables have no gradient. Lazy tables have beta1 = 0. The slow averages have a time
+    constant of 3 steps here, and NorMuon uses them from step 5 on."""
+    config = small_config(head_pairs, lazy_tables, slow_momentum)
     tables = "value_embeds", "bigram_embed"
     for label in tables if lazy_tables else ():
         monkeypatch.setitem(oracles.ADAM_TABLE, label, (0.0, *oracles.ADAM_TABLE[label][1:]))
+    monkeypatch.setattr(T, "SLOW_PERIOD", 0.3)
     plans = [T.make_plan(config, step) for step in range(10)]
     assert [p.step for p in plans if p.split] == [5]
+    assert [p.slow_share for p in plans] == [0.0] * 5 + [slow_momentum] * 5
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
     oracle = oracles.OracleOptimizer({k: p.detach().clone() for k, p in model.named_parameters()},
@@ -109,7 +113,8 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
         for label, param in model.named_parameters():
             param.grad += grads[label]
         optimizer.step(plan)
-        oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5)
+        oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
+                    slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share))
         if plan.tied and plan.adam:
             assert torch.equal(model.embed, model.lm_head.t())
     assert not torch.equal(model.embed, model.lm_head.t())  # they have parted
