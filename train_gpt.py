@@ -1143,6 +1143,8 @@ class NorMuonAndAdam:
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.lazy and self.config.lazy_tables:
                 self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
+                if rt.world == 1:  # else the rows of a shard are touched by all ranks
+                    param.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
             elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
@@ -1244,7 +1246,7 @@ class NorMuonAndAdam:
                 work.wait()
         with trace_range("zero gradients"):
             for label, param in self.params.items():
-                is_zero = self.rt.world == 1 and "last" in self.state[label]  # update_rows makes its gradient zero
+                is_zero = hasattr(param, "touched")  # update_rows has made the gradient zero
                 if label in self.matrix_lr or plan.adam and not is_zero:
                     param.grad.zero_()  # in place, because CUDA graphs add to this memory
         if plan.split:  # the embedding gets an optimizer state of its own, a copy of the head's state (PR 200)
@@ -1317,8 +1319,9 @@ class NorMuonAndAdam:
         average = state["average"] if rate else None
         if "last" in state:
             step_size = lr * (1 - beta2**t) ** 0.5
-            self.ops.update_rows(p, state["v"], state["last"], grad, t, step_size, weight_decay, beta2, eps, average,
-                                 rate)
+            touched = self.params[name].touched if self.rt.world == 1 else (grad != 0).any(1)
+            self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
+                                 average, rate)
             return
         # Mostly 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation.
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
@@ -1377,6 +1380,8 @@ class NorMuonAndAdam:
                     target.zero_()
                 else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
                     target.copy_(tensor if key == "grad" else self._shard(label, tensor))
+            if hasattr(param, "touched"):
+                param.touched.copy_(param.grad.any(1))
         for label, sparse in self.sparse.items():
             sparse.touched = self.params[label].grad.any(1).cpu().numpy()
 
@@ -1503,9 +1508,8 @@ def estimate_memory(config, world) -> tuple[float, float]:
     # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
     head = (1 if system.fp8 else 2) * N * V + max(system.fp8 * N * V, 2 * V * min(N, kernels.head_rows(V)))
     mlp = config.model.mlp_dim / config.model.model_dim
-    # The projections in FP8 keep codes in place of their inputs, which saves up to half an activation per layer. This
-    # was not measured and is not counted.
-    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp) for layer in config.model.layers)
+    kept = sum(10.2 + mlp - 0.5 * (layer.narrow + system.fp8_mlp) - 0.9 * (layer.attention and system.fp8_qkv)
+               for layer in config.model.layers)
     training = kept * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20  # rotary tables, FP8 codes of the head, workspaces

@@ -133,10 +133,10 @@ def muon_cases():
                        {"aX + XQ": partial(torch.baddbmm, X, X, Q, beta=3.0)},
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
             momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
-            yield case("fused_momentum", shape, (X, momentum, 0.95, 1.02), (size,), calls=on_one)
-            slow = torch.zeros_like(momentum)
-            yield Case("fused_momentum", f"{shape}, slow average", partial(
-                tk.fused_momentum, X, momentum, 0.95, 1.02, slow, 0.85, 0.02, 0.5), bytes=20 * size, calls=0)
+            average = torch.zeros_like(momentum)
+            for kind, slow in ("", ()), (", slow average", (average, 0.85, 0.02, 0.5)):
+                yield case("fused_momentum", shape + kind, (X, momentum, 0.95, 1.02, *slow), (size, bool(slow)),
+                           calls=on_one and not slow)
             p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
             v, matrix_lr = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
             tail = (p, mantissa, v, X, 1e-3, matrix_lr, 0.1, 0.95)
@@ -406,13 +406,15 @@ def embedding_cases():
     m, compiled = torch.zeros_like(v), torch.compile(T.adam_update, dynamic=False)
     values = grad[ids]
 
+    is_touched = torch.zeros(rows, device=DEVICE, dtype=torch.bool)
+
     def update_rows():
-        grad[ids] = values  # the update makes them zero
-        tk.update_rows(p, v, last, grad, 1, 1e-3, 0.0, 0.95, 1e-10)
+        grad[ids], is_touched[ids] = values, True  # the update clears both
+        tk.update_rows(p, v, last, is_touched, grad, 1, 1e-3, 0.0, 0.95, 1e-10)
 
     yield Case("update_rows", f"{touched} of {rows} rows, and the write of their gradients", update_rows,
                {"all rows, with a first moment": lambda: compiled(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
-               bytes=D * (2 * rows + 18 * len(ids.unique())), calls=0.5)
+               bytes=D * 20 * len(ids.unique()), calls=0.5)
 
 
 def replayed(run):
