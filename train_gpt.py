@@ -849,7 +849,12 @@ class GPT(nn.Module):
 
         # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
         # bank of zeros per layer (PR 233).
-        attn_weights = dict(zip(self.with_attention, self.attn_bank.to(dtype).unbind(0)))
+        # The lambdas scale the weights, which is cheaper than to scale x (PR 166). One product for all layers makes the
+        # gradients of all lambdas in one kernel.
+        lambdas = torch.stack([self.sa_lambdas[i] for i in self.with_attention])[..., None, None]
+        bank = self.attn_bank.to(dtype)
+        qkv_weights = dict(zip(self.with_attention, (lambdas[:, 0] * bank[:, :3 * D]).to(dtype).unbind(0)))
+        out_weights = dict(zip(self.with_attention, (lambdas[:, 1] * bank[:, 3 * D:]).to(dtype).unbind(0)))
         matrices = self.mlp_bank.to(dtype).view(-1, model.mlp_dim, D).unbind(0)
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
         values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
@@ -898,21 +903,19 @@ class GPT(nn.Module):
 
         def attention(x, x_codes, i, layer):
             """Result of attention_input -> output of the attention block (N, D)."""
-            weights, window = attn_weights[i], attn.long_window if layer.long else attn.short_window
             # A narrow layer uses half of each head's weights. The gradient of the other half is zero.
-            qkv_weight = kernels.packed_projection(weights, model.num_heads, layer.narrow)
+            qkv_weight = kernels.packed_projection(qkv_weights[i], model.num_heads, layer.narrow)
             rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
-            # The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-            factor = self.sa_lambdas[i, 0]
-            codes = fp8_projections(self.with_attention.index(i), x_codes, factor) if fp8_projections else None
-            y, v = ops.attention(x, factor * qkv_weight, rotary, values.get(i), value_gates.get(i), attn_gates[i],
+            window, number = attn.long_window if layer.long else attn.short_window, self.with_attention.index(i)
+            codes = fp8_projections(number, x_codes, self.sa_lambdas[i, 0]) if fp8_projections else None
+            y, v = ops.attention(x, qkv_weight, rotary, values.get(i), value_gates.get(i), attn_gates[i],
                                  cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long, layer.narrow,
                                  codes, layer.xsa)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
                 y = (y - part[..., None] * v).to(dtype)
-            return F.linear(y.flatten(1), self.sa_lambdas[i, 1] * weights[3 * D:])
+            return F.linear(y.flatten(1), out_weights[i])
 
         def mlp(x, i, factor=None):
             """RMS-normed stream (N, D) -> output of the MLP of layer i (N, D), times a 0-D factor."""
@@ -1792,7 +1795,9 @@ class Trainer:
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
-        compiler = lambda f: torch.compile(f, dynamic=False, fullgraph=True) if config.system.compile else f
+        # combo_kernels: the compiler puts small kernels that do not need each other into one.
+        compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options={"combo_kernels": True})
+        compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
         self.clock_ms = []  # training time at the end of every step
