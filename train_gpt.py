@@ -789,9 +789,9 @@ class GPT(nn.Module):
                 param.init(tensor, generator)
         self.embed.copy_(self.lm_head.t())
 
-    def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings) -> Output:
-        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32} -> Output."""
-        return self.output(self.layers(self.lookup(tokens, row_ids), cu_seqlens, attn), tokens, attn)
+    def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
+        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32}, pieces: see Batch -> Output."""
+        return self.output(self.layers(self.lookup(tokens, row_ids, pieces), cu_seqlens, attn), tokens, attn)
 
     def output(self, results, tokens, attn) -> Output:
         """The result of `layers` as an Output. The pointer reads its own document, and nothing else."""
@@ -801,15 +801,17 @@ class GPT(nn.Module):
             point = kernels.Point(q, k, sink, tokens, start, end, attn.max_doc_len, POINTER_WIDTH**-0.5)
         return Output(h, point or None)
 
-    def lookup(self, tokens, row_ids):
+    def lookup(self, tokens, row_ids, pieces=None):
         """Embeddings, each (N, D): the token embedding, one of every table in `row_ids`, then the value embeddings.
 
         A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
         tables. This is a side effect, so `lookup` is not compiled.
         """
-        token_ids = kernels.SortedIds(tokens)
+        pieces = pieces or {}
+        token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
         tables = [(self.embed, 1, token_ids)]
-        tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids)) for label, ids in row_ids.items()]
+        tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids, pieces.get(label)))
+                   for label, ids in row_ids.items()]
         if self.with_values:
             tables.append((self.value_embeds, len(self.with_values), token_ids))
         token_embed, bigram, *values = [x for table, num_tables, ids in tables
@@ -1684,7 +1686,7 @@ class MicroStep:
 
     def run(self, batch: Batch, mtp_weights, attn):
         with trace_range("forward"):
-            h, point = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
+            h, point = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
         with trace_range("loss"):
             loss = self.head(h, batch.targets, mtp_weights, self.loss_scale, candidates=batch.candidates, point=point)
         with trace_range("backward"):
@@ -1855,9 +1857,9 @@ class Trainer:
             for param in self.model.parameters():
                 dist.broadcast(param.detach(), 0)
 
-    def forward(self, tokens, cu_seqlens, row_ids, attn):
+    def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
         """`GPT.forward`, with its layers compiled."""
-        embeddings = self.model.lookup(tokens, row_ids)
+        embeddings = self.model.lookup(tokens, row_ids, pieces)
         for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
             torch._dynamo.mark_dynamic(x, 0)  # one compiled graph for all lengths
         return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)
@@ -1903,11 +1905,11 @@ class Trainer:
         tokens, cu, weights = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.mtp_table[0, :1]
         with torch.cuda.stream(self.micro_step.stream):
             for count in {0, *(plan.candidates for plan in self.plans)}:
-                batch = make_batch(tokens, cu, self.config, self.rt.device, count)
+                batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
                 if count == 0:
                     with torch.no_grad():
                         summed_loss(self.model, self.head, batch, attn)
-                h, point = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn)
+                h, point = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
                 self.head(h, batch.targets, weights, 1.0, candidates=batch.candidates, point=point).backward()
             for label in self.optimizer.matrix_lr:
                 self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))

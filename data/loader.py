@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.files import UserError, find_files, read_shard, read_shard_header
 from data.rules import sum_over_steps
+from triton_kernels import sorted_pieces
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
@@ -82,25 +83,26 @@ class Batch(NamedTuple):
     row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; not for tables indexed by token id
     touched: dict[str, np.ndarray]  # table -> the same ids on the host, for the exchange of touched rows
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
+    pieces: dict[str, Tensor] = {}  # "tokens" or table -> (4, N + 1) int32, sorted_pieces of its ids; for training
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors on the device, in a fixed order."""
         candidates = [] if self.candidates is None else [self.candidates]
-        return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values(), *candidates]
+        return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values(), *candidates, *self.pieces.values()]
 
     def clone(self):
         """A batch whose tensors are copies."""
-        row_ids = {table: ids.clone() for table, ids in self.row_ids.items()}
+        row_ids, pieces = ({name: x.clone() for name, x in part.items()} for part in (self.row_ids, self.pieces))
         return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids, self.touched,
-                     None if self.candidates is None else self.candidates.clone())
+                     None if self.candidates is None else self.candidates.clone(), pieces)
 
 
-def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=0, hash_ids=None) -> Batch:
+def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0) -> Batch:
     """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
 
-    count, row: number of candidates (0: all classes), and number of this micro-batch in the run. hash_ids (V,): ids
-    that stand for the tokens in the hash of bigrams.
+    hash_ids (V,): ids that stand for the tokens in the hash of bigrams. For training, row: number of this micro-batch
+    in the run; count: number of candidates (0: all classes).
     """
     def on_device(array):
         tensor = torch.from_numpy(array)
@@ -113,8 +115,10 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, count=0, row=
         targets = on_device(targets)
     hashed = inputs if hash_ids is None else hash_ids[inputs]
     touched = {"bigram_embed": bigram_hash(hashed, config.model.bigram_rows)}
+    pieces = {} if row is None else {name: on_device(sorted_pieces(ids)) for name, ids in (
+        ("tokens", inputs), *touched.items())}
     return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),
-                 {table: on_device(rows) for table, rows in touched.items()}, touched, candidates)
+                 {table: on_device(rows) for table, rows in touched.items()}, touched, candidates, pieces)
 
 
 class Shard:
@@ -255,11 +259,12 @@ class Loader:
         joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
+        arguments = joined, cu, self.config, self.rt.device, self.hash_ids, row, plan.candidates
         if self.stream is None:
-            return make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids), None
+            return make_batch(*arguments), None
         torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         with torch.cuda.stream(self.stream):
-            batch = make_batch(joined, cu, self.config, self.rt.device, plan.candidates, row, self.hash_ids)
+            batch = make_batch(*arguments)
             return batch, self.stream.record_event()
 
 

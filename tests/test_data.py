@@ -13,6 +13,7 @@ import train_gpt as T
 from data import loader as L
 from oracles import write_shard
 from records import check as C
+from triton_kernels import PIECE
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)
@@ -70,7 +71,9 @@ class Corpus:
         """The loader of a rank serves the oracle's micro-batches rank, rank + world, ..., and is returned."""
         loader = self.loader(rank, world)
         for row in self.expected()[rank::world]:
-            assert_batch(loader.next_batch(), row)
+            batch = loader.next_batch()
+            assert_batch(batch, row)
+            assert batch.pieces
         return loader
 
 
@@ -93,10 +96,28 @@ def assert_batch(batch, row):
     if sample and sample[0]:
         wanted["candidates"], wanted["targets"] = sample[0]
     arrays = [tensor.cpu().numpy() for tensor in batch.tensors]
+    if batch.pieces:
+        *arrays, of_tokens, of_rows = arrays
+        assert list(batch.pieces) == ["tokens", "bigram_embed"]
+        assert_pieces(of_tokens, inputs)
+        assert_pieces(of_rows, rows)
     arrays.insert(4, batch.touched["bigram_embed"])
     for (name, wanted), values in zip(wanted.items(), arrays, strict=True):
         assert values.dtype == wanted.dtype, name
         np.testing.assert_array_equal(values, wanted, err_msg=name)
+
+
+def assert_pieces(pieces, ids):
+    """They hold every position once, sorted by id; a piece has one id; the groups are all pieces of an id."""
+    assert pieces.dtype == np.int32 and pieces.shape == (4, len(ids) + 1)
+    order, starts, groups, names = pieces.tolist()
+    names = names[:names.index(-1)]
+    assert order[:-1] == sorted(range(len(ids)), key=lambda position: ids[position])
+    starts, groups = starts[:len(names)] + [len(ids)], groups[:len(set(ids)) + 1]
+    assert all(set(ids[order[a:b]]) == {name} for a, b, name in zip(starts[:-1], starts[1:], names, strict=True))
+    assert max(np.diff(starts)) <= PIECE and all(b % PIECE == 0 or ids[order[b - 1]] != ids[order[b]]
+                                                 for b in starts[1:-1])
+    assert [{*names[a:b]} for a, b in zip(groups, groups[1:])] == [{name} for name in sorted({*ids})]
 
 
 # ---- Training batches ------------------------------------------------------------------------------------------------
@@ -458,6 +479,7 @@ def test_validation_pieces(tmp_path, world):
         for i, batch in enumerate(data):
             piece = i * world + rank
             assert_batch(batch, oracles.validation_piece(stream, 64 * piece, 64, SEP, oracles.cu_capacity(64)))
+            assert not batch.pieces
             pieces[piece] = batch
         again = [batch.tokens.tolist() for batch in data]
         assert again == [pieces[i].tokens.tolist() for i in range(rank, 8, world)]
