@@ -41,7 +41,8 @@ MLP_DIM = CONFIG.model.mlp_dim
 STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
-BANK = 40, 24  # matrices of the attention and of the MLP bank
+BANKS = {param.label: param.shape[0] for param in T.param_table(CONFIG.model) if param.label.endswith("bank")}
+BANK = 4 * BANKS["attn_bank"], 2 * BANKS["mlp_bank"]  # matrices
 KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed)
                 for layer in CONFIG.model.layers if layer.attention)
 NARROW = {(paired, False, True, value): 0 for paired, value in product((False, True), repeat=2)}

@@ -21,7 +21,7 @@ from data import loader as L
 from oracles import framed, gpu
 from records import evaluate as E
 from test_checkpoint import differing, train
-from test_head import (BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, SCALE_G, SCALE_W, SCALE_X, assert_as_good, empty, fp8,
+from test_head import (BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, SCALE_G, SCALE_W, SCALE_X, empty, fp8,
                        fp32_and_fp8, only_gpu, quantised)
 from test_run import (FINAL_WINDOW, FOUR, STAGES, VAL_BATCH, VAL_TOKENS, corpus, finish,  # noqa: F401 (a fixture)
                       start)
