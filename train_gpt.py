@@ -850,9 +850,8 @@ class GPT(nn.Module):
         fp8_mlps, fp8_projections = (self.fp8_mlps, self.fp8_projections) if torch.is_grad_enabled() else (None, None)
 
         # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
-        # bank of zeros per layer (PR 233).
-        # The lambdas scale the weights, which is cheaper than to scale x (PR 166). One product for all layers makes the
-        # gradients of all lambdas in one kernel.
+        # bank of zeros per layer (PR 233). The lambdas scale the weights, which is cheaper than to scale x (PR 166),
+        # and those of all layers at once, so that one product makes the gradients of all lambdas.
         lambdas = torch.stack([self.sa_lambdas[i] for i in self.with_attention])[..., None, None]
         bank = self.attn_bank.to(dtype)
         qkv_weights = dict(zip(self.with_attention, (lambdas[:, 0] * bank[:, :3 * D]).to(dtype).unbind(0)))

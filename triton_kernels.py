@@ -142,7 +142,7 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
 #   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again. So a
 #   row without gradient costs 2 bytes per weight, the read of its gradient, where Adam's usual update moves 22. An
-#   average moves in all rows. update_rows sets the gradient to zero, again only where it was not zero.
+#   average moves in all rows. update_rows also sets the gradient to zero, and does not write the rows that have none.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
@@ -159,7 +159,7 @@ def sorted_pieces(ids: np.ndarray) -> np.ndarray:
     """ids (N,) -> (4, N + 1) int32, for SortedIds. Rows:
 
     positions sorted by id; where each piece begins among them, then N; where the pieces of each id begin in the row
-    before, then their number; the id of every piece, then -1. On a GPU, this took 25 small kernels.
+    before, then their number; the id of every piece, then -1. On a GPU, this would be many small kernels.
     """
     N = len(ids)
     keys = np.sort(ids.astype(np.int64) << 32 | np.arange(N))
@@ -181,8 +181,9 @@ class SortedIds:
 
     @functools.cached_property
     def pieces(self):
-        computed = self.given is None
-        return torch.from_numpy(sorted_pieces(self.ids.cpu().numpy())).to(self.ids.device) if computed else self.given
+        if self.given is not None:
+            return self.given
+        return torch.from_numpy(sorted_pieces(self.ids.cpu().numpy())).to(self.ids.device)
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream):
