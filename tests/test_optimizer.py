@@ -196,7 +196,7 @@ def train(rt, steps, saved=None, head_pairs=False):
     Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for
     every G.
     """
-    config = small_config(head_pairs, lazy_tables=head_pairs)
+    config = small_config(head_pairs, lazy_tables=head_pairs, slow_momentum=0.5 * head_pairs)
     # sparse exchange
     config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))
     model = make_model(config)
