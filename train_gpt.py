@@ -1396,9 +1396,9 @@ class StepPlan(NamedTuple):
     max_doc_len: int
     lr_factor: float
     momentum: float  # share of the averaged gradients in the input of NorMuon (Nesterov)
-    momentum_decay: float  # decay of these averages
-    slow_rate: float  # with --slow_momentum: rate of the slow averages,
-    slow_share: float  # and their share in the averaged gradients
+    momentum_decay: float  # decay of the averaged gradients
+    slow_rate: float  # rate of the slow averages (--slow_momentum)
+    slow_share: float  # share of the slow averages in the averaged gradients
     average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
     mtp_weights: tuple[float, ...]
     candidates: int  # classes in the loss of a micro-batch; 0: all
@@ -1457,7 +1457,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     warmup, cooldown = (round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     momentum = low + (high - low) * warmth
-    is_slow = config.optim.slow_momentum and step >= SLOW_START * total
+    slow_share = config.optim.slow_momentum if step >= SLOW_START * total else 0.0
     split_step = starts[schedule.split_stage - 1] | 1  # the first odd step of the stage
     tokens = stage.batch_tokens // config.system.micro_batches
     # Both gradients of an Adam update come from the same kind of softmax.
@@ -1465,8 +1465,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
     return StepPlan(
         step=step, stage=index, micro_batch_tokens=tokens,
         max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
-        momentum=momentum, momentum_decay=low if is_slow else momentum, slow_rate=min(1.0, 1 / (SLOW_PERIOD * total)),
-        slow_share=config.optim.slow_momentum if is_slow else 0.0,
+        momentum=momentum, momentum_decay=low if slow_share else momentum,
+        slow_rate=min(1.0, 1 / (SLOW_PERIOD * total)), slow_share=slow_share,
         average_rates=average_rates(config, step, total),
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         candidates=num_candidates(config, tokens) if sampled else 0,
@@ -1910,7 +1910,7 @@ class Trainer:
         """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of
         step 0."""
         torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
-        # Without this, no later start reuses the traced graph of a model that has an autograd.Function.
+        # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here

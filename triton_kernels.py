@@ -2079,9 +2079,9 @@ class _ProductOfCodes(torch.autograd.Function):
 
 
 def packed_projection(weights, num_heads, narrow):
-    """The weight of attention_block, (..., 2 H w + H d, D), from matrices (..., 4D, D) of a bank.
+    """The weight of attention_block, (..., 2 H w + H d, D), from matrices whose first 3D rows are those of q, k and v.
 
-    Each has D rows for q, k, v and the output. A narrow layer uses the first half of each head of q and k.
+    A narrow layer uses the first half of each head of q and k.
     """
     D = weights.size(-1)
     if not narrow:

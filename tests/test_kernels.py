@@ -168,7 +168,11 @@ def test_fused_momentum(shape, mu, dtype, device, poisoned_empty):
     m = start.double() + (1 - mu) * (g - start.double())
     assert_as_good(momentum, ref_momentum, m)
     assert_as_good(X, ref_X, g + mu * (m - g))
-    # The scale is computed from the rounded X, by a root, a product, a sum and a quotient. Largest error: 1 eps (CPU).
+    assert_scale(scale, X)
+
+
+def assert_scale(scale, X):
+    """It is computed from the rounded X, by a root, a product, a sum and a quotient. Largest error: 1 eps (CPU)."""
     want = 1 / (1.02 * X.double().square().sum((-2, -1)).sqrt() + 1e-6)
     torch.testing.assert_close(scale.double(), want, rtol=4 * torch.finfo(FP32).eps, atol=0)
 
@@ -192,8 +196,7 @@ def test_slow_average(shape, dtype, device, poisoned_empty):
     assert_as_good(momentum, ref_momentum, m)
     assert_as_good(slow, ref_slow, s)
     assert_as_good(X, ref_X, (1 - mu) * g + mu * ((1 - share) * m + share * s))
-    want = 1 / (1.02 * X.double().square().sum((-2, -1)).sqrt() + 1e-6)
-    torch.testing.assert_close(scale.double(), want, rtol=4 * torch.finfo(FP32).eps, atol=0)
+    assert_scale(scale, X)
 
 
 def test_scale_of_a_zero_matrix(device):
