@@ -1147,6 +1147,8 @@ class NorMuonAndAdam:
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.lazy and self.config.lazy_tables:
                 self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
+                if rt.world == 1:  # else the rows of a shard are touched by all ranks
+                    param.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
             elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
@@ -1248,7 +1250,7 @@ class NorMuonAndAdam:
                 work.wait()
         with trace_range("zero gradients"):
             for label, param in self.params.items():
-                is_zero = self.rt.world == 1 and "last" in self.state[label]  # update_rows makes its gradient zero
+                is_zero = hasattr(param, "touched")  # update_rows has made the gradient zero
                 if label in self.matrix_lr or plan.adam and not is_zero:
                     param.grad.zero_()  # in place, because CUDA graphs add to this memory
         if plan.split:  # the embedding gets an optimizer state of its own, a copy of the head's state (PR 200)
@@ -1321,8 +1323,9 @@ class NorMuonAndAdam:
         average = state["average"] if rate else None
         if "last" in state:
             step_size = lr * (1 - beta2**t) ** 0.5
-            self.ops.update_rows(p, state["v"], state["last"], grad, t, step_size, weight_decay, beta2, eps, average,
-                                 rate)
+            touched = self.params[name].touched if self.rt.world == 1 else (grad != 0).any(1)
+            self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
+                                 average, rate)
             return
         # Mostly 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation.
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
@@ -1381,6 +1384,8 @@ class NorMuonAndAdam:
                     target.zero_()
                 else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
                     target.copy_(tensor if key == "grad" else self._shard(label, tensor))
+            if hasattr(param, "touched"):
+                param.touched.copy_(param.grad.any(1))
         for label, sparse in self.sparse.items():
             sparse.touched = self.params[label].grad.any(1).cpu().numpy()
 
@@ -1791,7 +1796,9 @@ class Trainer:
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
-        compiler = lambda f: torch.compile(f, dynamic=False, fullgraph=True) if config.system.compile else f
+        # combo_kernels: the compiler puts small kernels that do not need each other into one.
+        compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options={"combo_kernels": True})
+        compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
         self.clock_ms = []  # training time at the end of every step

@@ -127,7 +127,7 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #
 #   lookup(table, num_tables, sorted_ids, embedding_grad)      P tensors (N, D): rows ids[t] of each table
 #   embedding_grad(grad, sorted_ids, upstream)                 grad[ids[t]] += Σ_t upstream[t]
-#   update_rows(p, v, last, grad, t, ...)                      Adam without first moment, rows with a gradient only
+#   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #
 #   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other.
 #   grad (R, D): contiguous, bf16 or fp32, updated in place; sums are fp32 and rounded once.
@@ -140,9 +140,9 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 #   N = 49152, R = 50304: 63 µs (aten.embedding_dense_backward, its cast and the addition: 700).
 #
 #   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
-#   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again. So a
-#   row without gradient costs 2 bytes per weight, the read of its gradient, where Adam's usual update moves 22. An
-#   average moves in all rows. update_rows also sets the gradient to zero, and does not write the rows that have none.
+#   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again.
+#   `touched` names the rows that may have a gradient. Another row costs one byte, where Adam's usual update moves 22
+#   bytes per weight. update_rows clears `touched` and the gradient. An average moves in all rows.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
@@ -237,68 +237,77 @@ def embedding_grad(grad, sorted_ids, upstream):
             **EMBEDDING_LAUNCH)
 
 
-# One warp per row. So all threads of a row have read `last` when one of them writes it.
-UPDATE_ROWS_LAUNCH = dict(ROWS=1, num_warps=1)
+# A program walks over its rows, most of which have no gradient: with a program per row, the launches of the programs
+# take longest. It has one warp, so all its threads have read `touched` and `last` when one of them writes there.
+UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
 
 
-def update_rows_ref(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
+def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
     (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0. Then grad becomes zero.
 
-    v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start. average
-    (R, D) fp32 moves towards the weights of all rows by the share average_rate.
+    v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
+    bool: True at least where a row of grad is not zero, becomes False. average (R, D) fp32 moves towards the weights of
+    all rows by the share average_rate.
     """
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
-    touched = (g != 0).any(1, keepdim=True)
+    changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
     u = step_size * g / (new_v.sqrt() + eps)
     w = w - u - weight_decay * w * (u * w > 0)
-    v.copy_(torch.where(touched, new_v, v))
-    last.masked_fill_(touched, t)
-    p.copy_(torch.where(touched, w, p))
+    v.copy_(torch.where(changes, new_v, v))
+    last.masked_fill_(changes, t)
+    p.copy_(torch.where(changes, w, p))
     if average is not None:
         average.add_((w - average) * average_rate)
     grad.zero_()
+    touched.zero_()
 
 
 @triton.jit(do_not_specialize=["t"])
-def _update_rows_kernel(P, V, Last, Grad, Average, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
+def _update_rows_kernel(P, V, Last, Touched, Grad, Average, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                         average_rate, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
-    place = row.to(tl.int64)[:, None] * D + column
-    inside = (row < R)[:, None] & (column < D)
-    g = tl.load(Grad + place, mask=inside, other=0.0).to(tl.float32)
-    touched = tl.max((g != 0).to(tl.int32), axis=1) > 0
-    changes = inside & touched[:, None]  # other places are not read either
-    last = tl.load(Last + row, mask=touched, other=t)
-    decay = tl.exp2((t - last).to(tl.float32) * log2_beta2)
-    v = tl.load(V + place, mask=changes, other=0.0) * decay[:, None] + (1 - beta2) * g * g
-    w = tl.load(P + place, mask=changes if Average is None else inside, other=0.0).to(tl.float32)
-    u = step_size * g / (tl.sqrt(v) + eps)
-    w = w - u - tl.where(u * w > 0, weight_decay * w, 0.0)
-    tl.store(V + place, v, mask=changes)
-    tl.store(Last + row, tl.zeros_like(row) + t, mask=touched)
-    tl.store(P + place, w.to(P.dtype.element_ty), mask=changes)
-    tl.store(Grad + place, tl.zeros_like(g).to(Grad.dtype.element_ty), mask=changes)
-    if Average is not None:
-        average = tl.load(Average + place, mask=inside, other=0.0)
-        tl.store(Average + place, average + (w - average) * average_rate, mask=inside)
+    first, row = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = column < D
+    all_touched = tl.load(Touched + first + row, mask=first + row < R, other=0).to(tl.int32)
+    for i in range(tl.minimum(ROWS, R - first)):
+        touched = tl.sum(tl.where(row == i, all_touched, 0), axis=0) > 0
+        if touched or Average is not None:
+            place = (first + i).to(tl.int64) * D + column
+            g = tl.load(Grad + place, mask=inside & touched, other=0.0).to(tl.float32)
+            changes = tl.max((g != 0).to(tl.int32), axis=0) > 0
+            last = tl.load(Last + first + i)
+            v = tl.load(V + place, mask=inside & changes, other=0.0) * tl.exp2((t - last).to(tl.float32) * log2_beta2)
+            v += (1 - beta2) * g * g
+            w = tl.load(P + place, mask=inside & changes if Average is None else inside, other=0.0).to(tl.float32)
+            u = step_size * g / (tl.sqrt(v) + eps)
+            w = w - u - tl.where(u * w > 0, weight_decay * w, 0.0)
+            tl.store(V + place, v, mask=inside & changes)
+            tl.store(P + place, w.to(P.dtype.element_ty), mask=inside & changes)
+            tl.store(Grad + place, tl.zeros_like(g).to(Grad.dtype.element_ty), mask=inside & changes)
+            if Average is not None:
+                average = tl.load(Average + place, mask=inside, other=0.0)
+                tl.store(Average + place, average + (w - average) * average_rate, mask=inside)
+            tl.store(Last + first + i, t, mask=changes)
+    tl.store(Touched + first + row, tl.zeros_like(row).to(Touched.dtype.element_ty), mask=first + row < R)
 
 
-def update_rows(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
+def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
     """`update_rows_ref` as a kernel: p and grad bf16 or fp32, all tensors contiguous, the rest numbers. Raises a
     ValueError if an argument is wrong."""
     (R, D), fp32 = p.shape, torch.float32
     wanted = [("p", p, p.shape, p.dtype), ("v", v, p.shape, fp32), ("last", last, (R, 1), torch.int32),
-              ("grad", grad, p.shape, p.dtype), ("average", average, p.shape, fp32)]
+              ("touched", touched, (R,), torch.bool), ("grad", grad, p.shape, p.dtype),
+              ("average", average, p.shape, fp32)]
     for name, tensor, shape, dtype in wanted if average is not None else wanted[:-1]:
         _check("update_rows", name, tensor, shape, dtype, p.device)
     if _takes_ref(p):
-        return update_rows_ref(p, v, last, grad, t, step_size, weight_decay, beta2, eps, average, average_rate)
+        return update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average, average_rate)
     _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
-        p, v, last, grad, average, R, D, t, step_size, weight_decay, beta2, math.log2(beta2) if beta2 else -math.inf,
-        eps, average_rate, COLUMNS=triton.next_power_of_2(D), **UPDATE_ROWS_LAUNCH)
+        p, v, last, touched, grad, average, R, D, t, step_size, weight_decay, beta2,
+        math.log2(beta2) if beta2 else -math.inf, eps, average_rate, COLUMNS=triton.next_power_of_2(D),
+        **UPDATE_ROWS_LAUNCH)
 
 
 class _Lookup(torch.autograd.Function):
@@ -314,6 +323,8 @@ class _Lookup(torch.autograd.Function):
             ctx.table.grad = torch.zeros_like(ctx.table)
         for grad, dy in zip(ctx.table.grad.chunk(ctx.num_tables), upstream):
             ctx.add(grad, ctx.sorted_ids, dy)
+        if hasattr(ctx.table, "touched"):
+            ctx.table.touched.view(ctx.num_tables, -1).index_fill_(1, ctx.sorted_ids.ids.long(), True)
         return None, None, None, None
 
 
@@ -321,7 +332,8 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids; see the banner above.
 
     `table` is a leaf. The backward pass adds to `table.grad` through the function `embedding_grad`, so
-    torch.autograd.grad does not see this gradient.
+    torch.autograd.grad does not see this gradient. If the table has an attribute `touched`, (rows,) bool, the backward
+    pass sets it to True for the rows.
     """
     return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad)
 

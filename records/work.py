@@ -54,9 +54,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
     "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
-    # Reads the gradient of all rows; of the touched ones, reads and writes a bf16 weight and its fp32 second moment,
-    # and writes the gradient.
-    "update_rows": ("_update_rows_kernel", lambda size, touched: (0, 2 * size + 14 * touched))}
+    # Reads and writes bf16 weights, their gradients and fp32 second moments.
+    "update_rows": ("_update_rows_kernel", lambda touched: (0, 16 * touched))}
 
 
 def plain(name):
@@ -130,8 +129,7 @@ def calls(run):
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
-            yield from (("update_rows", size, D * rows[label] // run["ranks"])
-                        for label, size in run.get("lazy_tables", {}).items())
+            yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
 
 
 def describe(config, rt, plans, batches, optimizer, head, limits):
@@ -158,8 +156,7 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
             "polar_steps": config.optim.polar_steps, "slow_momentum": config.optim.slow_momentum > 0,
-            "lazy_tables": {label: optimizer.shards[label].numel() for label, state in optimizer.state.items()
-                            if "last" in state},
+            "lazy_tables": [label for label, state in optimizer.state.items() if "last" in state],
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "polar": [list(shape) for label in optimizer.matrix_lr for shape in optimizer.polar_shapes(label)],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

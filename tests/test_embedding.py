@@ -58,17 +58,20 @@ def test_production_shape(device):
 @pytest.mark.parametrize("num_tables", [1, 3])
 def test_lookup(num_tables, device):
     """Values and gradients of autograd's own indexing, accumulated over two backward passes."""
-    table = torch.nn.Parameter(torch.randn(num_tables * 20, 8, device=device))
+    table, seen = torch.nn.Parameter(torch.randn(num_tables * 20, 8, device=device)), set()
+    table.touched = torch.zeros(len(table), dtype=torch.bool, device=device)
     twin = table.detach().double().requires_grad_()
     for _ in range(2):
         ids = torch.randint(0, 20, (50,), dtype=torch.int32, device=device)
         factor = torch.randn(num_tables, 50, 8, device=device)
         rows = torch.stack(tk.lookup(table, num_tables, tk.SortedIds(ids), tk.embedding_grad))
+        seen |= {20 * k + id for id in ids.tolist() for k in range(num_tables)}
         expected = torch.stack([part[ids.long()] for part in twin.chunk(num_tables)])
         assert torch.equal(rows.double(), expected)
         (rows * factor).sum().backward()
         (expected * factor.double()).sum().backward()
     torch.testing.assert_close(table.grad.double(), twin.grad, rtol=1e-5, atol=1e-5)
+    assert set(table.touched.nonzero()[:, 0].tolist()) == seen
 
 
 def test_wrong_arguments(device):
@@ -99,11 +102,12 @@ def test_update_rows(rows, width, averages, update, device):
         grad = torch.randn_like(p)
         grad[torch.rand(rows, device=device) < 0.6] = 0
         grad[:, 0] = 0  # a weight without gradient in a row with gradient
+        touched = (grad != 0).any(1) | (torch.rand(rows, device=device) < 0.3)  # also rows without gradient
         step_size, decay, rate = 0.1 / t, 0.05, 0.3 if averages else 0.0
         before = [x.clone() for x in (p, v, last)]
         g = grad.double()
-        update(p, v, last, grad, t, step_size, decay, beta2, eps, average, rate)
-        assert not grad.any()
+        update(p, v, last, touched, grad, t, step_size, decay, beta2, eps, average, rate)
+        assert not grad.any() and not touched.any()
         exact_v = beta2 * exact_v + (1 - beta2) * g * g
         u = step_size * g / (exact_v.sqrt() + eps)
         exact = exact - u - decay * exact * (u * exact > 0)
@@ -122,9 +126,10 @@ def test_update_rows_refuses():
     p, last = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int32)
     for change, message in ((dict(v=p.bfloat16()), "v must be contiguous torch.float32"),
                             (dict(last=last.long()), "last must be .* torch.int32"),
+                            (dict(touched=last.view(-1)), "touched must be .* torch.bool"),
                             (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)"),
                             (dict(average=p[:2]), r"average must be .* shape \(4, 8\)")):
-        arguments = dict(p=p.clone(), v=p.clone(), last=last, grad=p, t=1, step_size=0.1, weight_decay=0.0, beta2=0.9,
-                         eps=0.1) | change
+        arguments = dict(p=p.clone(), v=p.clone(), last=last, touched=torch.ones(4, dtype=torch.bool), grad=p, t=1,
+                         step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1) | change
         with pytest.raises(ValueError, match=f"update_rows: {message}"):
             tk.update_rows(**arguments)

@@ -112,6 +112,8 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
             grads[label][torch.rand(len(grads[label])) < 0.5] = 0
         for label, param in model.named_parameters():
             param.grad += grads[label]
+            if hasattr(param, "touched"):
+                param.touched |= grads[label].any(1)
         optimizer.step(plan)
         oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
                     slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share))
@@ -216,6 +218,8 @@ def train(rt, steps, saved=None, head_pairs=False):
                 if (plan.step + part) % rt.world == rt.rank:
                     touched |= set(rows.tolist()) if label == "bigram_embed" else set()
                     param.grad += grad
+                    if hasattr(param, "touched"):
+                        param.touched |= grad.any(1)
         optimizer.before_micro_step(plan, {"bigram_embed": np.array(sorted(touched), np.int32)})
         optimizer.after_micro_step(plan)
         optimizer.step(plan)

@@ -40,7 +40,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(tk, "_AttentionBlock", SimpleNamespace(apply=lambda with_values, x, weight, *args: (
         x @ weight[:x.size(1)]).view(x.size(0), args[3].size(0), -1) * args[7]))
     counter, compile = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=counter, **options))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **others: compile(f, backend=counter, **others))
     torch._dynamo.reset()
     device = torch.device("cpu")
     ops, _ = tk.choose_ops(device, config.system.kernels)
