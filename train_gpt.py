@@ -329,7 +329,7 @@ class Config:
 RECORD74 = Config()
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from the records short_runs,
-# sampled_softmax, model and pointer of 2026-11-22, and attention and fp8 of 2026-11-23.
+# sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and seconds of 2026-11-23.
 SHORT = Config(
     MODEL,
     Schedule(
@@ -340,7 +340,7 @@ SHORT = Config(
             Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
-    Optim(adam_lr=0.009, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, slow_momentum=0.56, polar_steps=4,
+    Optim(adam_lr=0.0104, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, slow_momentum=0.56, polar_steps=4,
           head_pairs=True, average_blend=(0.5,)),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),

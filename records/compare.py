@@ -683,6 +683,9 @@ def draw_svg(path: Path, lines, box, target):
             style = 'stroke-width="2.5"' if label else 'stroke-opacity="0.6"'
             style += f' clip-path="url(#panel{axis})"'
             out.append(f'<polyline points="{path_data}" fill="none" stroke="{colour}" {style}/>')
+            if len(points) == 1:
+                x, y = place(points[0][axis], points[0][2])
+                out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
         out.append(f'<path d="M{left} {top}V{bottom}h{width}" fill="none" stroke="black"/>')
     for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, above falling curves
         out.append(f'<path d="M484 {top + 15 + 22 * i}h30" stroke="{colour}" stroke-width="2.5"/>')
@@ -699,6 +702,7 @@ def draw_png(path: Path, lines, box, target):
     for axis, panel in enumerate(figure.subplots(1, 2)):
         for label, colour, points in lines:  # the legend skips labels that begin with _
             style = dict(lw=2.2, label=label) if label else dict(lw=0.7, alpha=0.6, label="_")
+            style |= dict(marker="o") if len(points) == 1 else {}
             panel.plot([point[axis] for point in points], [point[2] for point in points], color=colour, **style)
         panel.set(xlabel=AXES[axis], ylabel="validation loss", xlim=box[axis], ylim=box[2])
         panel.axhline(target, color="black", lw=1, ls="--", label="_")
@@ -706,14 +710,16 @@ def draw_png(path: Path, lines, box, target):
     figure.savefig(path, format="png")
 
 
-def plot(path: Path, groups, target):
-    """Draws the losses by step and by time into an .svg or .png file, complete or not at all. Raises UserError."""
+def plot(path: Path, groups, target, dots=()):
+    """Draws the losses by step and by time, and the dots (label, (step, seconds, loss)), into an .svg or .png file,
+    complete or not at all. Raises UserError."""
     draw, lines = {".svg": draw_svg, ".png": draw_png}.get(path.suffix), plot_lines(groups)
     if draw is None or not lines:
         raise UserError(f"--plot={path}: " + ("there are no losses to draw" if draw else "draws .svg or .png"))
     # The picture omits the first third of a run, where the loss falls from 10.8: it would flatten the rest.
     longest = max(points[-1][0] for _, _, points in lines)
-    late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest]
+    late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest] + [dot for _, dot in dots]
+    lines += [(label, "#000000", [dot]) for label, dot in dots]
     box = [(min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late)]
     margin = 0.05 * (box[2][1] - box[2][0])
     box[2] = box[2][0] - margin, box[2][1] + margin
@@ -745,11 +751,21 @@ def parse(argv):
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg, or .png")
+    parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
+                        help="a result without a log, as a dot in the plot")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
     args = parser.parse_args(["\0" + word if re.match(SIGNED.pattern + "=", word) else word for word in argv])
     args.logs = [word.lstrip("\0") for word in args.logs]
     if args.exchange and len(args.exchange) != 2:
         raise UserError(f"--exchange={','.join(args.exchange)}: takes two labels, --exchange=SHORT,LONG")
+    try:
+        words = (word.rsplit("=", 1) for word in args.dot)
+        args.dot = [(label, tuple(map(float, numbers.split(",")))) for label, numbers in words]
+        wrong = any(len(numbers) != 3 or not all(map(math.isfinite, numbers)) for _, numbers in args.dot)
+    except ValueError:
+        wrong = True
+    if wrong:
+        raise UserError("--dot takes LABEL=STEP,SECONDS,LOSS")
     return args
 
 
@@ -759,7 +775,7 @@ def main(argv) -> int:
         groups = read_groups(args.logs)
         text = diff(groups, args.markdown) if args.diff else report(groups, args.target, args.markdown, args.exchange)
         if args.plot:
-            plot(args.plot, groups, args.target)
+            plot(args.plot, groups, args.target, args.dot)
         print(text, flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -159,6 +159,8 @@ def test_stray_and_broken_lines(read):
     ("a.txt --diff", "--diff takes two logs, or two groups"), ("a.txt --plot=a.pdf", "a.pdf: draws .svg or .png"),
     ("a.txt --plot=empty/no/a.svg", "cannot write empty/no/a.svg: No such file"),
     ("x.txt --plot=a.svg", "--plot=a.svg: there are no losses to draw"),
+    ("a.txt --plot=a.svg --dot=peer=1,2", "--dot takes LABEL=STEP,SECONDS,LOSS"),
+    ("a.txt --plot=a.svg --dot=peer=1,2,low", "--dot takes LABEL=STEP,SECONDS,LOSS"),
     ("a=short_* --exchange=a,b", "--exchange: 'b' is not one of the groups, a"),
     ("a=short_* b=same_* --exchange=a,b", "--exchange: a and b are of one length, 1000 tokens: it takes two"),
     ("a=short_* x=x.txt --exchange=a,x", "--exchange: 'x' has no finished run"),
@@ -488,6 +490,12 @@ def test_plot(write, call, monkeypatch):
     call(group(write, "a", (3.2, 3.3)), "b=b_*", "--plot=p.svg")
     svg = Path("p.svg").read_text()
     assert svg.count("<polyline") == 2 * (4 + 2) and "a (n = 2)" in svg and "b (n = 1)" in svg and "nan" not in svg
+    assert "<circle" not in svg
+    call("a=a_*", "--plot=p.svg", "--dot=peer=2,9,3.1")
+    svg = Path("p.svg").read_text()
+    assert svg.count("<circle") == 2 and ">peer<" in svg
+    # The panels are 460 wide and begin at 585: nothing took longer than the dot, so it is at the right edge.
+    assert 'cx="1045.0"' in svg
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     message = call("a=a_*", f"--plot={write('p.png', 'old')}")[1]
     assert "--plot to .png needs matplotlib (pip" in message and Path("p.png").read_text() == "old"
