@@ -112,6 +112,8 @@ def expected_time(config, world):
         minutes *= 1.15  # records/2026-11-22_sampled_softmax
     if not T.settle_fp8(config, device).system.fp8_mlp:
         minutes *= 1.13  # records/2026-11-23_fp8
+    if not any(layer.narrow for layer in config.model.layers):
+        minutes *= 1.16  # wider heads and MLPs, record 74's optimizer (records/2026-11-23_attention, _optimizer)
     if T.capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions, and a head in bf16 (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"
