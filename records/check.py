@@ -16,6 +16,7 @@ import train_gpt as T
 from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError
+from data.machine import torch_version
 from data.rules import SECONDS_PER_TOKEN
 from records import work
 
@@ -76,7 +77,7 @@ def check_caches(config, world):
     try:
         getpass.getuser()
     except (KeyError, OSError):
-        if config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and T.torch_version() < (2, 13):
+        if config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and torch_version() < (2, 13):
             raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or"
                                " TORCHINDUCTOR_CACHE_DIR") from None
     return ", ".join(folders) or "nothing is compiled"
@@ -84,12 +85,12 @@ def check_caches(config, world):
 
 def check_disk(config, world):
     """Disk space for the files of rank 0."""
-    return T.require_disk(config)
+    return T.require_disk(config, T.state_bytes(config))
 
 
 def check_memory(config, world):
     """The estimated memory, compared with the free memory of the GPU."""
-    found, enough = T.memory_report(config, T.find_device(config), world)
+    found, enough = T.memory_report(config, T.state_bytes(config), T.find_device(config), world)
     if not enough:
         raise CheckWarning(found)
     return found
@@ -134,7 +135,8 @@ def check_table(config, world, show) -> int:
         device = T.find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
-    config = T.choose_micro_batches(T.settle_fp8(config, device), device, world)
+    config = T.settle_fp8(config, device)
+    config = T.choose_micro_batches(config, T.state_bytes(config), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
     checks |= {"tokenizer": check_tokenizer} if T.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}

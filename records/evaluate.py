@@ -31,6 +31,7 @@ from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError, atomic_write, data_root
 from data.knobs import parse_value
+from data.machine import Runtime
 from data.tokenizer import text_codec
 
 # ---- The model of a checkpoint ---------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def bits_per_byte(config, loss, tokens):
 
 def validate(model, config):
     """Prints the loss of the final validation."""
-    rt = T.Runtime(0, 1, model.embed.device)
+    rt = Runtime(0, 1, model.embed.device)
     data = loader.ValidationData(config, rt, model.hash_ids_on_host())
     attention = T.attention_settings(config, rt.device, model.dtype)[-1]
     loss = T.validate(model, head(model), data, attention, rt)

@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 from data import loader as L
+from data.machine import Runtime
 import triton_kernels as tk
 from records.work import WORK, ceilings, seen_pairs
 
@@ -438,7 +439,7 @@ def optimizer_cases():
     plan = T.make_plan(CONFIG, T.stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
-        optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, T.Runtime(0, ranks, torch.device(DEVICE)), ops,
+        optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops,
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
         states = optimizer.state | {"replicated": optimizer.replicated.state}

@@ -10,6 +10,7 @@ import torch
 import oracles
 import train_gpt as T
 from data.files import UserError
+from data.machine import Runtime
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
 RECORD, RECORD74 = T.PRESETS["record"], T.PRESETS["record74"]
@@ -510,7 +511,7 @@ def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, termina
     screen = io.StringIO()
     screen.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdout", screen)
-    log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), T.Runtime(0, 1, CPU))
+    log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
     log.progress("step:1/9 train_time:5ms", 125.4)
     log.line("step:1/9 val_loss:3.0000")
     plain = "step:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"

@@ -11,6 +11,7 @@ import torch
 import oracles
 import train_gpt as T
 from data import loader as L
+from data.machine import Runtime
 from oracles import write_shard
 from records import check as C
 from triton_kernels import PIECE
@@ -52,7 +53,7 @@ class Corpus:
     def loader(self, rank=0, world=1, device=CPU):
         plans = [SimpleNamespace(step=step, micro_batch_tokens=tokens, max_doc_len=longest, candidates=self.candidates)
                  for step, (tokens, longest) in enumerate(self.spec)]
-        return L.Loader(self.config, T.Runtime(rank, world, device), plans, warn=self.warnings.append)
+        return L.Loader(self.config, Runtime(rank, world, device), plans, warn=self.warnings.append)
 
     def expected(self, *more_shards):
         """(inputs, targets, document lengths, sample) of all micro-batches in order. The oracle packs them as on one
@@ -346,7 +347,7 @@ def test_no_damage_gets_past_the_checks(tmp_path):
     write_shard(good, tokens)
     pattern = f"{tmp_path}/fuzz_*.bin"
     data = T.Data(train_files=pattern, val_files=pattern, val_tokens=3984, val_batch_tokens=16)
-    alone, runtime = T.Data(train_files=str(damaged)), T.Runtime(0, 1, CPU)
+    alone, runtime = T.Data(train_files=str(damaged)), Runtime(0, 1, CPU)
     plans = [SimpleNamespace(step=0, micro_batch_tokens=16, max_doc_len=16, candidates=0)] * 40
 
     def read_all(batches):
@@ -465,7 +466,7 @@ def validation(folder, files, world, rank=0, pieces=8, n=64):
     for i, tokens in enumerate(files):
         write_shard(folder / f"val_{i}.bin", tokens)
     data = T.Data(val_files=f"{folder}/val_*.bin", val_tokens=pieces * n, val_batch_tokens=n)
-    return L.ValidationData(T.Config(model=MODEL, data=data), T.Runtime(rank, world, CPU))
+    return L.ValidationData(T.Config(model=MODEL, data=data), Runtime(rank, world, CPU))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 3, 16])  # 3 does not divide 8 pieces, and of 16 ranks 8 have no piece

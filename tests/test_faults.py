@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()
 ENDLESS = "--scheduled_steps=9000"
 TWO_RANKS = ["--standalone", "--nproc_per_node=2"]
 IMPATIENT = """
+from datetime import timedelta
 init = T.dist.init_process_group
-T.dist.init_process_group = lambda *args, **options: init(*args, **options | {"timeout": T.timedelta(seconds=3)})"""
+T.dist.init_process_group = lambda *args, **options: init(*args, **options | {"timeout": timedelta(seconds=3)})"""
 
 
 def pid(seen, rank):
@@ -135,7 +137,7 @@ def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, variab
             raise socket.gaierror(-2, "Name or service not known")
         return resolve(name, port)
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
-    short = {"timeout": T.timedelta(seconds=1)}
+    short = {"timeout": timedelta(seconds=1)}
     monkeypatch.setattr(T.dist, "init_process_group", lambda *args, **options: init(*args, **options | short))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         key, _, value = variable.partition("=")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as kernels
 from data.files import UserError
+from data.machine import Runtime
 from oracles import write_shard
 
 STORED = Path(__file__).with_name("guard.json")
@@ -87,7 +88,7 @@ def numbers_of_numpy():
 def curve(args):
     """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch."""
     config = T.parse_config(["--preset=record74", *GUARD, *args])
-    rt = T.Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
+    rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
     trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, T.Stopwatch())
     assert trainer.total == STEPS
@@ -236,7 +237,7 @@ def short_run(args):
     """Every loss of a run with the settings of KNOBS."""
     config = T.parse_config([*KNOBS, *args])
     ops, _ = kernels.choose_ops(torch.device("cpu"), "auto")
-    trainer = T.Trainer(config, T.Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch())
+    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch())
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1], config.optim.average_blend[0])
     return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)]

@@ -13,10 +13,11 @@ import torch.multiprocessing
 
 import oracles
 import train_gpt as T
+from data.machine import Runtime
 import triton_kernels as kernels
 
 CPU = torch.device("cpu")
-ONE_RANK = T.Runtime(0, 1, CPU)
+ONE_RANK = Runtime(0, 1, CPU)
 OPS, _ = kernels.choose_ops(CPU, "torch")
 
 
@@ -136,7 +137,7 @@ def orthogonalised(grads, head_pairs, world=1):
     plan = T.make_plan(config, 0)._replace(momentum=0.0)
     ops = SimpleNamespace(**vars(OPS) | {"normuon_tail": lambda p, mantissa, v, y, *args: got.append(y)})
     for rank in range(world):
-        optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, T.Runtime(rank, world, CPU), ops)
+        optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, Runtime(rank, world, CPU), ops)
         optimizer._update_normuon("attn_bank", plan, optimizer._shard("attn_bank", grads).double())
     return torch.cat(got)[:len(grads)]
 
@@ -231,7 +232,7 @@ def train(rt, steps, saved=None, head_pairs=False):
 def train_as_rank(rank, world, folder, steps, head_pairs):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", datetime.timedelta(seconds=60), world, rank)
-    state = train(T.Runtime(rank, world, CPU), steps, torch.load(folder / "saved.pt"), head_pairs)
+    state = train(Runtime(rank, world, CPU), steps, torch.load(folder / "saved.pt"), head_pairs)
     torch.save(state, folder / f"rank{rank}.pt")
 
 

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
+from data.machine import Runtime
 import triton_kernels as tk
 
 # The model for training, the model for evaluation, and Adam for each table that it updates: the replicated ones
@@ -45,7 +46,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     device = torch.device("cpu")
     ops, _ = tk.choose_ops(device, config.system.kernels)
     watch = T.Stopwatch()
-    trainer = T.Trainer(config, T.Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
+    trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
     trainer.warm_up()
     assert counter.frame_count == GRAPHS
     assert list(watch) == ["imports", "data", "model", "evaluation",

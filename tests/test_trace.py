@@ -16,6 +16,7 @@ import torch
 import train_gpt as T
 import triton_kernels
 from data import loader as L
+from data.machine import Runtime
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import compare, trace, work
@@ -489,7 +490,7 @@ def test_two_ranks(data, tmp_path):
         assert run["rank"] == rank and [step["step"] for step in run["steps"]] == [4, 5, 6] == result["steps"]
         assert {"wait bigram_embed", "wait gather mlp_bank", "wait replicated"} <= set(result["regions"])
         plans = [T.make_plan(config, step) for step in range(7)]
-        loader = L.Loader(config, T.Runtime(rank, 2, torch.device("cpu")), plans)
+        loader = L.Loader(config, Runtime(rank, 2, torch.device("cpu")), plans)
         batches = [loader.next_batch() for _ in range(7)][4:]
         assert [step["micro_batches"] for step in run["steps"]] == [[{
             "documents": [n for n in np.diff(batch.cu_seqlens).tolist() if n],
