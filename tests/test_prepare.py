@@ -24,6 +24,7 @@ import prepare  # noqa: E402
 import train_gpt  # noqa: E402
 from data import loader as L  # noqa: E402
 from data.files import UserError  # noqa: E402
+from data.machine import Runtime  # noqa: E402
 from data.rules import stage_starts  # noqa: E402
 
 
@@ -435,7 +436,7 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
     assert size < 10**6 or len(arguments) == 4  # enough text: only the preset, the files and the prompt
     config = train_gpt.parse_config(arguments)
     assert L.survey_training_data(config)[0] in out
-    runtime = train_gpt.Runtime(0, 1, torch.device("cpu"))
+    runtime = Runtime(0, 1, torch.device("cpu"))
     for stage, start in zip(config.schedule.stages, stage_starts(config.schedule)):
         plan = train_gpt.make_plan(config, start)
         plans = [plan] * min(20, 2 + 2 * available // stage.batch_tokens)
