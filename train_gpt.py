@@ -1,8 +1,8 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
-the files that a run reads and writes, the rules of its settings, and what a run needs of its machine. The method is that of NanoGPT-speedrun record 74
-(modded-nanogpt PR 233, Chris McCormick, and all earlier records).
+the files that a run reads and writes, the rules of its settings, and what a run needs of its machine. The method is
+that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and all earlier records).
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
