@@ -1,8 +1,9 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
-the files that a run reads and writes, the rules of its settings, and what a run needs of its machine. The method is
-that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and all earlier records).
+the files that a run reads and writes, the rules of its settings, what a run needs of its machine, its clocks, and the
+exchange of sparse gradients. The method is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick,
+and all earlier records).
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
@@ -21,7 +22,7 @@ Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
     runtime    which kernels run on this GPU
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
-    optimizer  Adam's rule, exchange of sparse gradients, NorMuonAndAdam
+    optimizer  Adam's rule, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
     start      checks before anything is compiled
     eval       validation loss
@@ -63,7 +64,7 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -77,6 +78,8 @@ from torch import Tensor, nn
 
 import triton_kernels as kernels
 from data.checkpoint import load_checkpoint, write_checkpoint
+from data.clock import Clock, Stopwatch, trace_range
+from data.exchange import SparseRows, all_gather, reduce_scatter
 from data.files import UserError, one_line, should_report
 from data.knobs import config_from_dict, flatten, help_text, override, read_arguments, render
 from data.loader import (
@@ -348,8 +351,11 @@ PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
     # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). `single` has
     # fewer rows of bigrams, to fit a GPU of 12 GB.
-    "record": Config(dataclasses.replace(MODEL, bigram_tables=7.5), Schedule(scheduled_steps=1260),
-                     Optim(slow_momentum=0.56, head_pairs=True), system=System(fp8_mlp=True, fp8_qkv=True)),
+    "record": Config(
+        dataclasses.replace(MODEL, bigram_tables=7.5),
+        Schedule(scheduled_steps=1260, split_stage=4, muon_momentum=(0.85, 0.93), sampled_frac=0.93),
+        Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, head_pairs=True),
+        system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. With
     # --train_tokens=0 it is `short`.
     "single": dataclasses.replace(SHORT, schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6)),
@@ -459,16 +465,6 @@ def choose_kernels(config, device):
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
     names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
     return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
-
-
-def trace_range(name):
-    """Context manager: mark a range of host time in the trace of a profiled step; do nothing in other steps."""
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
-
-
-# torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -953,57 +949,6 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
     scale = (squares[0] / squares[1].clamp(min=1e-30)).sqrt()  # all weights may be zero
     for part, _, mixture in parts():
         part.copy_(mixture.mul_(scale))
-
-
-class SparseRows:
-    """Averages the gradient of a table over ranks. Ranks send only the rows that they touched (PR 221, roeeshenberg).
-
-    Rank r owns the rows [r·k, (r+1)·k), k = ⌈rows/G⌉. The host knows the touched rows from the batch. The ranks
-    therefore exchange the row counts on the CPU (gloo) while the device computes, and the host never waits for the
-    device.
-    """
-
-    def __init__(self, table, rows, rt):
-        self.table, self.rt, self.owned = table, rt, -(-rows // rt.world)
-        self.touched = np.zeros(rows, dtype=bool)
-
-    def send_counts(self):
-        """Send each owner the count of its touched rows. Call this before the micro-step of an Adam step."""
-        rows = np.flatnonzero(self.touched).astype(np.int32)
-        self.touched[:] = False
-        cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)
-        counts = np.diff(cuts)
-        counts[self.rt.rank] = 0  # this rank keeps its own rows
-        rows = torch.from_numpy(np.delete(rows, slice(cuts[self.rt.rank], cuts[self.rt.rank + 1])))
-        self.rows = rows.pin_memory().to(self.rt.device, non_blocking=True) if self.rt.device.type == "cuda" else rows
-        self.counts = torch.from_numpy(counts)
-        self.counts_in = torch.empty_like(self.counts)
-        self.work = dist.all_to_all_single(self.counts_in, self.counts, async_op=True)
-
-    def send_rows(self):
-        """Send the row indices. Call this after the launch of the micro-step: the host waits for the counts of the
-        other ranks while the device computes."""
-        with trace_range(f"wait {self.table}"):
-            self.work.wait()
-        self.counts, self.counts_in = self.counts.tolist(), self.counts_in.tolist()
-        self.rows_in = self.rows.new_empty(sum(self.counts_in))
-        self.work = dist.all_to_all_single(self.rows_in, self.rows, self.counts_in, self.counts, async_op=True)
-
-    def send_values(self, grad):
-        """Send the gradients of the touched rows. grad (G·k, D): this rank's sum since the last exchange."""
-        values = grad[self.rows]
-        self.values_in = grad.new_empty(sum(self.counts_in), grad.size(1))
-        self.work_values = dist.all_to_all_single(self.values_in, values, self.counts_in, self.counts, async_op=True)
-
-    def receive(self, grad):
-        """The average over ranks of the gradients of the owned rows (k, D), written into `grad`."""
-        self.work.wait()
-        self.work_values.wait()
-        own = grad[self.rt.rank * self.owned:(self.rt.rank + 1) * self.owned]
-        # Add one rank after the other. A rank sends each row once, so the order of the sums does not depend on timing.
-        for rows, values in zip(self.rows_in.split(self.counts_in), self.values_in.split(self.counts_in)):
-            own.index_add_(0, rows - self.rt.rank * self.owned, values)
-        return own.div_(self.rt.world)
 
 
 class Replicated:
@@ -1554,40 +1499,6 @@ def warmup_steps(plans, seen) -> list[int]:
     return steps
 
 
-class Stopwatch(dict):
-    """{phase of the start: seconds}, in order."""
-
-    def __init__(self):
-        self.start = self.last = time.perf_counter()
-        self["imports"] = IMPORT_SECONDS
-
-    def lap(self, phase):
-        """Set `phase` to the time since the last call."""
-        now = time.perf_counter()
-        self[phase], self.last = now - self.last, now
-
-
-class Clock:
-    """Training time in seconds, without pauses, and the seconds of the pauses by their phase."""
-
-    def __init__(self, seconds=0.0):
-        self.counted, self.paused_seconds, self.began = seconds, {}, time.perf_counter()
-
-    def start(self):
-        self.began = time.perf_counter()
-
-    def seconds(self) -> float:
-        return self.counted + time.perf_counter() - self.began
-
-    @contextmanager
-    def paused(self, phase):
-        """Context manager: a pause. Yields the training time until now."""
-        self.counted, pause = self.seconds(), time.perf_counter()
-        yield self.counted
-        self.start()
-        self.paused_seconds[phase] = self.paused_seconds.get(phase, 0.0) + self.began - pause
-
-
 class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
@@ -1985,7 +1896,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
 
 def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
-    watch = Stopwatch()
+    watch = Stopwatch(IMPORT_SECONDS)
     if "--help" in argv:
         source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]  # its comments
         others = ", ".join(name for name in PRESETS if name != "record")

@@ -90,7 +90,7 @@ def curve(args):
     config = T.parse_config(["--preset=record74", *GUARD, *args])
     rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
-    trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, T.Stopwatch())
+    trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
     assert trainer.total == STEPS
     initial = T.GPT(config.model, ops, trainer.dtype, torch.device("cpu"))
     with numbers_of_numpy():
@@ -219,7 +219,7 @@ KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4")))
 SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "num_heads": "2", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1",
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
-    "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "4",
+    "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5",
     "slow_momentum": "0.5",
     "sampled_frac": "0", "final_window": "16"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
@@ -237,7 +237,7 @@ def short_run(args):
     """Every loss of a run with the settings of KNOBS."""
     config = T.parse_config([*KNOBS, *args])
     ops, _ = kernels.choose_ops(torch.device("cpu"), "auto")
-    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch())
+    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1], config.optim.average_blend[0])
     return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)]

@@ -18,7 +18,8 @@ TOKENS = [int(x) for x in np.geomspace(1e6, 1e10, 60)]
 # doubles the time. On rank 1 every step takes three times as long.
 FAKE_CLOCK = """
 now, step = [T.started], T.train_step
-T.time = type("FakeTime", (), {"perf_counter": lambda: now[0]})
+import data.clock
+T.time = data.clock.time = type("FakeTime", (), {"perf_counter": lambda: now[0]})
 def slow(micro_step, optimizer, loader, plan, *rest):
     now[0] += (1 + plan.stage + plan.adam) * (1 if plan.candidates else 2) * (1 + 2 * optimizer.rt.rank)
     return step(micro_step, optimizer, loader, plan, *rest)

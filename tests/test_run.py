@@ -143,8 +143,8 @@ def oracle_loss(model, val):
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
-    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "files", "knobs", "loader", "log", "machine",
-                                           "rules", "tokenizer"))
+    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "clock", "exchange", "files", "knobs", "loader",
+                                           "log", "machine", "rules", "tokenizer"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 

@@ -45,7 +45,7 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     torch._dynamo.reset()
     device = torch.device("cpu")
     ops, _ = tk.choose_ops(device, config.system.kernels)
-    watch = T.Stopwatch()
+    watch = T.Stopwatch(0.0)
     trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
     trainer.warm_up()
     assert counter.frame_count == GRAPHS
