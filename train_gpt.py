@@ -1572,8 +1572,9 @@ class Trainer:
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
         """`GPT.forward`, with its layers compiled."""
         embeddings = self.model.lookup(tokens, row_ids, pieces)
-        for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
-            torch._dynamo.mark_dynamic(x, 0)  # one compiled graph for all lengths
+        # One compiled graph for all lengths of training. All validations have one length, which is faster to trace.
+        for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
+            torch._dynamo.mark_dynamic(x, 0)
         return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def new_loader(self, plans, config):
