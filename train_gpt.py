@@ -58,7 +58,6 @@ import gc
 import hashlib
 import math
 import os
-import re
 import signal
 import sys
 from bisect import bisect_right
@@ -445,23 +444,20 @@ def parse_config(argv, world=1) -> Config:
 
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
 
-def settle_fp8(config, device) -> Config:
-    """The config with fp8 off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where --kernels
-    chooses another implementation than triton for mlp or attention."""
-    system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
-    others = re.findall("(mlp|attention):(?:torch|fa3)", system.kernels)
-    can = has_fp8 and system.dtype == "bfloat16" and system.kernels != "torch"
-    return with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and can and "mlp" not in others,
-                       fp8_qkv=system.fp8_qkv and can and "attention" not in others)
-
-
 def choose_kernels(config, device):
-    """(result of settle_fp8, implementations of all operations, {operation: name})."""
-    config = settle_fp8(config, device)
+    """(config, implementations of all operations, {operation: name}).
+
+    In the config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
+    attention has another implementation than triton.
+    """
+    system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
     try:
-        ops, names = kernels.choose_ops(device, config.system.kernels)
+        ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
+    trains = {op for op in ("mlp", "attention") if names[op] == "triton" and has_fp8 and system.dtype == "bfloat16"}
+    config = with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and "mlp" in trains,
+                         fp8_qkv=system.fp8_qkv and "attention" in trains)
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
     names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
     return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})

@@ -9,6 +9,7 @@ import getpass
 import os
 import platform
 import textwrap
+from contextlib import suppress
 
 import torch
 
@@ -111,7 +112,7 @@ def expected_time(config, world):
     minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / world * 790 / rate
     if not schedule.sampled_frac:
         minutes *= 1.15  # records/2026-11-22_sampled_softmax
-    if not T.settle_fp8(config, device).system.fp8_mlp:
+    if not config.system.fp8_mlp:
         minutes *= 1.13  # records/2026-11-23_fp8
     if not any(layer.narrow for layer in config.model.layers):
         minutes *= 1.16  # wider heads and MLPs, record 74's optimizer (records/2026-11-23_attention, _optimizer)
@@ -135,7 +136,8 @@ def check_table(config, world, show) -> int:
         device = T.find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
-    config = T.settle_fp8(config, device)
+    with suppress(UserError):  # the row "kernels" reports it
+        config = T.choose_kernels(config, device)[0]
     config = T.choose_micro_batches(config, T.state_bytes(config), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
     checks |= {"tokenizer": check_tokenizer} if T.needs_tokenizer(config) else {}
