@@ -13,10 +13,10 @@ and all earlier records).
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
-Expected results: --preset=cpu reaches 1.26 nats per byte of the source of Python's library in 160 s on 2 cores.
+Expected results: --preset=cpu reaches 1.26 nats per byte of the source of Python's library in 133 s on 2 cores.
 --preset=short --train_tokens=20.5e6 reaches 3.411 in 19.0 s of training time on one H200, on a small corpus (commit
-3509f05). --preset=record74 takes 74 s there on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s on
-one H200 and 57.5 s on one H100 (the code before commit 5eb7088). No run has used FineWeb yet.
+3509f05). --preset=record74 takes 74 s on that corpus on eight H200s, and with --scheduled_steps=145 --extension_steps=4
+55 s on one H200 and 57.5 s on one H100 (the code before commit 5eb7088). No run has used FineWeb yet.
 
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
@@ -30,8 +30,8 @@ Contents, top to bottom:
 
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
-whose rows are embeddings; a lane is a residual stream (the last layers have two); MTP is multi-token prediction; a
-micro-step is the forward and backward pass of one micro-batch.
+whose rows are embeddings; a lane is a residual stream (in record74 the last layers have two); MTP is multi-token
+prediction; a micro-step is the forward and backward pass of one micro-batch.
 
 Quirks of record 74. They change what the model learns; the comments K1 to K12 mark the places in all files:
     K1  Smear, bigrams, keys of long layers and MTP targets look across the border between two documents.
@@ -242,10 +242,9 @@ class Schedule:
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
     muon_cooldown: int | float = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
-    # In the first part of a run, the loss can normalise over a sample of the classes (PR 360, devenpzak).
-    sampled_frac: float = 0.0  # this part of the steps, as long as embedding and head are tied
-    # Number of these classes / root of the tokens of a forward pass. A micro-batch with more targets takes all classes.
-    candidates: float = 64.0
+    # Sampled softmax: PR 360, devenpzak. A micro-batch with more targets than sampled classes takes all classes.
+    sampled_frac: float = 0.0  # first part of the run, in which the loss takes a sample of the classes, until the split
+    candidates: float = 64.0  # number of sampled classes / root of the tokens of a forward pass
 
 
 @dataclass(frozen=True)
@@ -260,9 +259,7 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
-    # Share of a second, slower average of the gradients in Muon's momentum, in the later part of the run; 0: no such
-    # average (PR 339; ANVIL of record 92)
-    slow_momentum: float = 0.0
+    slow_momentum: float = 0.0  # share of a slower average of the gradients in Muon's momentum, later on (PR 339)
     polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 4 or 5
     head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The

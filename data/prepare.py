@@ -3,7 +3,7 @@
     python data/prepare.py fineweb               the speedrun's data, already tokenised: 2 GB from the Hugging Face hub,
                                                  and GPT-2's tokenizer
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
-    python data/prepare.py stdlib                bytes of Python's own library: 9 MB, no network, no options
+    python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
 Texts are cut at line ends into documents of about 1000 tokens, since the loader uses the beginning of a document and
 drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard
