@@ -442,9 +442,9 @@ def parse_config(argv, world=1) -> Config:
 # ---- Runtime ---------------------------------------------------------------------------------------------------------
 
 def choose_kernels(config, device):
-    """(config, implementations of all operations, {operation: name}).
+    """(config with fp8 settled, implementations of all operations, {operation: name}).
 
-    In the config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
+    In this config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
     attention has another implementation than triton.
     """
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
@@ -452,9 +452,9 @@ def choose_kernels(config, device):
         ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    trains = {op for op in ("mlp", "attention") if names[op] == "triton" and has_fp8 and system.dtype == "bfloat16"}
-    config = with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and "mlp" in trains,
-                         fp8_qkv=system.fp8_qkv and "attention" in trains)
+    in_fp8 = {op for op in ("mlp", "attention") if names[op] == "triton" and has_fp8 and system.dtype == "bfloat16"}
+    config = with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and "mlp" in in_fp8,
+                         fp8_qkv=system.fp8_qkv and "attention" in in_fp8)
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
     names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
     return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
@@ -465,7 +465,7 @@ def choose_kernels(config, device):
 GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
 DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
 NARROW_SCALE = 0.13  # attention scale of narrow layers in the first stage
-POINTER_WIDTH = 128  # of the queries and keys of the pointer head
+POINTER_WIDTH = 128  # width of the queries and keys of the pointer head
 SIGN_ROWS = 8192  # rows of signs that tell apart the bigrams that share a row of the table
 
 
@@ -516,7 +516,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
 
     def fill_post(p, generator):
         p.fill_(1.0)
-        p[lanes_from:, 0, 1] = 1.5  # of attention into lane 1
+        p[lanes_from:, 0, 1] = 1.5  # the attention output enters lane 1 with this factor
 
     def fill_sink(p, generator):
         p.normal_(std=POINTER_WIDTH**-0.5, generator=generator)
@@ -566,7 +566,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
-        # Of the query, the key, and the key of the next token, which begins at zero.
+        # Three matrices: for queries, for keys, and for what a token adds to the next key, which begins at zero.
         Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam", "replicated",
               init=lambda p, generator: uniform(p[:2], generator), betas=(0.9, 0.99)),
         lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,), fill_sink, 0.99, 1.0),
@@ -625,7 +625,7 @@ class AttentionSettings(NamedTuple):
     short_window: Tensor | int
     long_window: Tensor | int
     scale: Tensor | float
-    max_doc_len: int  # only FlashAttention-3 reads this
+    max_doc_len: int  # read by FlashAttention-3, and as the window of the pointer head
     narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
     narrow_scale: Tensor | float | None = None
 
@@ -738,7 +738,7 @@ class GPT(nn.Module):
         """The Mix of every layer, from the learned lambdas."""
         x0, bigram, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
             self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
-        # First by columns: of a column that no layer uses, the backward pass then writes the zeros at once.
+        # Columns before rows: a column that no layer uses then has one gradient of zeros, not one per layer.
         post = [column.unbind(0) for column in self.post_lambdas.bfloat16().view(-1, 4).unbind(1)]
         mixes = []
         for i, layer in enumerate(self.config.layers):
@@ -1218,7 +1218,7 @@ class NorMuonAndAdam:
             self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
 
     def state_dict(self):
-        """{label: {"m", "v", "mantissa", "average", "grad"}}: full tensors on the CPU, which fit any number of ranks.
+        """{label: its entries of self.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
 
         All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
         parameter of Adam waits for the second of its two gradients, that is before an odd step.

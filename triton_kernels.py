@@ -3038,7 +3038,6 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
         fits = 4 * launch["num_stages"] * launch["BLOCK"] * launch["BLOCK_K"] <= _shared_memory(X.device)
         if fits and n * tiles <= per_sm * _sm_count(X.device):
             break
-    block, tma = [launch["BLOCK"], launch["BLOCK_K"]], _has_tma(X.device)
     tma, block = _has_tma(X.device), (launch["BLOCK"], launch["BLOCK_K"])
     tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]]) if tma else X
     # In launch order, first the tiles of one matrix. At M = 768 a matrix stays in L2 without any reordering of tiles.

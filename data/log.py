@@ -45,7 +45,8 @@ class Log:
         """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""
         self.line(text, console=not self.terminal)
         if self.terminal:
-            self.line(f"{text} eta:{seconds_left // 60:.0f}m{seconds_left % 60:02.0f}s", file=False, end="")
+            minutes, seconds = divmod(round(seconds_left), 60)
+            self.line(f"{text} eta:{minutes}m{seconds:02d}s", file=False, end="")
 
 
 def loaded_sources() -> dict[str, str]:

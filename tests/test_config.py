@@ -512,10 +512,10 @@ def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, termina
     screen.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdout", screen)
     log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
-    log.progress("step:1/9 train_time:5ms", 125.4)
+    log.progress("step:1/9 train_time:5ms", 119.7)
     log.line("step:1/9 val_loss:3.0000")
     plain = "step:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"
     assert log.path.read_text() == plain
     shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
-    fancy = "\r\033[Kstep:1/9 train_time:5ms eta:2m05s\r\033[Kstep:1/9 val_loss:3.0000\n"
+    fancy = "\r\033[Kstep:1/9 train_time:5ms eta:2m00s\r\033[Kstep:1/9 val_loss:3.0000\n"
     assert shown == (fancy if terminal else plain)
