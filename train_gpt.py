@@ -7,7 +7,7 @@ and all earlier records).
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
-    torchrun --nnodes=2 --node_rank=... train_gpt.py         16 GPUs of two machines; records/guide.md says how
+    torchrun --nnodes=2 --nproc_per_node=8 ... train_gpt.py  16 GPUs of two machines; records/guide.md has the rest
     python train_gpt.py --preset=cpu                         the same model in small: minutes on a laptop
     python train_gpt.py --check                              check whether a run with these knobs would start here
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
@@ -481,7 +481,7 @@ class Param(NamedTuple):
     reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
     update_order: int = 0  # the updates run in this order
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
-    betas: tuple[float, float | None] | None = None  # adam; the second of a table is table_beta2 of Optim
+    betas: tuple[float, float | None] | None = None  # adam; None stands for table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
