@@ -13,10 +13,11 @@ and all earlier records).
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
-Expected results: --preset=cpu reaches 1.26 nats per byte of the source of Python's library in 133 s on 2 cores.
---preset=short --train_tokens=20.5e6 reaches 3.411 in 19.0 s of training time on one H200, on a small corpus (commit
-3509f05). --preset=record74 takes 74 s on that corpus on eight H200s, and with --scheduled_steps=145 --extension_steps=4
-55 s on one H200 and 57.5 s on one H100 (the code before commit 5eb7088). No run has used FineWeb yet.
+Expected results: --preset=cpu reaches 1.26 nats per byte of the source of Python's library in 133 s of training on 2
+cores. --preset=short --train_tokens=20.5e6 reaches 3.411 in 19.0 s of training time on one H200, on a small corpus
+(commit 3509f05). --preset=record74 takes 74 s on that corpus on eight H200s, and with --scheduled_steps=145
+--extension_steps=4 55 s on one H200 and 57.5 s on one H100 (the code before commit 5eb7088). No run has used FineWeb
+yet.
 
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
@@ -242,8 +243,9 @@ class Schedule:
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
     muon_cooldown: int | float = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
-    # Sampled softmax: PR 360, devenpzak. A micro-batch with more targets than sampled classes takes all classes.
-    sampled_frac: float = 0.0  # first part of the run, in which the loss takes a sample of the classes, until the split
+    # The sampled softmax is that of PR 360 (devenpzak). A micro-batch with more targets than sampled classes takes all
+    # classes.
+    sampled_frac: float = 0.0  # first part of the run, in which the loss samples the classes; never after the split
     candidates: float = 64.0  # number of sampled classes / root of the tokens of a forward pass
 
 
@@ -259,7 +261,7 @@ class Optim:
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
     muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
-    slow_momentum: float = 0.0  # share of a slower average of the gradients in Muon's momentum, later on (PR 339)
+    slow_momentum: float = 0.0  # share of a slower gradient average in Muon's momentum, after SLOW_START (PR 339)
     polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 4 or 5
     head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
@@ -448,13 +450,14 @@ def choose_kernels(config, device):
     attention has another implementation than triton.
     """
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
+    can_train = has_fp8 and system.dtype == "bfloat16"
     try:
         ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    in_fp8 = {op for op in ("mlp", "attention") if names[op] == "triton" and has_fp8 and system.dtype == "bfloat16"}
-    config = with_system(config, fp8=system.fp8 and has_fp8, fp8_mlp=system.fp8_mlp and "mlp" in in_fp8,
-                         fp8_qkv=system.fp8_qkv and "attention" in in_fp8)
+    config = with_system(config, fp8=system.fp8 and has_fp8,
+                         fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
+                         fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
     names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
     return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
@@ -566,7 +569,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
-        # Three matrices: for queries, for keys, and for what a token adds to the next key, which begins at zero.
+        # It holds three matrices: for queries, for keys, and for what a token adds to the next key. The third begins
+        # at zero.
         Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam", "replicated",
               init=lambda p, generator: uniform(p[:2], generator), betas=(0.9, 0.99)),
         lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,), fill_sink, 0.99, 1.0),
@@ -625,7 +629,7 @@ class AttentionSettings(NamedTuple):
     short_window: Tensor | int
     long_window: Tensor | int
     scale: Tensor | float
-    max_doc_len: int  # read by FlashAttention-3, and as the window of the pointer head
+    max_doc_len: int  # FlashAttention-3 reads this, and it is the window of the pointer head
     narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
     narrow_scale: Tensor | float | None = None
 
@@ -1565,7 +1569,8 @@ class Trainer:
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
         """`GPT.forward`, with its layers compiled."""
         embeddings = self.model.lookup(tokens, row_ids, pieces)
-        # One compiled graph for all lengths of training. All validations have one length, which is faster to trace.
+        # One compiled graph serves all lengths of training. Validations have a single length, and the compiler traces a
+        # graph for a single length faster.
         for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
             torch._dynamo.mark_dynamic(x, 0)
         return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)

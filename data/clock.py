@@ -33,7 +33,7 @@ class Clock:
 
     @contextmanager
     def paused(self, phase):
-        """Context manager: a pause. Yields the training time until now."""
+        """Context manager: a pause. Yields the training time until now; inside the pause, `seconds` is wrong."""
         self.counted, pause = self.seconds(), time.perf_counter()
         yield self.counted
         self.start()

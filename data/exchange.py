@@ -1,4 +1,5 @@
-"""What ranks exchange: names of collectives that fit every version of torch, and gradients of few rows of a table."""
+"""Communication between ranks: collectives of old and new versions of torch under one name, and the exchange of the
+gradients of a table of which a step touches few rows."""
 
 import numpy as np
 import torch

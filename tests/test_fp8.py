@@ -526,12 +526,9 @@ def test_fp8_mlps_refuses(change, message, device):
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
 
-def test_trainer(tmp_path, monkeypatch):
+def test_trainer(tmp_path, monkeypatch, fp8_training):
     """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. A resumed run goes on with the same
     scales, digit for digit, and the warm-up leaves no trace."""
-    monkeypatch.setattr(T, "capability", lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no"))
-    choose = tk.choose_ops  # FP8 trains where a GPU would have our kernels
-    monkeypatch.setattr(tk, "choose_ops", lambda *args: (choose(*args)[0], dict.fromkeys(tk.IMPLEMENTATIONS, "triton")))
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16",
                                    "--save_every=2", "--keep=0"])
     # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
