@@ -3330,17 +3330,14 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, ave
 # ======================================================================================================================
 # 9  Transposes
 #
-#   transpose_copy(src, dst, sms)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
-#   transpose_add(src, dst, sms)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once      replaces dst.add_(src.mT)
+#   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
+#   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
 #   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
 #   A generic elementwise copy walks over one side with a stride. These kernels read a tile along src, transpose it on
 #   chip and write it along dst. Idea and use on the tied head: ChrisJMcCormick, PR 233; larger tiles: samacqua, PR 240.
-#   sms programs walk over the tiles, one program per SM. The default is all SMs; with fewer, a collective that runs at
-#   the same time gets the remaining SMs. A program loads its next tile before it stores the current tile, so few SMs
-#   still keep memory busy.
-#   H200, 768 x 50304 bf16, µs on 132 / 64 / 32 / 16 SMs: copy 44.5, 55.8, 87.2, 168.5 (torch 269);
-#   add 61.6, 67.6, 101.9, 187.4 (torch 292). On 132 SMs this is 82 and 89 % of the copy rate.
+#   One program per SM walks over the tiles. It loads its next tile before it stores the current tile.
+#   H200, 768 x 50304 bf16: copy 44.5 µs (torch 269), add 61.6 µs (torch 292), 82 and 89 % of the copy rate.
 # ======================================================================================================================
 
 # 128 two-byte elements are two 128-byte lines on the reading and on the writing side. One program has an SM to itself,
@@ -3348,13 +3345,13 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, ave
 TRANSPOSE_LAUNCH = {False: dict(BLOCK=128, num_warps=32), True: dict(BLOCK=128, num_warps=16)}  # by ADD
 
 
-def transpose_copy_ref(src, dst, sms=None):
-    """dst = srcᵀ; returns dst. `sms` is ignored."""
+def transpose_copy_ref(src, dst):
+    """dst = srcᵀ; returns dst."""
     return dst.copy_(src.mT)
 
 
-def transpose_add_ref(src, dst, sms=None):
-    """dst += srcᵀ; returns dst. `sms` is ignored."""
+def transpose_add_ref(src, dst):
+    """dst += srcᵀ; returns dst."""
     return dst.add_(src.mT)
 
 
@@ -3407,10 +3404,8 @@ def _transpose_bytes_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, str
              mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _check_transpose(name, src, dst, sms):
+def _check_transpose(name, src, dst):
     """Raise a ValueError if an argument is wrong."""
-    if sms is not None and sms < 1:
-        raise ValueError(f"{name}: sms must be 1 or more, got {sms}")
     if src.ndim != 2:
         raise ValueError(f"{name}: src must be (M, N), got shape {tuple(src.shape)}")
     _check(name, "dst", dst, src.shape[::-1], src.dtype, src.device, contiguous=False)
@@ -3418,37 +3413,37 @@ def _check_transpose(name, src, dst, sms):
         raise ValueError(f"{name}: dst must not be src, which is read while dst is written")
 
 
-def _launch_transpose(src, dst, sms, add):
+def _launch_transpose(src, dst, add):
     M, N = src.shape
     launch = TRANSPOSE_LAUNCH[add]
-    programs = min(sms or _sm_count(src.device), triton.cdiv(M, launch["BLOCK"]) * triton.cdiv(N, launch["BLOCK"]))
+    programs = min(_sm_count(src.device), triton.cdiv(M, launch["BLOCK"]) * triton.cdiv(N, launch["BLOCK"]))
     _transpose_kernel[(programs,)](src, dst, M, N, *src.stride(), *dst.stride(), ADD=add, **launch)
     return dst
 
 
-def transpose_copy(src, dst, sms=None):
-    """dst = srcᵀ; returns dst. sms: number of SMs, None for all; single bytes always take all SMs."""
-    _check_transpose("transpose_copy", src, dst, sms)
+def transpose_copy(src, dst):
+    """dst = srcᵀ; returns dst."""
+    _check_transpose("transpose_copy", src, dst)
     if src.element_size() not in (1, 2, 4):
         raise ValueError(f"transpose_copy: dtype must have 1, 2 or 4 bytes per element, got {src.dtype}")
     if _takes_ref(src):
         return transpose_copy_ref(src, dst)
     if src.element_size() > 1:
-        return _launch_transpose(src, dst, sms, add=False)
+        return _launch_transpose(src, dst, add=False)
     (M, N), launch = src.shape, TRANSPOSE_BYTES_LAUNCH
     _transpose_bytes_kernel[(triton.cdiv(M, launch["BLOCK_M"]), triton.cdiv(N, launch["BLOCK_N"]))](
         src.view(torch.uint8), dst.view(torch.uint8), M, N, *src.stride(), *dst.stride(), **launch)
     return dst
 
 
-def transpose_add(src, dst, sms=None):
-    """dst += srcᵀ; returns dst. sms: number of SMs, None for all."""
-    _check_transpose("transpose_add", src, dst, sms)
+def transpose_add(src, dst):
+    """dst += srcᵀ; returns dst."""
+    _check_transpose("transpose_add", src, dst)
     if src.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"transpose_add: dtype must be bfloat16, float16 or float32, got {src.dtype}")
     if _takes_ref(src):
         return transpose_add_ref(src, dst)
-    return _launch_transpose(src, dst, sms, add=True)
+    return _launch_transpose(src, dst, add=True)
 
 
 # ======================================================================================================================
