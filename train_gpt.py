@@ -57,6 +57,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import importlib.util
 import math
 import os
 import signal
@@ -69,6 +70,11 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
+
+# Some images hold PyTorch without its bytecode, in folders that a run cannot write. Every start would then translate
+# 2300 files, so this file keeps the bytecode in its own folder.
+if sys.pycache_prefix is None and (spec := importlib.util.find_spec("torch")) and not os.path.exists(spec.cached):
+    sys.pycache_prefix, sys.dont_write_bytecode = str(Path(__file__).resolve().parent / "__pycache__"), False
 
 import numpy as np
 import torch

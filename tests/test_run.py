@@ -6,6 +6,7 @@ Most processes are forks (forks.py). Interpreters of their own, which test_fault
 the import."""
 
 import os
+import py_compile
 import re
 import signal
 import subprocess
@@ -379,6 +380,20 @@ def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monke
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save=true"],
           "cannot write .*No space left.*another folder")
     assert "\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text() and not list(tmp_path.glob("*/*"))
+
+
+@pytest.mark.parametrize("translated", [False, True])
+def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
+    """The PyTorch of this test tells where Python keeps bytecode, and ends the script."""
+    (tmp_path / "train_gpt.py").write_bytes(Path(T.__file__).read_bytes())
+    fake = tmp_path / "torch.py"
+    fake.write_text("import sys; sys.exit(f'{sys.pycache_prefix} {sys.dont_write_bytecode}')")
+    if translated:
+        py_compile.compile(fake)
+    env = {key: value for key, value in ENV.items() if key not in ("PYTHONPATH", "PYTHONPYCACHEPREFIX")}
+    ended = subprocess.run([sys.executable, "train_gpt.py"], cwd=tmp_path, env=env | {"PYTHONDONTWRITEBYTECODE": "1"},
+                           capture_output=True, text=True)
+    assert ended.stderr == ("None True\n" if translated else f"{tmp_path / '__pycache__'} False\n")
 
 
 def test_import_does_nothing():
