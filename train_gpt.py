@@ -514,11 +514,16 @@ def param_table(model: Model) -> tuple[Param, ...]:
     with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
     dynamic = model.dynamic_sizes
     lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
-    # Padded: the matrices, two for each MLP, divide evenly among 8 ranks.
-    mlp_rows = -(-len(layers) // 4) * 4
 
     def uniform(p, generator, bound=3**0.5 * 0.5 * D**-0.5):  # this bound: standard deviation 0.5 / D**0.5
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
+
+    def fill_mlps(p, generator):
+        """W1 of every MLP. The bank of record 74 had 12 MLPs, one of them without a layer; the values that this MLP
+        drew are skipped, so that the parameters drawn later begin as in record 74."""
+        drawn = p.new_empty(-(-len(p) // 4) * 4, *p.shape[2:])
+        uniform(drawn, generator)
+        p[:, 0] = drawn[:len(p)]
 
     def fill_sa(p, generator):
         p.copy_(torch.tensor([0.5, 1.0]))
@@ -543,8 +548,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
               init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0), average=0.12),
         # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
-        Param("mlp_bank", (mlp_rows, 2, model.mlp_dim, D), "normuon", "sharded", reduce_order=1, update_order=6,
-              init=lambda p, generator: uniform(p[:, 0], generator), matrix_lr=(2.0, 4.0), average=0.06),
+        Param("mlp_bank", (len(layers), 2, model.mlp_dim, D), "normuon", "sharded", reduce_order=1, update_order=6,
+              init=fill_mlps, matrix_lr=(2.0, 4.0), average=0.06),
         Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
               init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, None), lr_mul=75.0,
               wd_mul=5.0, lazy=True, average=0.06),
@@ -1539,8 +1544,7 @@ class Trainer:
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
-            bank = self.model.mlp_bank[:len(config.model.layers)]  # without its padding
-            self.model.fp8_mlps = kernels.Fp8Mlps(bank, 1 / self.micro_steps)
+            self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:
             narrow = [layer.narrow for layer in config.model.layers if layer.attention]
             self.model.fp8_projections = kernels.Fp8Projections(self.model.attn_bank, narrow, config.model.num_heads,

@@ -610,7 +610,7 @@ class OracleOptimizer:
         self.tied, self.pair_rows = True, pair_rows
 
     def _matrices(self, label, tensor):
-        """Optimizer view, (40, D, D) of attn_bank and (24, F, D) of mlp_bank; shares storage."""
+        """Optimizer view, (40, D, D) of attn_bank and (22, F, D) of mlp_bank; shares storage."""
         D = tensor.shape[-1]
         return tensor.view(-1, D, D) if label == "attn_bank" else tensor.view(-1, tensor.shape[-2], D)
 

@@ -53,7 +53,7 @@ def test_polar_express_against_svd(shape, steps, least, error):
 
 
 def test_zero_matrix_only_decays():
-    """The padding matrices of the MLP bank: no NaN, and cautious decay applies to a zero update."""
+    """A matrix without gradient: no NaN, and cautious decay applies to a zero update."""
     w = torch.full((1, 8, 4), 0.5, dtype=torch.bfloat16)
     p, mantissa = w.view(torch.int16).clone(), torch.zeros(1, 8, 4, dtype=torch.int16)
     X, scale = OPS.fused_momentum(torch.zeros_like(w), torch.zeros(1, 8, 4), 0.95, kernels.POLAR_SAFETY)
@@ -247,8 +247,8 @@ def assert_same(state, other):
 def test_any_number_of_ranks_equals_one_bit_for_bit(tmp_path, world, head_pairs):
     """From a state of one rank, across the split with its state transfer (step 5), and back to one rank.
 
-    7 ranks divide no sharded parameter. Of the banks' 40 and 24 matrices they own 6 and 4 each, the last one 4 and
-    none: its rest is padding. 11 ranks own 4 and 3; one or three of them padding only.
+    7 ranks divide no sharded parameter. Of the banks' 40 and 22 matrices they own 6 and 4 each; of the second bank the
+    sixth rank owns 2 and the last one none: the rest is padding. Of 11 ranks, which own 4 and 2, one owns padding only.
     """
     run = functools.partial(train, ONE_RANK, head_pairs=head_pairs)
     states = [run(range(3))]
