@@ -295,7 +295,7 @@ class System:
     run_label: str = "run"  # first part of the log's file name
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # seed of the initial weights
-    micro_batches: int = 8  # forward passes per step, all ranks together (0: the fewest that fit the GPU)
+    micro_batches: int = 8  # forward passes per step of all ranks, at least one each (0: the fewest that fit the GPU)
     val_every: int = 250  # steps between validations
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
@@ -396,8 +396,8 @@ LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
 
 
 def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
-    """(config of the checkpoint that --resume names, its step). Overrides may change only the machine, the output and
-    the validation.
+    """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
+    that are not in LEARNED_KNOBS: machine, FP8, output, validation.
 
     Raises UserError when an override or the preset changes another knob, and when the run is finished.
     """
@@ -409,7 +409,8 @@ def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
         wanted = fit_length(wanted, overrides.keys(), made_for(preset), world)
     free = {*vars(saved.data), *vars(saved.system)} - LEARNED_KNOBS
     new, old = flatten(wanted), flatten(saved)
-    new["micro_batches"] = new["micro_batches"] or old["micro_batches"]  # 0: a resumed run keeps the chosen number
+    if overrides.get("micro_batches", "0") == "0":  # the run may have chosen its number, or raised it to that of ranks
+        new["micro_batches"] = old["micro_batches"]
     differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
                  for key in new | old if key not in free and new.get(key) != old.get(key)]
     if differing:
@@ -1189,7 +1190,8 @@ class NorMuonAndAdam:
             beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
         else:
             p, state, row = self.shards[name], self.state[name], self.table[name]
-            beta1, beta2, lr_mul, wd_mul = row.betas[0], self.config.table_beta2, row.lr_mul, row.wd_mul
+            (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
+            beta2 = self.config.table_beta2 if beta2 is None else beta2
         t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
         lr, eps = self.config.adam_lr * plan.lr_factor * lr_mul, self.config.adam_eps
         weight_decay, rate = lr * lr * self.config.adam_wd * wd_mul, plan.average_rates.get(name, 0.0)

@@ -5,6 +5,7 @@ import math
 import re
 from itertools import accumulate
 
+import triton_kernels as kernels
 from data.files import UserError
 from data.knobs import flatten, render
 
@@ -194,8 +195,9 @@ def check_config(config, world=1):
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
-    require(not model.pointer or all(len(stage.mtp_start) <= 4 for stage in stages),
-            "--pointer=True: at most four numbers in mtp_start and mtp_end")
+    most = kernels.MOST_POINTER_TARGETS
+    require(not model.pointer or all(len(stage.mtp_start) <= most for stage in stages),
+            f"--pointer=True: at most {most} numbers in mtp_start and mtp_end")
     require(system.seed < 2**63, f"--seed={system.seed}: must be below 2 ** 63")
     require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile),
             f"--profile={system.profile}: expected START:COUNT, for example 20:4")

@@ -243,6 +243,19 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
 
 
+@pytest.mark.parametrize("saved, world", [(16, 16), (16, 8), (8, 8)])
+def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
+    """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
+    config = T.with_system(T.RECORD74, micro_batches=saved)
+    monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    monkeypatch.setattr(T, "check_weights", lambda state, model: None)
+    for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
+        resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
+        assert resumed == T.with_system(config, resume="x")
+    with pytest.raises(UserError, match=f"micro_batches: here 32, in the checkpoint {saved}"):
+        T.parse_config(["--preset=record74", "--resume=x", "--micro_batches=32"], world)
+
+
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)
