@@ -20,7 +20,7 @@ Contents, in the order in which a token meets the operations
   1  lookup, embedding_grad, update_rows    rows of the embedding tables, their gradients and updates
   2  attend, attend_backward                sliding-window attention within packed documents, output gate
   3  attention_block                        gates, projection, QK-norm, rotary, key offset, value embedding, attention
-  4  mlp; Fp8Mlps, quantise_both            ReLU² MLP, in bf16 and in FP8
+  4  mlp; Fp8Mlps, quantise_weights         ReLU² MLP, in bf16 and in FP8
      Fp8Projections                         FP8 codes of the weights of section 3's projection
   5  pointer                                attention on earlier copies of the target
   6  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
@@ -1642,9 +1642,9 @@ HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that 
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 
-# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes. All of
-# Fp8Mlps.refresh takes 207 µs for 22 x 3072 x 768 on an H200.
-QUANTISE_BOTH_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
+LARGEST_LAUNCH = dict(BLOCK_M=64, BLOCK_N=256, num_warps=8)
+# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes.
+QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 # Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
 # tiles of 16 KiB, one of which holds post and then the codes, the other the transposed codes, take 224 KiB. Each warp
@@ -1669,49 +1669,81 @@ def _saturate(x, MAX: tl.constexpr, DTYPE: tl.constexpr):
     return tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
+def quantise_weights_ref(x, rows):
+    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices that consist of rows
+    of x (R, N); rows (matrices, M): the numbers of these rows. A scale is the largest weight of its matrix / 448."""
+    weights = x[rows]
+    largest = torch.linalg.vector_norm(weights, math.inf, (-2, -1)).float()
+    scales = (largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR)
+    return scales, *quantise_both_ref(weights, scales, E4M3)
+
+
 @triton.jit
-def _quantise_both_kernel(X, Codes, CodesT, Scale, M, N, stride_scale, MAX: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr):
-    """One tile of one matrix of X (matrices, M, N)."""
-    columns = tl.cdiv(N, BLOCK_N)
-    m = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = tl.program_id(1).to(tl.int64) * M * N
-    inverse = tl.div_rn(1.0, tl.load(Scale + tl.program_id(1) * stride_scale))
+def _largest_kernel(X, Rows, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Largest (matrices, blocks): the largest |x| of BLOCK_M rows of a matrix."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.load(Rows + tl.program_id(1) * M + m, mask=m < M, other=0).to(tl.int64)
+    largest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        x = tl.load(X + row[:, None] * N + n[None, :], mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    tl.store(Largest + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit
+def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, blocks, columns, stride_i, stride_j,
+                             MAX: tl.constexpr, FLOOR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+                             BLOCK_N: tl.constexpr):
+    """One tile of one matrix. Scales (matrices / columns, columns)."""
+    matrix = tl.program_id(1)
+    block = tl.arange(0, BLOCKS)
+    largest = tl.max(tl.load(Largest + matrix * blocks + block, mask=block < blocks, other=0.0))
+    scale = tl.maximum(tl.div_rn(largest, MAX), FLOOR)
+    if tl.program_id(0) == 0:
+        tl.store(Scales + matrix // columns * stride_i + matrix % columns * stride_j, scale)
+    tiles = tl.cdiv(N, BLOCK_N)
+    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.load(Rows + matrix * M + m, mask=m < M, other=0).to(tl.int64)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
-    codes = _saturate(x * inverse, MAX, Codes.dtype.element_ty)
+    x = tl.load(X + row[:, None] * N + n[None, :], mask=inside).to(tl.float32)
+    codes = _saturate(x * tl.div_rn(1.0, scale), MAX, Codes.dtype.element_ty)
+    first = matrix.to(tl.int64) * M * N
     tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _quantise_both(x, scale, codes, codes_t):
-    """Launch the kernel; the interpreter is exact only for values that FP8 holds."""
-    (*_, M, N), launch = x.shape, QUANTISE_BOTH_LAUNCH
+def _quantise_weights(x, rows, scales, codes, codes_t):
+    """Launch the kernels; the interpreter is exact only for values that FP8 holds."""
+    (matrices, M), N, launch = rows.shape, x.size(1), QUANTISE_WEIGHTS_LAUNCH
+    blocks = triton.cdiv(M, LARGEST_LAUNCH["BLOCK_M"])
+    largest = torch.empty(matrices, blocks, device=x.device)
+    _largest_kernel[(blocks, matrices)](x, rows, largest, M, N, **LARGEST_LAUNCH)
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
-    stride = scale.stride(0) if scale.ndim else 0
-    _quantise_both_kernel[(tiles, max(1, scale.numel()))](x, codes, codes_t, scale, M, N, stride,
-                                                          MAX=FP8_MAX[codes.dtype], **launch)
-    return codes, codes_t
+    _quantise_weights_kernel[(tiles, matrices)](
+        x, rows, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(), MAX=E4M3_MAX,
+        FLOOR=WEIGHT_FLOOR, BLOCKS=triton.next_power_of_2(blocks), **launch)
 
 
-def quantise_both(x, scale, dtype=E4M3, out=None):
-    """FP8 codes of x / scale in both layouts, (M, N) and (N, M), from one read of x, which is contiguous and bf16.
+def quantise_weights(x, rows, scales, codes, codes_t):
+    """quantise_weights_ref in place, on a GPU with two reads of the weights.
 
-    x (M, N) with a 0-D scale (fp32) or x (matrices, M, N) with scales (matrices,). out: an earlier result, which is
-    overwritten. Raises a ValueError if an argument is wrong.
+    x (R, N) bf16; rows (matrices, M) int32; scales (layers, matrices of a layer) fp32, in the order of the matrices;
+    codes (matrices, M, N) and codes_t (matrices, N, M) e4m3. All but scales are contiguous. Raises a ValueError if an
+    argument is wrong.
     """
-    if x.ndim not in (2, 3):
-        raise ValueError(f"quantise_both: x must be (M, N) or (matrices, M, N), got {tuple(x.shape)}")
-    _check("quantise_both", "x", x, x.shape, torch.bfloat16, x.device)  # Triton 3.6 gave wrong tiles for fp32
-    _check("quantise_both", "scale", scale, x.shape[:-2], torch.float32, x.device, contiguous=False)
-    if out is None:
-        out = [torch.empty(shape, dtype=dtype, device=x.device) for shape in (x.shape, x.mT.shape)]
-    for name, tensor, shape in zip(("codes", "codes_t"), out, (x.shape, x.mT.shape)):
-        _check("quantise_both", name, tensor, shape, dtype, x.device)
-    if _takes_ref(x, exact=False):
-        return tuple(old.copy_(new) for old, new in zip(out, quantise_both_ref(x, scale, dtype)))
-    return tuple(_quantise_both(x, scale, *out))
+    (matrices, M), N = rows.shape, x.size(1)
+    _check("quantise_weights", "x", x, (len(x), N), torch.bfloat16, x.device)  # Triton 3.6 gave wrong tiles for fp32
+    _check("quantise_weights", "rows", rows, (matrices, M), torch.int32, x.device)
+    _check("quantise_weights", "scales", scales, (len(scales), matrices // len(scales)), torch.float32, x.device, False)
+    _check("quantise_weights", "codes", codes, (matrices, M, N), E4M3, x.device)
+    _check("quantise_weights", "codes_t", codes_t, (matrices, N, M), E4M3, x.device)
+    if not _takes_ref(x, exact=False):
+        return _quantise_weights(x, rows, scales, codes, codes_t)
+    wanted, *both = quantise_weights_ref(x, rows)
+    for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
+        target.copy_(new)
 
 
 def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
@@ -1988,10 +2020,14 @@ class Fp8Mlps:
 
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
+        self.rows = torch.arange(bank[..., 0].numel(), dtype=torch.int32, device=device).view(2 * count, -1)
         self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
         # In the order of _mlp_scales. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
         self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
+        # The delayed scales of post and dpre: what a maximum is multiplied by, and their least values.
+        self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
+        self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
         self.reset()
 
     def reset(self):
@@ -2017,18 +2053,14 @@ class Fp8Mlps:
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):
         """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
-        both = torch.stack((self.post_max, self.dpre_max))
-        max_over_ranks(both)
-        for maxima, column, limit, floor in zip(both, (3, 5), (E4M3_MAX, E5M2_MAX), (POST_FLOOR, DPRE_FLOOR)):
-            usable = (maxima > 0) & maxima.isfinite()
-            scale = self.scales[:, column, 0]
-            scale.copy_(torch.where(usable, (maxima * (HEADROOM / limit)).clamp(min=floor), scale))
+        maxima = torch.stack((self.post_max, self.dpre_max))
+        max_over_ranks(maxima)
+        scales, usable = self.scales[:, 3::2, 0].mT, (maxima > 0) & (maxima < math.inf)
+        scales.copy_(torch.where(usable, (maxima * self.per_maximum).maximum(self.floors), scales))
         self.post_max.zero_()
         self.dpre_max.zero_()
-        largest = torch.linalg.vector_norm(self.bank, math.inf, (-2, -1)).float()
-        scale = self.scales[:, 1:3, 0].copy_((largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR))
-        quantise_both(self.bank.flatten(0, 1), scale.flatten(), E4M3,
-                      (self.codes.flatten(0, 1), self.codes_t.flatten(0, 1)))
+        quantise_weights(self.bank.view(-1, self.bank.size(-1)), self.rows, self.scales[:, 1:3, 0],
+                         self.codes.flatten(0, 1), self.codes_t.flatten(0, 1))
         torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a late backward pass raises an error
 
     def __call__(self, i, x, W1, W2, factor=None):
@@ -2112,29 +2144,26 @@ class Fp8Projections:
     """
 
     def __init__(self, bank, narrow, num_heads, loss_scale):
-        self.bank, self.num_heads, device = bank.detach(), num_heads, bank.device
+        self.bank, device = bank.detach(), bank.device
         self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (X8_SCALE, G8_SCALE * loss_scale))
-        # narrow or not -> numbers of these matrices, their codes and scales; number -> its own codes and scale
-        self.kinds, self.matrices = {}, {}
+        # rows of the bank, scales and codes of all narrow and of all other matrices; number -> its own codes and scale
+        self.kinds, self.matrices = [], {}
+        row_numbers = torch.arange(bank[..., 0].numel(), dtype=torch.int32, device=device).view(len(bank), -1, 1)
         for kind in set(narrow):
             numbers = [i for i, other in enumerate(narrow) if other == kind]
-            rows, D = packed_projection(self.bank[0], num_heads, kind).shape
+            rows = packed_projection(row_numbers[numbers].expand(-1, -1, bank.size(2)), num_heads, kind)[..., 0]
             codes, codes_t = (torch.empty(len(numbers), *shape, dtype=E4M3, device=device)
-                              for shape in ((rows, D), (D, rows)))
-            scales = torch.ones(len(numbers), 4, device=device)[:, 0]  # 16 bytes apart, as in Fp8Mlps
-            self.kinds[kind] = torch.tensor(numbers, device=device), codes, codes_t, scales
-            self.matrices |= zip(numbers, zip(codes, codes_t, scales))
+                              for shape in ((rows.size(1), bank.size(2)), (bank.size(2), rows.size(1))))
+            scales = torch.ones(len(numbers), 4, device=device)[:, :1]  # 16 bytes apart, as in Fp8Mlps
+            self.kinds.append((rows.contiguous(), scales, codes, codes_t))
+            self.matrices |= zip(numbers, zip(codes, codes_t, scales[:, 0]))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self):
         """Quantise the bank again."""
-        for kind, (numbers, codes, codes_t, scales) in self.kinds.items():
-            weights = self.bank[:, :3 * self.bank.size(2)].index_select(0, numbers)
-            weights = packed_projection(weights, self.num_heads, kind)
-            largest = torch.linalg.vector_norm(weights, math.inf, (-2, -1)).float()
-            scales.copy_((largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR))
-            quantise_both(weights, scales, E4M3, (codes, codes_t))
+        for rows, scales, codes, codes_t in self.kinds:
+            quantise_weights(self.bank.view(-1, self.bank.size(2)), rows, scales, codes, codes_t)
             torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
 
     def __call__(self, i, inputs, factor):

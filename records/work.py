@@ -48,7 +48,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # In FP8, whose limit is twice as high, so that an operation counts as half of one.
     "mlp_codes": ("_mlp_codes_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
     "mlp_codes_backward": ("_mlp_codes_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
-    "quantise_both": ("_quantise_both_kernel", lambda size: (0, 4 * size)),
+    "quantise_weights": ("_largest_kernel _quantise_weights_kernel", lambda size: (0, 6 * size)),
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
@@ -116,9 +116,9 @@ def calls(run):
             for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
                 yield "embedding_grad", N, D, touched
         if run.get("fp8_mlps"):
-            yield "quantise_both", 2 * F * D * len(layers)
+            yield "quantise_weights", 2 * F * D * len(layers)
         if run.get("fp8_qkv"):
-            yield from (("quantise_both", size) for size in projections.values())
+            yield from (("quantise_weights", size) for size in projections.values())
         for n, R, C in run.get("polar", run["banks"]):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]

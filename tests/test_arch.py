@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_KIB = {86: 99, 90: 227, 120: 99}
 HOPPER_ONLY = {"_mlp_hopper_kernel", "_mlp_codes_hopper_kernel"}  # 9.0
 NOT_HOPPER = {"_mlp_kernel", "_mlp_codes_kernel"}  # what other GPUs take
-FP8_ONLY = {"_quantise_kernel", "_quantise_both_kernel", "_mlp_codes_kernel"}  # 8.9 and up
+FP8_ONLY = {"_quantise_kernel", "_largest_kernel", "_quantise_weights_kernel", "_mlp_codes_kernel"}  # 8.9 and up
 
 
 def compile_all(arch):
@@ -59,8 +59,9 @@ def compile_all(arch):
         x = bench.rand(1024, 768)
         tk._quantise_kernel[(1,)](x, x.to(tk.E4M3), x.numel(), 1.0, MAX=tk.E4M3_MAX, **tk.QUANTISE_LAUNCH)
         one, W = torch.ones(()), bench.rand(3072, 768, dtype=tk.E4M3)
-        post, _ = tk._relu_square_codes(tk.quantise_both(x, one)[0], W, *[one] * 4)
-        tk._relu_square_codes(tk.quantise_both(x, one, tk.E5M2)[0], W, *[one] * 4, post, one)
+        tk._quantise_weights(x, torch.zeros(1, 3072, dtype=torch.int32), torch.ones(1, 1), W, W.mT.contiguous())
+        post, _ = tk._relu_square_codes(x.to(tk.E4M3), W, *[one] * 4)
+        tk._relu_square_codes(x.to(tk.E5M2), W, *[one] * 4, post, one)
         ve, gate, rotary = bench.rand(1024, 768), bench.rand(1024, 6), bench.rand(2048, 32, 2)
         for paired, offset, narrow in ((False, True, False), (True, False, True)):
             width = 64 if narrow else 128

@@ -66,7 +66,7 @@ def test_reference_of_the_codes(shape, dtype):
     x = (100 * torch.randn(shape)).to(BF16)
     x.view(-1)[:4] = torch.tensor([1e6, -math.inf, 0, -0.0])
     scale = torch.rand(shape[:-2]) + 0.01
-    codes, codes_t = tk.quantise_both(x, scale, dtype)
+    codes, codes_t = tk.quantise_both_ref(x, scale, dtype)
     assert codes.dtype == codes_t.dtype == dtype and codes_t.is_contiguous() and codes_t.shape == x.mT.shape
     assert torch.equal(bits(codes_t), bits(codes).mT)
     exact = x.double() / scale.double()[..., None, None]
@@ -74,47 +74,70 @@ def test_reference_of_the_codes(shape, dtype):
     slack = [rounded(exact * (1 + sign * 2**-22), dtype) for sign in (-1, 1)]
     assert (near | (codes.double() == slack[0]) | (codes.double() == slack[1])).all() and near.double().mean() > 0.99
     x.view(-1)[5] = math.nan
-    assert tk.quantise_both(x, scale, dtype)[0].double().isnan().sum() == 1
+    assert tk.quantise_both_ref(x, scale, dtype)[0].double().isnan().sum() == 1
 
 
-@both_formats
-@pytest.mark.parametrize("shape", [(1, 1), (70, 130), (128, 64), (3, 70, 48)])
-def test_layouts(shape, dtype, device):
-    """The kernel on values that FP8 holds: both layouts, nothing else written, one scale per matrix."""
-    x = framed((4 * torch.randint(-7, 8, shape)).to(device, BF16), *[(1, 1)] + [(0, 0)] * (len(shape) - 1))[1]
-    scale = torch.full((3, 4), math.nan, device=device)[:, 0] if len(shape) == 3 else scalar(2.0, device)
-    scale.copy_(torch.tensor([2.0, 4.0, 0.5]) if len(shape) == 3 else scale)
-    frames = [framed(torch.full(s, math.nan, device=device).to(dtype), *[(1, 1)] + [(0, 0)] * (len(shape) - 1))
-              for s in (x.shape, x.mT.shape)]
-    codes, codes_t = tk._quantise_both(x, scale, *(view for _, view in frames))
-    wanted = (x / scale[..., None, None]).to(dtype)
-    assert torch.equal(bits(codes), bits(wanted)) and torch.equal(bits(codes_t), bits(wanted).mT)
+def arguments_of_quantise_weights(x, rows, layers):
+    """Buffers full of nan around each result; a scale is 16 bytes apart from the next, as in the trainer."""
+    (matrices, M), N, device = rows.shape, x.size(1), x.device
+    scales = torch.full((layers, matrices // layers + 1, 4), math.nan, device=device)
+    frames = [framed(torch.full((matrices, *shape), math.nan, device=device).to(E4M3), (1, 1), (0, 0), (0, 0))
+              for shape in ((M, N), (N, M))]
+    return scales, frames, (x, rows, scales[:, 1:, 0], *(view for _, view in frames))
+
+
+@pytest.mark.parametrize("M, N", [(1, 16), (70, 130), (128, 64), (130, 272)])
+def test_weights_that_need_no_rounding(M, N, device):
+    """The kernels on weights whose codes are exact: rows in any order, both layouts, nothing else written."""
+    x = 4 * torch.randint(-7, 8, (3 * M, N)).to(device, BF16)
+    rows = torch.randperm(3 * M, device=device)[torch.randint(3 * M, (6, M), device=device)].int()
+    for i in range(1, 6):  # with a largest weight of 448, the scale is 1, and no code is rounded
+        x[rows[i, -1].long(), i] = -448.0 if i % 2 else 448.0
+    rows[0] = rows[0, 0].clone()
+    x[rows[0, 0].long()] = 0
+    largest = x[rows.long()].abs().amax((1, 2)).float()
+    scales, frames, arguments = arguments_of_quantise_weights(x, rows, layers=3)
+    tk._quantise_weights(*arguments)
+    wanted_scales = torch.where(largest == 0, torch.tensor(1e-12, device=device), largest / 448)
+    assert torch.equal(scales[:, 1:, 0].flatten(), wanted_scales) and (wanted_scales == 1).sum() > 2
+    assert scales.isnan().sum() == scales.numel() - 6
+    exact = (wanted_scales == 1) | (wanted_scales < 1e-9)
+    wanted = (x[rows.long()].float() / wanted_scales[:, None, None]).to(E4M3)
+    codes, codes_t = arguments[3:]
+    assert torch.equal(bits(codes)[exact], bits(wanted)[exact]) and torch.equal(bits(codes_t), bits(codes).mT)
     for buffer, view in frames:
         oracles.assert_only_view_written(buffer, view)
 
 
 @gpu
-@both_formats
-@pytest.mark.parametrize("shape", [(70, 130), (49152, 768), (22, 3072, 768)])
-def test_codes_bit_for_bit(shape, dtype, device):
-    x = (100 * torch.randn(shape, device=device)).to(BF16)
-    x.view(-1)[:4] = torch.tensor([1e6, -math.inf, math.nan, -0.0])
-    scale = torch.rand(shape[:-2], device=device) + 0.01
-    for got, wanted in zip(tk.quantise_both(x, scale, dtype), tk.quantise_both_ref(x, scale, dtype)):
-        assert torch.equal(bits(got), bits(wanted))
+@pytest.mark.parametrize("layers, columns, M, N", [(3, 1, 70, 130), (11, 2, 2560, 768), (2, 1, 2304, 768)])
+def test_weights_bit_for_bit(layers, columns, M, N, device):
+    x = torch.randn(layers * columns * M + 5, N, device=device).to(BF16)
+    x[:4, 0] = torch.tensor([1e6, 1e-9, math.nan, -0.0])
+    rows = torch.randperm(len(x), device=device)[:layers * columns * M].view(-1, M).int()
+    scales, _, arguments = arguments_of_quantise_weights(x, rows, layers)
+    tk.quantise_weights(*arguments)
+    finite = ~x[rows.long()].isnan().flatten(1).any(1)
+    for got, wanted in zip((scales[:, 1:, 0].flatten(), *map(bits, arguments[3:])), tk.quantise_weights_ref(x, rows)):
+        wanted = bits(wanted) if wanted.dtype == E4M3 else wanted
+        assert torch.equal(got[finite], wanted[finite])
+    nans = x[rows.long()].isnan()
+    assert arguments[3].float().isnan()[nans].all()
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(16, dtype=BF16)), r"x must be \(M, N\) or \(matrices, M, N\), got \(16,\)"),
     (dict(x=torch.ones(8, 16)), "x must be contiguous torch.bfloat16 .* got torch.float32"),
     (dict(x=torch.ones(16, 8, dtype=BF16).mT), r"x must be contiguous .* strides \(1, 8\)"),
-    (dict(scale=torch.ones(2)), r"scale must be .* shape \(\) .* got .* shape \(2,\)"),
-    (dict(out=(torch.ones(8, 16).to(E4M3), torch.ones(8, 16).to(E4M3))), r"codes_t must be .* shape \(16, 8\)"),
-    (dict(dtype=E5M2, out=(torch.ones(8, 16).to(E4M3),) * 2), "codes must be contiguous torch.float8_e5m2")])
-def test_quantise_both_refuses(change, message):
-    arguments = dict(x=torch.ones(8, 16, dtype=BF16), scale=torch.tensor(1.0))
-    with pytest.raises(ValueError, match=f"quantise_both: {message}"):
-        tk.quantise_both(**arguments | change)
+    (dict(rows=torch.zeros(2, 4, dtype=torch.int64)), "rows must be contiguous torch.int32 .* got torch.int64"),
+    (dict(scales=torch.ones(2, 2)), r"scales must be .* shape \(2, 1\) .* got .* shape \(2, 2\)"),
+    (dict(codes_t=torch.ones(2, 4, 16).to(E4M3)), r"codes_t must be .* shape \(2, 16, 4\)"),
+    (dict(codes=torch.ones(2, 4, 16).to(E5M2)), "codes must be contiguous torch.float8_e4m3fn")])
+def test_quantise_weights_refuses(change, message):
+    arguments = dict(x=torch.ones(8, 16, dtype=BF16), rows=torch.zeros(2, 4, dtype=torch.int32),
+                     scales=torch.ones(2, 1), codes=torch.ones(2, 4, 16).to(E4M3),
+                     codes_t=torch.ones(2, 16, 4).to(E4M3))
+    with pytest.raises(ValueError, match=f"quantise_weights: {message}"):
+        tk.quantise_weights(**arguments | change)
 
 
 # ---- Products with codes as results ----------------------------------------------------------------------------------
@@ -180,7 +203,8 @@ def test_codes_of_products(N, device, either_kernel):
     """Random values: the codes of the reference, but for sums that round to the other side."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
-    x8, g8, w1, w2 = (tk.quantise_both(t, one, dtype)[0] for t, dtype in ((x, E4M3), (g, E5M2), (W1, E4M3), (W2, E4M3)))
+    x8, g8, w1, w2 = (tk.quantise_both_ref(t, one, dtype)[0]
+                      for t, dtype in ((x, E4M3), (g, E5M2), (W1, E4M3), (W2, E4M3)))
     scales = scalar(1 / 27, device), one, scalar(0.01, device)
     post = tk._relu_square_codes(x8, w1, *scales, scalar(0.0, device))[0]
     for args in (x8, w1), (g8, w2, post, scalar(0.02, device)):
