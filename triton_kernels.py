@@ -1642,8 +1642,9 @@ HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that 
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 
-LARGEST_LAUNCH = dict(BLOCK_M=64, BLOCK_N=256, num_warps=8)
-# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes.
+# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes. One H200,
+# 22 x 2560 x 768: 33 µs for the largest weights and 58 for the codes, 62 and 71 % of the copy rate.
+LARGEST_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=4)
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 # Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
@@ -1699,7 +1700,7 @@ def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, bloc
     matrix = tl.program_id(1)
     block = tl.arange(0, BLOCKS)
     largest = tl.max(tl.load(Largest + matrix * blocks + block, mask=block < blocks, other=0.0))
-    scale = tl.maximum(tl.div_rn(largest, MAX), FLOOR)
+    scale = tl.maximum(largest * (1.0 / MAX), FLOOR)  # PyTorch, too, divides by a number like this on a GPU
     if tl.program_id(0) == 0:
         tl.store(Scales + matrix // columns * stride_i + matrix % columns * stride_j, scale)
     tiles = tl.cdiv(N, BLOCK_N)

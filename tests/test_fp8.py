@@ -89,22 +89,18 @@ def arguments_of_quantise_weights(x, rows, layers):
 @pytest.mark.parametrize("M, N", [(1, 16), (70, 130), (128, 64), (130, 272)])
 def test_weights_that_need_no_rounding(M, N, device):
     """The kernels on weights whose codes are exact: rows in any order, both layouts, nothing else written."""
-    x = 4 * torch.randint(-7, 8, (3 * M, N)).to(device, BF16)
-    rows = torch.randperm(3 * M, device=device)[torch.randint(3 * M, (6, M), device=device)].int()
+    x = 4 * torch.randint(-7, 8, (7 * M, N)).to(device, BF16)
+    rows = torch.randperm(7 * M, device=device)[:6 * M].view(6, M).int()
     for i in range(1, 6):  # with a largest weight of 448, the scale is 1, and no code is rounded
         x[rows[i, -1].long(), i] = -448.0 if i % 2 else 448.0
-    rows[0] = rows[0, 0].clone()
+    rows[0] = rows[0, 0].clone()  # one row of zeros, again and again
     x[rows[0, 0].long()] = 0
-    largest = x[rows.long()].abs().amax((1, 2)).float()
     scales, frames, arguments = arguments_of_quantise_weights(x, rows, layers=3)
     tk._quantise_weights(*arguments)
-    wanted_scales = torch.where(largest == 0, torch.tensor(1e-12, device=device), largest / 448)
-    assert torch.equal(scales[:, 1:, 0].flatten(), wanted_scales) and (wanted_scales == 1).sum() > 2
+    assert scales[:, 1:, 0].flatten().tolist() == [pytest.approx(1e-12), 1, 1, 1, 1, 1]
     assert scales.isnan().sum() == scales.numel() - 6
-    exact = (wanted_scales == 1) | (wanted_scales < 1e-9)
-    wanted = (x[rows.long()].float() / wanted_scales[:, None, None]).to(E4M3)
     codes, codes_t = arguments[3:]
-    assert torch.equal(bits(codes)[exact], bits(wanted)[exact]) and torch.equal(bits(codes_t), bits(codes).mT)
+    assert torch.equal(bits(codes), bits(x[rows.long()].to(E4M3))) and torch.equal(bits(codes_t), bits(codes).mT)
     for buffer, view in frames:
         oracles.assert_only_view_written(buffer, view)
 
