@@ -131,6 +131,17 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
         assert error < bound, f"{label}: relative error {error:.1e}"
 
 
+@pytest.mark.parametrize("beta2, decay", [(None, 0.75), (0.5, 0.5)])
+def test_second_moment_of_a_table(beta2, decay):
+    """Its row of param_table gives the decay, or else --table_beta2."""
+    config = dataclasses.replace(small_config(), optim=T.Optim(table_beta2=0.75))
+    optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS)
+    optimizer.table["value_embeds"] = optimizer.table["value_embeds"]._replace(betas=(0.9, beta2))
+    grad = torch.full_like(optimizer.params["value_embeds"], 2.0)
+    optimizer._update_adam("value_embeds", T.make_plan(config, 1), grad)
+    assert (optimizer.state["value_embeds"]["v"] == (1 - decay) * 4).all()
+
+
 def orthogonalised(grads, head_pairs, world=1):
     """What NorMuon makes of gradients of attn_bank at momentum 0, in fp64; all ranks one after the other."""
     config, got = small_config(head_pairs), []
