@@ -289,7 +289,7 @@ def test_both_layouts(dtype, scale, device):
 
 def test_refresh(device):
     """Codes of every kind by the definition, at the same addresses after the bank has changed. Rows that no projection
-    reads and the padding of the bank change nothing."""
+    reads and a matrix that no layer uses change nothing."""
     D, H, d = 64, 2, 32
     kinds = [True, False, True, True, False]
     bank = torch.randn(6, 4 * D, D).to(device, BF16)
