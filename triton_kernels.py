@@ -1642,8 +1642,9 @@ HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that 
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
 
-# A tile reads and writes lines of 128 bytes, but its codes in the layout of the matrix are lines of 64 bytes. One H200,
-# 22 x 2560 x 768: 33 µs for the largest weights and 58 for the codes, 62 and 71 % of the copy rate.
+# On one H200, the first kernel takes 33 µs for 22 x 2560 x 768 weights, 62 % of the copy rate, and the second kernel
+# 58 µs, 71 %. A tile of the second kernel reads lines of 128 bytes. It writes the transposed codes in lines of 128
+# bytes, but the codes in the layout of the matrix in lines of 64 bytes.
 LARGEST_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=4)
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
@@ -1700,7 +1701,7 @@ def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, bloc
     matrix = tl.program_id(1)
     block = tl.arange(0, BLOCKS)
     largest = tl.max(tl.load(Largest + matrix * blocks + block, mask=block < blocks, other=0.0))
-    scale = tl.maximum(largest * (1.0 / MAX), FLOOR)  # PyTorch, too, divides by a number like this on a GPU
+    scale = tl.maximum(largest * (1.0 / MAX), FLOOR)  # as PyTorch divides a tensor by a number on a GPU
     if tl.program_id(0) == 0:
         tl.store(Scales + matrix // columns * stride_i + matrix % columns * stride_j, scale)
     tiles = tl.cdiv(N, BLOCK_N)
@@ -1740,11 +1741,13 @@ def quantise_weights(x, rows, scales, codes, codes_t):
     _check("quantise_weights", "scales", scales, (len(scales), matrices // len(scales)), torch.float32, x.device, False)
     _check("quantise_weights", "codes", codes, (matrices, M, N), E4M3, x.device)
     _check("quantise_weights", "codes_t", codes_t, (matrices, N, M), E4M3, x.device)
-    if not _takes_ref(x, exact=False):
-        return _quantise_weights(x, rows, scales, codes, codes_t)
-    wanted, *both = quantise_weights_ref(x, rows)
-    for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
-        target.copy_(new)
+    if _takes_ref(x, exact=False):
+        wanted, *both = quantise_weights_ref(x, rows)
+        for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
+            target.copy_(new)
+    else:
+        _quantise_weights(x, rows, scales, codes, codes_t)
+    torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
 
 
 def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
@@ -2026,7 +2029,7 @@ class Fp8Mlps:
         # In the order of _mlp_scales. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
         self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
-        # The delayed scales of post and dpre: what a maximum is multiplied by, and their least values.
+        # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
         self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
         self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
         self.reset()
@@ -2062,7 +2065,6 @@ class Fp8Mlps:
         self.dpre_max.zero_()
         quantise_weights(self.bank.view(-1, self.bank.size(-1)), self.rows, self.scales[:, 1:3, 0],
                          self.codes.flatten(0, 1), self.codes_t.flatten(0, 1))
-        torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a late backward pass raises an error
 
     def __call__(self, i, x, W1, W2, factor=None):
         """Raises a ValueError if an argument is wrong."""
@@ -2147,8 +2149,10 @@ class Fp8Projections:
     def __init__(self, bank, narrow, num_heads, loss_scale):
         self.bank, device = bank.detach(), bank.device
         self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (X8_SCALE, G8_SCALE * loss_scale))
-        # rows of the bank, scales and codes of all narrow and of all other matrices; number -> its own codes and scale
+        # kinds: rows of the bank, scales and codes, once for all narrow matrices and once for all other matrices.
+        # matrices: number of a matrix -> its own codes and scale.
         self.kinds, self.matrices = [], {}
+        # packed_projection packs the numbers of rows as it packs rows of weights; it needs their width, D.
         row_numbers = torch.arange(bank[..., 0].numel(), dtype=torch.int32, device=device).view(len(bank), -1, 1)
         for kind in set(narrow):
             numbers = [i for i, other in enumerate(narrow) if other == kind]
@@ -2165,7 +2169,6 @@ class Fp8Projections:
         """Quantise the bank again."""
         for rows, scales, codes, codes_t in self.kinds:
             quantise_weights(self.bank.view(-1, self.bank.size(2)), rows, scales, codes, codes_t)
-            torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
 
     def __call__(self, i, inputs, factor):
         codes, codes_t, scale = self.matrices[i]
