@@ -75,6 +75,7 @@ from typing import Callable, NamedTuple
 # 2300 files, so this file keeps the bytecode in its own folder.
 if sys.pycache_prefix is None and (spec := importlib.util.find_spec("torch")) and not os.path.exists(spec.cached):
     sys.pycache_prefix, sys.dont_write_bytecode = str(Path(__file__).resolve().parent / "__pycache__"), False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix  # the processes of the compiler read it
 
 import numpy as np
 import torch
@@ -1209,6 +1210,16 @@ class NorMuonAndAdam:
         if name == "replicated":
             self.replicated.unpack_weights(p)
 
+    @torch.no_grad()
+    def compile_kernels(self, plan):
+        """Launch the Triton kernels that update parameters, for `kernels.only_compiling`."""
+        for label, state in self.state.items():
+            grad = self._shard(label, self.buffers[label][1])
+            if label in self.matrix_lr:
+                self._update_normuon(label, plan, grad)
+            elif "last" in state and plan.adam:
+                self._update_adam(label, plan, grad)
+
     def keep_last_weights(self):
         """Copy the weights to the CPU, so that `blend` can start from them again."""
         self.last_weights = {label: self.shards[label].to("cpu", copy=True) for label, state in self.state.items()
@@ -1622,20 +1633,30 @@ class Trainer:
             dist.barrier()
 
     def compile_kernels(self):
-        """Compile the Triton kernels: run the model eagerly on a few tokens. Changes weights and optimizer state."""
+        """Compile the Triton kernels of a step and of a validation.
+
+        A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
+        kernel runs. So weights and optimizer state stay as they are.
+        """
         torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
         N, attn = 256, self.attn[0]
-        tokens, cu, weights = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128), self.mtp_table[0, :1]
+        tokens, cu = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128)
+        losses = {(plan.candidates, len(plan.mtp_weights)) for plan in self.plans}
+        updates = {plan.update_key: plan for plan in self.plans[:-1]}
         with torch.cuda.stream(self.micro_step.stream):
-            for count in {0, *(plan.candidates for plan in self.plans)}:
-                batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
-                if count == 0:
-                    with torch.no_grad():
-                        summed_loss(self.model, self.head, batch, attn)
-                h, point = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
-                self.head(h, batch.targets, weights, 1.0, candidates=batch.candidates, point=point).backward()
-            for label in self.optimizer.matrix_lr:
-                self.optimizer._update_normuon(label, self.plans[0], torch.zeros_like(self.optimizer.shards[label]))
+            with kernels.only_compiling():
+                with torch.no_grad():
+                    batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=0)
+                    summed_loss(self.model, self.head, batch, attn)
+                for count, terms in losses:
+                    batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
+                    h, point = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
+                    self.head(h, batch.targets, self.mtp_table[0, :terms], 1.0, candidates=batch.candidates,
+                              point=point).backward()
+                for plan in updates.values():
+                    self.optimizer.compile_kernels(plan)
+            for param in self.model.parameters():  # gradients of kernels that did not run
+                param.grad.zero_()
 
     def warm_up(self):
         """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of

@@ -33,6 +33,8 @@ Contents, in the order in which a token meets the operations
 import functools
 import math
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -82,6 +84,34 @@ def _takes_ref(*tensors, exact=True):
     """
     interpreted = INTERPRETED and (exact or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
+
+
+@contextmanager
+def only_compiling():
+    """In this context, a launch of a kernel by this thread compiles and loads the kernel and does not run it. Eight
+    threads compile side by side. Leaving the context waits for them.
+
+    What the kernels would have written is undefined. The backward pass runs in this thread, so its kernels compile,
+    too.
+    """
+    run, device, this_thread = triton.JITFunction.run, torch.cuda.current_device(), threading.get_ident()
+
+    def compile_or_run(self, *args, warmup, **options):
+        return run(self, *args, warmup=warmup or threading.get_ident() == this_thread, **options)
+
+    def load(compile):
+        kernel = compile()
+        kernel.run  # without this, Triton loads a kernel at its first launch
+        return kernel
+
+    triton.JITFunction.run = compile_or_run
+    try:
+        with (ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
+              triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load))),
+              torch.autograd.set_multithreading_enabled(False)):
+            yield
+    finally:
+        triton.JITFunction.run = run
 
 
 def _sm_count(device) -> int:
