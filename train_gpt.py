@@ -21,11 +21,9 @@ yet.
 
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
-    runtime    which kernels run on this GPU
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     optimizer  Adam's rule, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
-    start      checks before anything is compiled
     eval       validation loss
     train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
 
@@ -40,7 +38,7 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
     K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
-    K6  GPT.mixes rounds its lambdas to bf16 (1.1 ** 0.5 becomes 1.046875).
+    K6  GPT.layers rounds these lambdas to bf16 (1.1 ** 0.5 becomes 1.046875).
     K7  NorMuon decays a weight whose update is zero; Adam does not.
     K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
     K9  The two matrices of an MLP have different learning rates.
@@ -65,17 +63,17 @@ import sys
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Some images hold PyTorch without its bytecode, in folders that a run cannot write. Every start would then translate
-# 2300 files, so this file keeps the bytecode in its own folder.
-if sys.pycache_prefix is None and (spec := importlib.util.find_spec("torch")) and not os.path.exists(spec.cached):
+# Some images hold PyTorch without its bytecode, and forbid Python to write it. Every start would then translate 2300
+# files, so this file keeps the bytecode in its own folder. The processes of the compiler read the variable.
+if sys.pycache_prefix is None and (spec := importlib.util.find_spec("torch")) and not os.path.exists(spec.cached or ""):
     sys.pycache_prefix, sys.dont_write_bytecode = str(Path(__file__).resolve().parent / "__pycache__"), False
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix  # the processes of the compiler read it
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import numpy as np
 import torch
@@ -89,13 +87,12 @@ from data.clock import Clock, Stopwatch, trace_range
 from data.exchange import SparseRows, all_gather, reduce_scatter
 from data.files import UserError, one_line, should_report
 from data.knobs import config_from_dict, flatten, help_text, override, read_arguments, render
-from data.loader import (
-    Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data, survey_validation_data)
+from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data
 from data.log import Log, loaded_sources, published, write_header
 from data.machine import (
-    capability, choose_micro_batches, error_message, find_device, init_runtime, is_out_of_memory, memory_report,
-    rank_from_env, require_caches, require_disk, require_torch, restart_with_more_micro_batches, with_system)
-from data.rules import SHORTEST_RUN, check_config, fit_length, stage_starts, stage_steps, total_tokens, with_steps
+    capability, check_start, choose_kernels, error_message, init_runtime, is_out_of_memory, rank_from_env,
+    restart_with_more_micro_batches, state_bytes, with_system)
+from data.rules import check_config, fit_length, require_same_training, stage_starts, stage_steps, with_minutes
 from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
@@ -115,7 +112,7 @@ class Layer:
     two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
     skip_from: int | None = None  # first add lane 0 as it was before this earlier layer's MLP (PR 186, classiclarryd)
     input_from: int | None = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
-    xsa: bool = False  # take a learned part of each head's component along its own value away (PR 264, djdumpling)
+    xsa: bool = False  # subtract a learned share of a head's output along the head's own value (PR 264, djdumpling)
     dynamic: bool = False  # a network reads lane 0 and adds to factors of this and later layers (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
@@ -262,19 +259,19 @@ class Optim:
 
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
-    adam_wd: float = 0.005  # weight decay, multiplied by the squared learning rate
+    adam_wd: float = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
     lazy_tables: bool = False  # Adam keeps no first moment of value and bigram tables, and skips rows without gradient
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
     muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
-    muon_wd: float = 1.2  # weight decay, multiplied by the squared learning rate
+    muon_wd: float = 1.2  # weight decay, multiplied by muon_lr ** 2 and by matrix_lr of the bank
     slow_momentum: float = 0.0  # share of a slower gradient average in Muon's momentum, after SLOW_START (PR 339)
     polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 4 or 5
     head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
-    # column `average` of param_table has the time constants. The run then ends with weights between its last weights
-    # and the averages.
-    average_blend: tuple[float, ...] = (0.0,)  # end with 0: last weights, 1: averages; also validate further values
+    # column `average` of param_table has the time constants. The run then ends with a mixture of its last weights and
+    # their averages. Its last validation also tries the further numbers.
+    average_blend: tuple[float, ...] = (0.0,)  # share of the averages in the final weights (0: none, 1: all)
 
 
 @dataclass(frozen=True)
@@ -303,7 +300,6 @@ class System:
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
     fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
-    fp8_counts: bool = False  # log how many codes of the FP8 MLPs are clipped or flushed; slows the counted steps
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
@@ -387,38 +383,33 @@ PRESETS = {
 }
 
 
-def made_for(preset):
-    """(schedule, number of GPUs) whose batches suit each other, for `fit_length`."""
-    return PRESETS[preset].schedule, 1 if preset in ("single", "short", "cpu") else 8
-
-
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
-LEARNED_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
+KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
+
+
+def preset_config(preset, overrides, world) -> Config:
+    """A preset with overrides, checked, and with the batches, rates and steps that --train_tokens or --minutes gives
+    it for `world` ranks."""
+    config = override(PRESETS[preset], overrides)
+    if 0 < config.system.micro_batches < world:
+        config = with_system(config, micro_batches=world)
+    check_config(config, world)
+    gpus = 1 if preset in ("single", "short", "cpu") else 8  # for which the batches of the preset were chosen
+    return fit_length(config, overrides.keys(), (PRESETS[preset].schedule, gpus), world)
 
 
 def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
     """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
-    that are not in LEARNED_KNOBS: machine, FP8, output, validation.
+    that are not in KEPT_KNOBS: machine, FP8, output, validation.
 
     Raises UserError when an override or the preset changes another knob, and when the run is finished.
     """
     path = overrides["resume"]
     state = load_checkpoint(path)
     saved = with_system(config_from_dict(RECORD74, state["config"]), profile="")
-    wanted = override(PRESETS[preset] if preset else saved, overrides)
-    if preset:
-        wanted = fit_length(wanted, overrides.keys(), made_for(preset), world)
-    free = {*vars(saved.data), *vars(saved.system)} - LEARNED_KNOBS
-    new, old = flatten(wanted), flatten(saved)
-    if overrides.get("micro_batches", "0") == "0":  # the run may have chosen its number, or raised it to that of ranks
-        new["micro_batches"] = old["micro_batches"]
-    differing = [f"{key}: here {render(new.get(key, 'missing'))}, in the checkpoint {render(old.get(key, 'missing'))}"
-                 for key in new | old if key not in free and new.get(key) != old.get(key)]
-    if differing:
-        given = [f"--preset={preset}"] * bool(preset)
-        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
-        advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
-        raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
+    wanted = preset_config(preset, overrides, world) if preset else override(saved, overrides)
+    free = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS
+    require_same_training(path, wanted, saved, free, overrides, preset)
     config = override(saved, {key: text for key, text in overrides.items() if key in free})  # all else is the same
     check_weights(state, config.model)
     step, total = state["step"], stage_starts(config.schedule)[-1]
@@ -437,38 +428,12 @@ def parse_config(argv, world=1) -> Config:
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset, world)
     else:
-        preset = preset or "record"
-        config, first_step = override(PRESETS[preset], overrides), 0
-        if 0 < config.system.micro_batches < world:
-            config = with_system(config, micro_batches=world)
-        check_config(config, world)
-        config = fit_length(config, overrides.keys(), made_for(preset), world)
+        config, first_step = preset_config(preset or "record", overrides, world), 0
     check_config(config, world)
     if config.system.profile and config.system.profiled.start < first_step:
-        raise UserError(f"--profile={config.system.profile}: the run goes on at step {first_step}")
+        raise UserError(f"--profile={config.system.profile}: the resumed run starts at step {first_step}; profile later"
+                        " steps")
     return config
-
-
-# ---- Runtime ---------------------------------------------------------------------------------------------------------
-
-def choose_kernels(config, device):
-    """(config with fp8 settled, implementations of all operations, {operation: name}).
-
-    In this config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
-    attention has another implementation than triton.
-    """
-    system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
-    can_train = has_fp8 and system.dtype == "bfloat16"
-    try:
-        ops, names = kernels.choose_ops(device, system.kernels)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    config = with_system(config, fp8=system.fp8 and has_fp8,
-                         fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
-                         fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")
-    names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
-    names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
-    return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -487,7 +452,8 @@ class Param(NamedTuple):
     shape: tuple[int, ...]
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
     # replicated: every rank updates the whole parameter. sharded: every rank updates its part of the rows.
-    # sharded_sparse: the same; with one micro-batch per rank, ranks exchange only the gradient rows that it touched.
+    # sharded_sparse: like sharded; if every rank has one micro-batch, a rank sends only the gradient rows that its
+    # micro-batch touched.
     comms: str
     reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
     update_order: int = 0  # the updates run in this order
@@ -521,8 +487,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
 
     def fill_mlps(p, generator):
-        """W1 of every MLP. The bank of record 74 had 12 MLPs, one of them without a layer; the values that this MLP
-        drew are skipped, so that the parameters drawn later begin as in record 74."""
+        """W1 of every MLP. Record 74 drew 12 MLPs, one of them without a layer. So values are drawn for a multiple of 4
+        MLPs, and the parameters that are drawn later begin as in record 74."""
         drawn = p.new_empty(-(-len(p) // 4) * 4, *p.shape[2:])
         uniform(drawn, generator)
         p[:, 0] = drawn[:len(p)]
@@ -597,7 +563,7 @@ def check_weights(state, model: Model):
     expected |= {"hash_ids": (model.padded_vocab,)} if model.bigram_normal else {}
     saved = {label: tuple(x.shape) for label, x in state["model"].items()}
     if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
-        raise UserError(f"the checkpoint is of a train_gpt.py with other weights: {', '.join(differing)}")
+        raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
 
 
 def rms_norm(x):
@@ -663,20 +629,6 @@ def attention_settings(config, device, dtype, number=torch.tensor) -> list[Atten
         settings = [each._replace(narrow_rotary=rotary_table(frequencies, rows, device, dtype),
                                   narrow_scale=number(scale)) for each, (frequencies, scale) in zip(settings, states)]
     return [*settings, settings[-1]._replace(long_window=number(config.schedule.final_window))]
-
-
-class Mix(NamedTuple):
-    """The factors of the terms that one layer adds up: each a scalar, or one number per token (N, 1), or None."""
-
-    # Factor of the stream (of both lanes) where the attention output is added; without attention, of lane 0 only.
-    resid_attn: Tensor
-    attn: Tensor | None  # factor of the attention output in lane 0; None: 1
-    attn_lane1: Tensor | None  # factor of the attention output in lane 1; None: there is one lane
-    x0: Tensor  # factor of the token embedding, added to lane 0 before the MLPs
-    bigram: Tensor  # factor of the bigram embedding, added likewise
-    resid_mlp: Tensor  # factor of the stream (of both lanes) where the MLP output is added
-    mlp: Tensor  # factor of the MLP output in lane 0
-    mlp_lane1: Tensor | None  # factor of the MLP output in lane 1; None: there is one lane
 
 
 class Output(NamedTuple):
@@ -747,37 +699,18 @@ class GPT(nn.Module):
             bigram = bigram * self.signs[F.pad(ids[1:] ^ ids[:-1], (1, 0)) % SIGN_ROWS]
         return [token_embed, bigram, *values]
 
-    def hash_ids_on_host(self) -> np.ndarray | None:
-        """`hash_ids` for make_batch."""
-        return self.hash_ids.cpu().numpy() if self.config.bigram_normal else None
-
-    def mixes(self) -> list[Mix]:
-        """The Mix of every layer, from the learned lambdas."""
-        x0, bigram, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
-            self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
-        # Columns before rows: a column that no layer uses then has one gradient of zeros, not one per layer.
-        post = [column.unbind(0) for column in self.post_lambdas.bfloat16().view(-1, 4).unbind(1)]
-        mixes = []
-        for i, layer in enumerate(self.config.layers):
-            resid_attn, resid_mlp = resid[2 * i:2 * i + 2]
-            attn, attn_lane1, mlp, mlp_lane1 = (column[i] for column in post)
-            if not layer.two_lanes:
-                attn = attn_lane1 = mlp_lane1 = None
-            mixes.append(Mix(resid_attn, attn, attn_lane1, x0[i], bigram[i], resid_mlp, mlp, mlp_lane1))
-        return mixes
-
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
         """The compiled part of the forward pass: the result of `lookup` -> (final stream (N, D) after its norm, and
         with the pointer head the result of `pointer_inputs`)."""
         model, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
-        # Validation is in bf16.
+        # Only training uses FP8.
         fp8_mlps, fp8_projections = (self.fp8_mlps, self.fp8_projections) if torch.is_grad_enabled() else (None, None)
 
-        # Unbind each bank once: the backward pass is then one stack. Indexing the bank in each layer would add a
-        # bank of zeros per layer (PR 233). The lambdas scale the weights, which is cheaper than to scale x (PR 166),
-        # and those of all layers at once, so that one product makes the gradients of all lambdas.
+        # Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add
+        # a bank of zeros per layer (PR 233). The lambdas scale the weights, which is cheaper than to scale x (PR 166).
+        # One product scales the weights of all layers, so that one product also makes the gradients of all lambdas.
         lambdas = torch.stack([self.sa_lambdas[i] for i in self.with_attention])[..., None, None]
         bank = self.attn_bank.to(dtype)
         qkv_weights = dict(zip(self.with_attention, (lambdas[:, 0] * bank[:, :3 * D]).to(dtype).unbind(0)))
@@ -791,8 +724,14 @@ class GPT(nn.Module):
             skips = dict(zip(self.with_skip, zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))))
         skip_sources, skip_streams = {layer.skip_from for layer in model.layers}, {}
         input_sources, inputs = {layer.input_from for layer in model.layers}, {}
-        mixes = self.mixes()
-        constants = {(i, name): getattr(mix, name) for i, mix in enumerate(mixes) for name in ("x0", "bigram")}
+        x0_factors, bigram_factors, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
+            self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
+        # Columns are unbound before rows: a column that no layer uses then has one gradient of zeros, not one per
+        # layer.
+        columns = self.post_lambdas.bfloat16().view(-1, 4).unbind(1)
+        post = list(zip(*(column.unbind(0) for column in columns)))
+        constants = {(i, name): factor for name, row in (("x0", x0_factors), ("bigram", bigram_factors))
+                     for i, factor in enumerate(row)}
         if self.with_xsa:
             constants |= zip([(i, "xsa") for i in self.with_xsa], self.xsa_lambdas.unbind(0))
         if sizes := model.mix_sizes:
@@ -852,7 +791,10 @@ class GPT(nn.Module):
             return ops.mlp(x, W1, W2 if factor is None else factor * W2)
 
         lane0, lane1 = x0, None
-        for i, (layer, mix) in enumerate(zip(model.layers, mixes)):
+        for i, layer in enumerate(model.layers):
+            # Factors of the stream, and of the outputs of attention and MLP in each lane; without lanes, in lane 0.
+            resid_attn, resid_mlp = resid[2 * i:2 * i + 2]
+            attn0, attn1, mlp0, mlp1 = post[i]
             if not torch.compiler.is_compiling():
                 with trace_range(f"layer {i}"):  # an empty range, which marks where the layer begins in a trace
                     pass
@@ -874,24 +816,22 @@ class GPT(nn.Module):
             if layer.attention:
                 a = attention(*(attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]), i,
                               layer)
-                lane0 = mix.resid_attn * lane0 + (a if mix.attn is None else mix.attn * a)
+                lane0 = resid_attn * lane0 + (a if lane1 is None else attn0 * a)
                 if lane1 is not None:
-                    lane1 = mix.resid_attn * lane1 + mix.attn_lane1 * a  # K5
+                    lane1 = resid_attn * lane1 + attn1 * a  # K5
             elif layer.embeds:
-                lane0 = mix.resid_attn * lane0
+                lane0 = resid_attn * lane0
             if layer.embeds:
                 injected = factors(i, "x0") * x0
                 lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
             if i in skip_sources:
                 skip_streams[i] = lane0
-            if lane1 is not None:
-                m = mlp(rms_norm(lane1), i)
-                lane0 = mix.resid_mlp * lane0 + mix.mlp * m
-                lane1 = mix.resid_mlp * lane1 + mix.mlp_lane1 * m
-            elif mix.mlp.ndim == 0:  # scaling W2 saves two passes over (N, D) in the backward pass
-                lane0 = mix.resid_mlp * lane0 + mlp(rms_norm(lane0), i, mix.mlp)
+            if lane1 is None:  # the factor scales W2, which saves two passes over (N, D) in the backward pass
+                lane0 = resid_mlp * lane0 + mlp(rms_norm(lane0), i, mlp0)
             else:
-                lane0 = mix.resid_mlp * lane0 + mix.mlp * mlp(rms_norm(lane0), i)
+                m = mlp(rms_norm(lane1), i)
+                lane0 = resid_mlp * lane0 + mlp0 * m
+                lane1 = resid_mlp * lane1 + mlp1 * m
             if i in input_sources:
                 inputs[i] = attention_input(lane0)
             if i == model.backout_layer:
@@ -943,8 +883,9 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, avera
 def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
     """Replace the last weights p by a mixture of them and their average; factor is the part of the average, above 0.
 
-    The parameter as a whole keeps its norm: averaging removes noise, and with the noise some norm (PR 349). state: the
-    optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds up a tensor in place.
+    The parameter as a whole keeps its norm: an average has a smaller norm, because noise cancels, so the mixture is
+    scaled back (PR 349). state: the optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds
+    up a tensor in place.
     """
     tensors = [p, state["average"], *([state["mantissa"]] if "mantissa" in state else [])]
 
@@ -1014,6 +955,8 @@ class NorMuonAndAdam:
         self.state = {}
         self.last_weights = {}  # label -> copy of the shard on the CPU, from `keep_last_weights`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
+        # With --head_pairs, label of the bank -> (rows of two heads, numbers of the Q and K of the shard, of V and O)
+        self.head_pairs = {}
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
             self.buffers[label] = self._pad(label, full), self._pad(label, torch.zeros_like(full))
@@ -1022,7 +965,7 @@ class NorMuonAndAdam:
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.lazy and self.config.lazy_tables:
                 self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
-                if rt.world == 1:  # else the rows of a shard are touched by all ranks
+                if rt.world == 1:  # all ranks touch rows of a shard, so several ranks look at the reduced gradient
                     param.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
             elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
@@ -1036,7 +979,7 @@ class NorMuonAndAdam:
                 if label == "attn_bank" and self.config.head_pairs:
                     is_qk = (torch.arange(len(shard)) + rt.rank * len(shard)) % 4 < 2  # of Q, K, V, O
                     qk, vo = (where.nonzero()[:, 0].to(rt.device) for where in (is_qk, ~is_qk))
-                    self.head_pairs = 2 * config.model.head_dim, qk, vo
+                    self.head_pairs[label] = 2 * config.model.head_dim, qk, vo
             if row.average and any(self.config.average_blend):
                 self.state[label]["average"] = torch.zeros_like(m)
 
@@ -1155,33 +1098,23 @@ class NorMuonAndAdam:
         state, shard = self.state[label], self.shards[label]
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY, state.get("slow"),
                                            plan.momentum_decay, plan.slow_rate, plan.slow_share)
-        y = self._polar_of_head_pairs(X, scale) if self._in_pairs(label) else self._polar(X, scale)
+        y = self._orthogonalise(label, X, scale)
         lr = self.config.muon_lr * plan.lr_factor
         rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
-                              self.config.muon_wd * lr,  # the decay has no factor per matrix
+                              self.config.muon_wd * lr,  # the kernel multiplies by lr and the rate of the matrix
                               self.config.muon_beta2, state["average"] if rate else None, rate)
 
-    def _in_pairs(self, label):
-        return label == "attn_bank" and self.config.head_pairs
-
-    def polar_shapes(self, label):
-        """(n, R, C) of the matrices of a bank that this rank orthogonalises, one for each call of `polar_express`."""
-        n, R, C = self.shards[label].shape
-        if not self._in_pairs(label):
-            return [(n, R, C)]
-        rows, qk, vo = self.head_pairs
-        return [(len(vo), R, C), (len(qk) * R // rows, rows, C)]
-
-    def _polar(self, X, scale):
-        return kernels.polar_express(X, scale, self.ops, self.config.polar_steps)
-
-    def _polar_of_head_pairs(self, X, scale):
-        """Orthogonalises every two heads of Q and K by themselves, and V and O as a whole."""
-        rows, qk, vo = self.head_pairs
-        X[vo] = self._polar(X[vo], scale[vo])
+    def _orthogonalise(self, label, X, scale):
+        """Matrices (n, R, C), each replaced by its polar factor. With --head_pairs, every two heads of Q and K are a
+        matrix of their own. scale: see `kernels.polar_express`."""
+        steps = self.config.polar_steps
+        if label not in self.head_pairs:
+            return kernels.polar_express(X, scale, self.ops, steps)
+        rows, qk, vo = self.head_pairs[label]
+        X[vo] = kernels.polar_express(X[vo], scale[vo], self.ops, steps)
         pairs = X[qk].view(-1, rows, X.size(2))
-        pairs = self._polar(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY))
+        pairs = kernels.polar_express(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY), self.ops, steps)
         X[qk] = pairs.view(len(qk), *X.shape[1:])
         return X
 
@@ -1203,7 +1136,7 @@ class NorMuonAndAdam:
             self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
                                  average, rate)
             return
-        # Mostly 0-D CPU tensors: compiled code reads them at launch, so a new value needs no recompilation.
+        # Numbers that change are 0-D CPU tensors: compiled code reads them at launch and is not compiled again.
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         self.adam_update(p, state["m"], state["v"], grad, step_size, torch.as_tensor(weight_decay), beta1, beta2, eps,
                          average, torch.tensor(rate) if rate else None)
@@ -1315,7 +1248,8 @@ def average_rates(config, step, total) -> dict[str, float]:
         period, tau = (2 if param.optim == "adam" else 1), max(1.0, param.average * total)
         start = max(0.0, total - 3 * tau)
         if param.average and step >= start and (period == 1 or step % 2 == 1):
-            rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period  # first a copy
+            # Its first update makes an average a copy of the weights.
+            rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period
     return rates
 
 
@@ -1363,51 +1297,6 @@ def make_plan(config: Config, step: int) -> StepPlan:
         candidates=num_candidates(config, tokens) if sampled else 0,
         adam=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
-
-
-# ---- Start: checks before anything is compiled -----------------------------------------------------------------------
-
-def state_bytes(config: Config) -> tuple[int, int, int]:
-    """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and of the
-    FP8 codes of banks."""
-    weights = state = codes = 0
-    coded = {"mlp_bank": 2 * config.system.fp8_mlp, "attn_bank": 1.5 * config.system.fp8_qkv}  # in two layouts, no O
-    for param in param_table(config.model):
-        size = math.prod(param.shape)
-        weights += size * param.dtype.itemsize
-        # Adam has fp32 m and v, NorMuon fp32 m, perhaps a slow average, and an int16 mantissa, a lazy table only v.
-        muon = 10 if config.optim.slow_momentum else 6
-        state += size * (muon if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
-        state += 4 * size * (param.average > 0 and any(config.optim.average_blend))
-        codes += int(size * coded.get(param.label, 0))
-    return weights, state, codes
-
-
-def needs_tokenizer(config) -> bool:
-    """Whether the run makes `hash_ids`; a checkpoint contains them."""
-    return config.model.bigram_normal and not config.system.resume
-
-
-def check_start(config, world) -> Config:
-    """Raises UserError for what would stop the run later; warns about what might stop the run.
-
-    Returns the config with fp8 and the number of micro-batches settled.
-    """
-    require_torch()
-    device = find_device(config)
-    config = choose_kernels(config, device)[0]
-    sizes = state_bytes(config)
-    config = choose_micro_batches(config, sizes, device, world)
-    found, enough = survey_training_data(config)
-    survey_validation_data(config)
-    if needs_tokenizer(config):
-        text_codec(config.model.vocab_size)
-    require_caches(config, device)
-    require_disk(config, sizes)
-    for text, fine in (found, enough), memory_report(config, sizes, device, world):
-        if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"warning: {text}", file=sys.stderr, flush=True)
-    return config
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -1572,8 +1461,7 @@ class Trainer:
 
     def set_length(self, config):
         """Plan the steps of a config, which may differ from the last one only in the number of steps."""
-        *starts, self.total = stage_starts(config.schedule)
-        self.config, self.counted_steps = config, {*starts, self.total - 1} if config.system.fp8_counts else ()
+        self.config, self.total = config, stage_starts(config.schedule)[-1]
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
         self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
@@ -1615,6 +1503,16 @@ class Trainer:
                 with trace_range("update projection codes"):
                     self.model.fp8_projections.refresh()
         return loss
+
+    def quantise_weights(self, mlp_scales=None):
+        """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
+        self.head.refresh()
+        if self.model.fp8_mlps and mlp_scales:
+            self.model.fp8_mlps.load_state_dict(mlp_scales)
+        elif self.model.fp8_mlps:
+            self.model.fp8_mlps.reset()
+        if self.model.fp8_projections:
+            self.model.fp8_projections.refresh()
 
     def max_over_ranks(self, x):
         """Replace x by the largest of all ranks, element by element."""
@@ -1668,7 +1566,8 @@ class Trainer:
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
             kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
             for batch in islice(self.validation, 1):  # a rank may have none
-                for attn in self.attn if self.static_settings else self.attn[-1:]:  # static: a compiled graph for each
+                # With static settings, every stage has a compiled graph of its own.
+                for attn in self.attn if self.static_settings else self.attn[-1:]:
                     summed_loss(self.forward, self.head, batch, attn)
             if kernels_ready is not None:
                 kernels_ready.result()
@@ -1683,11 +1582,7 @@ class Trainer:
         self.log.line("Resetting Model")
         self.init_weights()
         self.optimizer.load_state_dict({})
-        self.head.refresh()
-        if self.model.fp8_mlps:
-            self.model.fp8_mlps.reset()
-        if self.model.fp8_projections:
-            self.model.fp8_projections.refresh()
+        self.quantise_weights()
 
     def warm_up_steps(self, seen):
         """Run the first step with each key that is not in `seen`, with one micro-batch."""
@@ -1715,11 +1610,8 @@ class Trainer:
         return (time.perf_counter() - began) / len(plans[2:])
 
     def fit_minutes(self):
-        """Give the run as many steps as --minutes asks for. Changes weights and optimizer state.
-
-        The steps are timed on rank 0. Afterwards minutes is 0 and train_tokens holds the choice, so that a resumed run
-        keeps it.
-        """
+        """Give the run as many steps as --minutes asks for, by steps timed on rank 0. Changes weights and optimizer
+        state."""
         schedule, seconds = self.config.schedule, []
         for start, steps in zip(stage_starts(schedule), stage_steps(schedule)):
             plans = self.plans[start:start + steps]
@@ -1729,19 +1621,14 @@ class Trainer:
         seconds = torch.tensor(seconds, dtype=torch.float64, device=self.rt.device)
         if self.rt.world > 1:
             dist.broadcast(seconds, 0)
-        fitted = with_steps(schedule, seconds.tolist(), 60 * schedule.minutes)
-        if fitted.scheduled_steps < SHORTEST_RUN:
-            raise UserError(f"--minutes={schedule.minutes:g}: this machine makes only {fitted.scheduled_steps} steps in"
-                            f" that time; a run needs {SHORTEST_RUN}")
-        schedule = dataclasses.replace(fitted, minutes=0.0, train_tokens=total_tokens(fitted))
-        config = dataclasses.replace(self.config, schedule=schedule)
+        config = with_minutes(self.config, seconds.tolist())
         check_config(config, self.rt.world)  # --profile may ask for steps that the run does not have
         self.set_length(config)
         found, enough = survey_training_data(config)
         if not enough:
             self.log.line(f"warning: {found}")
         keys = "minutes", "train_tokens", "scheduled_steps", "extension_steps"
-        self.log.line("length: " + " ".join(f"{key}={getattr(schedule, key)}" for key in keys))
+        self.log.line("length: " + " ".join(f"{key}={getattr(config.schedule, key)}" for key in keys))
         self.watch.lap("length")
 
     def run(self) -> tuple[float, Clock]:
@@ -1781,18 +1668,14 @@ class Trainer:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            counting = self.model.fp8_mlps and step in self.counted_steps
-            with kernels.counting_codes() if counting else nullcontext() as counts:
-                step_loss = self.step(self.loader, plan, self.micro_steps, counting or step == system.profiled.start)
-            if counting:
-                with clock.paused("counts"):
-                    self.log_code_counts(step, counts)
+            step_loss = self.step(self.loader, plan, self.micro_steps, eager=step == system.profiled.start)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))
             self.check_losses(keep=2)
             if system.profile and not {step, step + 1} <= {*system.profiled}:
-                self.synchronize()  # the time of an unprofiled step, or of all profiled ones, contains no other step
+                # Unprofiled steps wait for the GPU, so that no time of a neighbouring step is in theirs.
+                self.synchronize()
             train_ms = 1000 * clock.seconds()
             self.clock_ms.append(train_ms)
             seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
@@ -1811,14 +1694,6 @@ class Trainer:
         require_finite(loss, f"validation loss before step {step}")
         return loss
 
-    def log_code_counts(self, step, counts):
-        """Log a result of `kernels.counting_codes` in percent."""
-        words = []
-        for (i, name), parts in sorted(counts.items(), key=lambda item: item[0][0]):  # in each MLP the order of the run
-            words += [f"MLP {i}:"] * (f"MLP {i}:" not in words)
-            words.append("{} {:.3g}/{:.3g}".format(name, *(100 * part.item() for part in parts)))
-        self.log.line(f"step:{step} percent of FP8 codes at the limit/flushed to zero: " + " ".join(words))
-
     def validate_other_blends(self, plan):
         """Log the final validation loss with all values of --average_blend but the first, then return to the first."""
         first, *others = self.config.optim.average_blend
@@ -1826,6 +1701,7 @@ class Trainer:
             self.optimizer.blend(plan, factor)
             loss = validate(self.forward, self.head, self.validation, self.attn[-1], self.rt)
             self.log.line(f"average_blend:{factor:g} val_loss:{loss:.4f}")
+            require_finite(loss, f"validation loss with --average_blend={factor:g}")
         if others:
             self.optimizer.blend(plan, first)
 
@@ -1849,7 +1725,8 @@ class Trainer:
             if self.model.fp8_mlps:
                 state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
             model = self.model.state_dict().items()
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in model}  # copies, without the padding
+            # The tensors are copied, since a view would bring the whole padded buffer into the file.
+            state["model"] = {label: x.to("cpu", copy=True) for label, x in model}
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.system.keep)
             self.log.line(f"checkpoint: {published(str(path))}")
@@ -1859,13 +1736,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
-        self.head.refresh()
-        if self.model.fp8_mlps and "fp8_mlps" in state:
-            self.model.fp8_mlps.load_state_dict(state["fp8_mlps"])
-        elif self.model.fp8_mlps:  # the checkpoint is of a run in bf16
-            self.model.fp8_mlps.reset()
-        if self.model.fp8_projections:
-            self.model.fp8_projections.refresh()
+        self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
         torch.set_rng_state(state["rng"])
 
 
@@ -1895,7 +1766,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
             trainer.warm_up()
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
-            restart_with_more_micro_batches(config, state_bytes(config), rt.device)
+            restart_with_more_micro_batches(config, state_bytes(config, param_table(config.model)), rt.device)
         raise
     if resumed:
         trainer.load_state_dict(resumed)
@@ -1946,7 +1817,7 @@ def main(argv) -> int:
             from records.check import check_table
             return check_table(config, world, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
-        config = check_start(config, world)
+        config = check_start(config, param_table(config.model), world)
         profiler = sample = None
         if config.system.profile:
             from records.trace import Profiler as profiler

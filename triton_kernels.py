@@ -1951,33 +1951,6 @@ def scaled_product(a, b, scale_a, scale_b, fast=False):
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-_code_counts = None  # what `counting_codes` yields, while it counts
-
-
-@contextmanager
-def counting_codes():
-    """Context manager: the FP8 MLPs count their codes. Yields a dictionary, which a forward and backward pass fills:
-    {(MLP, name of the tensor): 0-D tensors (part of the codes at the limit of their format, part flushed to zero)}.
-
-    A zero of post or dpre is flushed if its value is not zero; of the others, all zeros count. A replayed CUDA graph
-    counts nothing.
-    """
-    global _code_counts
-    _code_counts = {}
-    try:
-        yield _code_counts
-    finally:
-        _code_counts = None
-
-
-def _count_codes(i, name, codes, not_zero=lambda: True):
-    """not_zero: makes a mask of the values that are not zero."""
-    if _code_counts is not None and (i, name) not in _code_counts:  # of the first micro-batch
-        size = codes.view(torch.uint8) & 0x7F  # without the sign
-        limit = torch.tensor(FP8_MAX[codes.dtype]).to(codes.dtype).view(torch.uint8).item()
-        _code_counts[i, name] = (size == limit).float().mean(), ((size == 0) & not_zero()).float().mean()
-
-
 def _mlp_scales(scales, factor):
     """0-D scales of x, W1, W2 with the factor, post, g, dpre from a row of `Fp8Mlps.scales`."""
     x, w1, w2, *others = scales[:, 0].unbind()
@@ -1990,9 +1963,6 @@ def _mlp_fp8(x8: Tensor, factor: Tensor | None, codes: Tensor, codes_t: Tensor, 
     """(y, codes of post in both layouts)."""
     x_scale, w1_scale, w2_scale, post_scale, _, _ = _mlp_scales(scales[i], factor)
     post, post_t = relu_square_codes(x8, codes[i, 0], x_scale, w1_scale, post_scale, post_max[i])
-    for name, x in ("x", x8), ("W1", codes[i, 0]), ("W2", codes[i, 1]):
-        _count_codes(i, name, x)
-    _count_codes(i, "post", post, lambda: scaled_product(x8, codes[i, 0], x_scale, w1_scale) > 0)
     return scaled_product(post, codes_t[i, 1], post_scale, w2_scale, fast=True), post, post_t
 
 
@@ -2010,8 +1980,6 @@ def _mlp_fp8_backward(g: Tensor, g_t: Tensor, factor: Tensor | None, x8_t: Tenso
     x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = _mlp_scales(scales[i], factor)
     dW2 = scaled_product(post_t, g_t, post_scale, g_scale)
     dpre, dpre_t = relu_square_codes(g, codes[i, 1], g_scale, w2_scale, dpre_scale, dpre_max[i], post, post_scale)
-    _count_codes(i, "g", g)
-    _count_codes(i, "dpre", dpre, lambda: post.view(torch.uint8) > 0)
     return (scaled_product(dpre, codes_t[i, 0], dpre_scale, w1_scale),
             scaled_product(dpre_t, x8_t, dpre_scale, x_scale), dW2)
 

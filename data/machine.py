@@ -1,7 +1,6 @@
 """The machine of a run: ranks and devices, what a GPU can do, and whether memory, caches and disk are enough.
 
-`sizes` is the result of `state_bytes` of train_gpt.py: bytes of the weights, of the optimizer's state on all ranks, and
-of the FP8 codes of the weights.
+`sizes` is the result of `state_bytes`. `table` is the `param_table` of the model, in train_gpt.py.
 """
 
 import dataclasses
@@ -23,8 +22,10 @@ import triton_kernels as kernels
 from data.checkpoint import require_room
 from data.files import UserError, is_writable, one_line, user_error
 from data.knobs import render
+from data.loader import survey_training_data, survey_validation_data
 from data.log import ROOT
 from data.rules import stage_starts
+from data.tokenizer import text_codec
 
 LESS_MEMORY = ("raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try"
                " --cuda_graphs=false")
@@ -106,11 +107,48 @@ def capability(device) -> dict[str, str]:
             "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no", "hardware_tma": "yes" if major >= 9 else "no"}
 
 
+def choose_kernels(config, device):
+    """(config with fp8 settled, implementations of all operations, {operation: name}).
+
+    In this config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
+    attention has another implementation than triton.
+    """
+    system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
+    can_train = has_fp8 and system.dtype == "bfloat16"
+    try:
+        ops, names = kernels.choose_ops(device, system.kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    config = with_system(config, fp8=system.fp8 and has_fp8,
+                         fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
+                         fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")
+    names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
+    names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
+    return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
+
+
 # ---- Memory and micro-batches ----------------------------------------------------------------------------------------
 
 def with_system(config, **knobs):
     """The config with other values for some knobs of System."""
     return dataclasses.replace(config, system=dataclasses.replace(config.system, **knobs))
+
+
+def state_bytes(config, table) -> tuple[int, int, int]:
+    """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and of the
+    FP8 codes of banks."""
+    weights = state = codes = 0
+    # Bytes per weight: the codes have two layouts; O, a quarter of the bank of attention, has no codes.
+    coded = {"mlp_bank": 2 * config.system.fp8_mlp, "attn_bank": 1.5 * config.system.fp8_qkv}
+    for param in table:
+        size = math.prod(param.shape)
+        weights += size * param.dtype.itemsize
+        # Adam has fp32 m and v, NorMuon fp32 m, perhaps a slow average, and an int16 mantissa, a lazy table only v.
+        muon = 10 if config.optim.slow_momentum else 6
+        state += size * (muon if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
+        state += 4 * size * (param.average > 0 and any(config.optim.average_blend))
+        codes += int(size * coded.get(param.label, 0))
+    return weights, state, codes
 
 
 def estimate_memory(config, sizes, world) -> tuple[float, float]:
@@ -229,6 +267,35 @@ def require_disk(config, sizes) -> str:
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
         size, purpose = size + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients, state
     return require_room(ROOT / system.log_dir, size, purpose)
+
+
+# ---- Start: checks before anything is compiled -----------------------------------------------------------------------
+
+def needs_tokenizer(config) -> bool:
+    """Whether the run makes `hash_ids`; a checkpoint contains them."""
+    return config.model.bigram_normal and not config.system.resume
+
+
+def check_start(config, table, world):
+    """Raises UserError for what would stop the run later; warns about what might stop the run.
+
+    Returns the config with fp8 and the number of micro-batches settled.
+    """
+    require_torch()
+    device = find_device(config)
+    config = choose_kernels(config, device)[0]
+    sizes = state_bytes(config, table)
+    config = choose_micro_batches(config, sizes, device, world)
+    training_data = survey_training_data(config)
+    survey_validation_data(config)
+    if needs_tokenizer(config):
+        text_codec(config.model.vocab_size)
+    require_caches(config, device)
+    require_disk(config, sizes)
+    for text, fine in training_data, memory_report(config, sizes, device, world):
+        if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+    return config
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------

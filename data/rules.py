@@ -114,6 +114,20 @@ def fit_length(config, by_hand, made_for, world):
     return dataclasses.replace(config, schedule=schedule)
 
 
+def with_minutes(config, seconds):
+    """The config with the number of steps that --minutes asks for. seconds: the time of a step in every stage.
+
+    Its minutes are 0, and its train_tokens hold the choice, so that a resumed run keeps it.
+    """
+    minutes = config.schedule.minutes
+    fitted = with_steps(config.schedule, seconds, 60 * minutes)
+    if fitted.scheduled_steps < SHORTEST_RUN:
+        raise UserError(f"--minutes={minutes:g}: this machine makes only {fitted.scheduled_steps} steps in that time; a"
+                        f" run needs {SHORTEST_RUN}")
+    schedule = dataclasses.replace(fitted, minutes=0.0, train_tokens=total_tokens(fitted))
+    return dataclasses.replace(config, schedule=schedule)
+
+
 # ---- Accepted values -------------------------------------------------------------------------------------------------
 
 def check_config(config, world=1):
@@ -210,7 +224,11 @@ def check_config(config, world=1):
             f"--run_label={system.run_label}: it names a file, not a folder")
     require(system.device in ("cuda", "cpu"), f"--device={system.device}: cuda or cpu")
     require(system.dtype in ("bfloat16", "float32"), f"--dtype={system.dtype}: bfloat16 or float32")
-    plain_attention = system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels
+    plain = system.device == "cpu" or system.kernels == "torch"
+    require(plain or model.mlp_dim >= model.model_dim or "normuon_tail:torch" in system.kernels,
+            f"--mlp_ratio={model.mlp_ratio}: NorMuon's kernel needs MLPs at least as wide as the model; add"
+            " --kernels=normuon_tail:torch")
+    plain_attention = plain or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
     for knob in "fp8_mlp", "fp8_qkv":
@@ -237,3 +255,21 @@ def check_config(config, world=1):
                 f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of"
                 f" 16 * --micro_batches={system.micro_batches}"
                 + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
+
+
+def require_same_training(path, wanted, saved, free, overrides, preset):
+    """Raises UserError when a resumed run would train differently from the run of its checkpoint.
+
+    path: the checkpoint. wanted, saved: the config of the arguments and of the checkpoint. free: the knobs that may
+    differ. overrides, preset: the arguments, for advice.
+    """
+    new, old = flatten(wanted), flatten(saved)
+    if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
+        new["micro_batches"] = old["micro_batches"]
+    differing = [f"{key} is {render(new.get(key, 'missing'))} here, {render(old.get(key, 'missing'))} there"
+                 for key in new | old if key not in free and new.get(key) != old.get(key)]
+    if differing:
+        given = [f"--preset={preset}"] * bool(preset)
+        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
+        advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
+        raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")

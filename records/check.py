@@ -1,8 +1,8 @@
 """The table of `python train_gpt.py --check`: whether a run with these arguments would start on this machine.
 
 Each function in CHECKS takes (config, number of ranks) and returns a description. It raises UserError if the run will
-not start, CheckWarning if the run may fail later. Every run makes the same checks without this file, in train_gpt.py,
-and stops at the first failure.
+not start, CheckWarning if the run may fail later. Every run makes the same checks without this file, in
+data/machine.py, and stops at the first failure.
 """
 
 import getpass
@@ -14,11 +14,10 @@ from contextlib import suppress
 import torch
 
 import train_gpt as T
-from data import loader
+from data import loader, machine
 from data.checkpoint import load_checkpoint
 from data.files import UserError
-from data.machine import torch_version
-from data.rules import SECONDS_PER_TOKEN
+from data.rules import SECONDS_PER_TOKEN, total_tokens
 from records import work
 
 
@@ -26,25 +25,31 @@ class CheckWarning(UserError):
     """A problem that a run reports without stopping."""
 
 
+def memory_sizes(config):
+    """`sizes` of data/machine.py."""
+    return machine.state_bytes(config, T.param_table(config.model))
+
+
 def check_versions(config, world):
     """Versions of Python and of the packages."""
-    T.require_torch()
+    machine.require_torch()
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
             f" Triton {T.kernels.triton.__version__}")
 
 
 def check_device(config, world):
     """The CPU or this process's GPU, and its capabilities."""
-    device, name = T.find_device(config), f"CPU, cores {os.cpu_count()}"
+    device, name = machine.find_device(config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    found = (f"{key.split('_')[-1]} {value}" for key, value in T.capability(device).items())
+    found = (f"{key.split('_')[-1]} {value}" for key, value in machine.capability(device).items())
     return ", ".join([name, f"ranks {world}", *found])
 
 
 def check_kernels(config, world):
     """The implementation that each operation will use."""
-    return " ".join(f"{op}:{name}" for op, name in T.choose_kernels(config, T.find_device(config))[2].items())
+    names = machine.choose_kernels(config, machine.find_device(config))[2]
+    return " ".join(f"{op}:{name}" for op, name in names.items())
 
 
 def check_training_data(config, world):
@@ -62,7 +67,7 @@ def check_validation_data(config, world):
 
 def check_tokenizer(config, world):
     """GPT-2's tokenizer, from which a new run with --bigram_normal makes a table."""
-    T.text_codec(config.model.vocab_size)
+    machine.text_codec(config.model.vocab_size)
     return "GPT-2's BPE"
 
 
@@ -74,11 +79,11 @@ def check_checkpoint(config, world):
 
 def check_caches(config, world):
     """The folders of the compilers' caches."""
-    folders = T.require_caches(config, T.find_device(config))
+    folders = machine.require_caches(config, machine.find_device(config))
     try:
         getpass.getuser()
     except (KeyError, OSError):
-        if config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and torch_version() < (2, 13):
+        if config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and machine.torch_version() < (2, 13):
             raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or"
                                " TORCHINDUCTOR_CACHE_DIR") from None
     return ", ".join(folders) or "nothing is compiled"
@@ -86,12 +91,12 @@ def check_caches(config, world):
 
 def check_disk(config, world):
     """Disk space for the files of rank 0."""
-    return T.require_disk(config, T.state_bytes(config))
+    return machine.require_disk(config, memory_sizes(config))
 
 
 def check_memory(config, world):
     """The estimated memory, compared with the free memory of the GPU."""
-    found, enough = T.memory_report(config, T.state_bytes(config), T.find_device(config), world)
+    found, enough = machine.memory_report(config, memory_sizes(config), machine.find_device(config), world)
     if not enough:
         raise CheckWarning(found)
     return found
@@ -99,13 +104,13 @@ def check_memory(config, world):
 
 def expected_time(config, world):
     """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (records/guide.md)."""
-    device, schedule = T.find_device(config), config.schedule
+    device, schedule = machine.find_device(config), config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
     timed = [preset.model for name, preset in T.PRESETS.items() if (name == "cpu") == (device.type == "cpu")]
     if config.model not in timed or config.system.kernels != "auto":
         return "not known for this model or these kernels"
-    tokens = T.total_tokens(schedule)
+    tokens = total_tokens(schedule)
     if device.type == "cpu":
         return f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
     rate = work.ceilings()["bf16"] / 1e12
@@ -116,7 +121,7 @@ def expected_time(config, world):
         minutes *= 1.13  # records/2026-11-23_fp8
     if not any(layer.narrow for layer in config.model.layers):
         minutes *= 1.16  # wider heads and MLPs, record 74's optimizer (records/2026-11-23_attention, _optimizer)
-    if T.capability(device)["hardware_tma"] == "no":
+    if machine.capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions, and a head in bf16 (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"
 
@@ -133,14 +138,14 @@ def check_table(config, world, show) -> int:
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
-        device = T.find_device(config)
+        device = machine.find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
     with suppress(UserError):  # the row "kernels" reports it
-        config = T.choose_kernels(config, device)[0]
-    config = T.choose_micro_batches(config, T.state_bytes(config), device, world)
+        config = machine.choose_kernels(config, device)[0]
+    config = machine.choose_micro_batches(config, memory_sizes(config), device, world)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
-    checks |= {"tokenizer": check_tokenizer} if T.needs_tokenizer(config) else {}
+    checks |= {"tokenizer": check_tokenizer} if machine.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:

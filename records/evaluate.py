@@ -31,7 +31,7 @@ from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError, atomic_write, data_root
 from data.knobs import parse_value
-from data.machine import Runtime
+from data.machine import Runtime, choose_kernels, find_device
 from data.tokenizer import text_codec
 
 # ---- The model of a checkpoint ---------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def load_model(path, knobs):
                                  "resume": "", "profile": ""} | knobs)  # nothing is trained
     T.check_config(config)
     T.check_weights(state, config.model)
-    config, ops, _ = T.choose_kernels(config, device := T.find_device(config))
+    config, ops, _ = choose_kernels(config, device := find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
     factor = config.optim.average_blend[0]
     if factor and state["step"] == T.stage_starts(config.schedule)[-1]:  # the result of a finished run is a blend
@@ -62,6 +62,11 @@ def load_model(path, knobs):
             state["model"]["embed"].copy_(state["model"]["lm_head"].t())
     model.load_state_dict(state["model"])
     return config, model
+
+
+def hash_ids(model):
+    """The table `hash_ids` of the model on the host, or None if the model has none."""
+    return model.hash_ids.cpu().numpy() if model.config.bigram_normal else None
 
 
 def final_attention(model, config, tokens):
@@ -81,7 +86,7 @@ def forward(model, config, documents, attention):
     tokens = np.full(N + 1, config.model.bos_id, np.uint16)
     tokens[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
-    batch = loader.make_batch(tokens, cu, config, model.embed.device, hash_ids=model.hash_ids_on_host())
+    batch = loader.make_batch(tokens, cu, config, model.embed.device, hash_ids=hash_ids(model))
     output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
     return output, batch.targets
 
@@ -160,7 +165,7 @@ def bits_per_byte(config, loss, tokens):
 def validate(model, config):
     """Prints the loss of the final validation."""
     rt = Runtime(0, 1, model.embed.device)
-    data = loader.ValidationData(config, rt, model.hash_ids_on_host())
+    data = loader.ValidationData(config, rt, hash_ids(model))
     attention = T.attention_settings(config, rt.device, model.dtype)[-1]
     loss = T.validate(model, head(model), data, attention, rt)
     print(f"val_loss: {loss:.4f}", flush=True)

@@ -132,6 +132,15 @@ def calls(run):
             yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
 
 
+def polar_shapes(optimizer, label):
+    """[n, R, C] of the matrices of a bank that this rank orthogonalises, one for each call of `polar_express`."""
+    n, R, C = optimizer.shards[label].shape
+    if label not in optimizer.head_pairs:
+        return [[n, R, C]]
+    rows, qk, vo = optimizer.head_pairs[label]
+    return [[len(vo), R, C], [len(qk) * R // rows, rows, C]]
+
+
 def describe(config, rt, plans, batches, optimizer, head, limits):
     """A dictionary about the steps of `plans`, which JSON can store; `calls` and the tables of trace.py read it.
 
@@ -158,7 +167,7 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "polar_steps": config.optim.polar_steps, "slow_momentum": config.optim.slow_momentum > 0,
             "lazy_tables": [label for label, state in optimizer.state.items() if "last" in state],
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
-            "polar": [list(shape) for label in optimizer.matrix_lr for shape in optimizer.polar_shapes(label)],
+            "polar": [shape for label in optimizer.matrix_lr for shape in polar_shapes(optimizer, label)],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}
 
 

@@ -49,8 +49,10 @@ def either_kernel(request, monkeypatch):
 def fp8_training(monkeypatch):
     """The trainer takes this machine for a GPU with FP8 and our kernels, so it trains in FP8, by the references."""
     import train_gpt as T
+    from data import machine
     choose = T.kernels.choose_ops
-    monkeypatch.setattr(T, "capability", lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no"))
+    fake = dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
+    monkeypatch.setattr(machine, "capability", lambda device: fake)
     monkeypatch.setattr(T.kernels, "choose_ops", lambda *args: (
         choose(*args)[0], dict.fromkeys(T.kernels.IMPLEMENTATIONS, "triton")))
 

@@ -205,16 +205,16 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}", "--muon_lr=0.25", "--seed=3",
            "--stage2.mtp_end=1,0.5", "--val_every=5", f"--val_tokens={VAL_BATCH}"],
           r"--resume=\S+/state_step000005\.pt: that run has another config;"
-          r" stage2\.mtp_end: here 1\.0,0\.5, in the checkpoint 1\.0,0\.0;"
-          r" muon_lr: here 0\.25, in the checkpoint 0\.008; seed: here 3, in the checkpoint 1337;"
+          r" stage2\.mtp_end is 1\.0,0\.5 here, 1\.0,0\.0 there;"
+          r" muon_lr is 0\.25 here, 0\.008 there; seed is 3 here, 1337 there;"
           r" leave out --preset=record74, the checkpoint brings its settings$")
 
 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config = T.PRESETS["cpu"]
-    assert T.LEARNED_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
-    free = {*vars(config.data), *vars(config.system)} - T.LEARNED_KNOBS
+    assert T.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
+    free = {*vars(config.data), *vars(config.system)} - T.KEPT_KNOBS
     monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     monkeypatch.setattr(T, "check_weights", lambda state, model: None)
     for key, value in T.flatten(config).items():
@@ -228,7 +228,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
         elif key != "resume":
             with pytest.raises(UserError) as refused:
                 T.resumed_config(overrides, None)
-            assert f"; {key}: here {T.render(other)}, in the checkpoint {T.render(value)}" in str(refused.value)
+            assert f"; {key} is {T.render(other)} here, {T.render(value)} there" in str(refused.value)
 
 
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=short", "--train_tokens=5e7", "--muon_lr=0.02"]])
@@ -241,6 +241,8 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     assert T.parse_config([*args, "--resume=x"], world) == T.with_system(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
+    with pytest.raises(UserError, match="--minutes=-1"):  # checked before the length is fitted
+        T.parse_config([*args, "--resume=x", "--minutes=-1"], world)
 
 
 @pytest.mark.parametrize("saved, world", [(16, 16), (16, 8), (8, 8)])
@@ -252,7 +254,7 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, wor
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
         assert resumed == T.with_system(config, resume="x")
-    with pytest.raises(UserError, match=f"micro_batches: here 32, in the checkpoint {saved}"):
+    with pytest.raises(UserError, match=f"micro_batches is 32 here, {saved} there"):
         T.parse_config(["--preset=record74", "--resume=x", "--micro_batches=32"], world)
 
 
@@ -284,7 +286,7 @@ def test_any_stages_and_layers(corpus, tmp_path, capsys):
     assert evaluate.main([str(run.saved[STEPS]), "--device=cpu"]) == 0
     assert f"\nval_loss: {run.val[str(STEPS)]}\n" in capsys.readouterr().out
     assert T.main([f"--sample={run.saved[STEPS]}", "--device=cpu", "--tokens=3", "--prompt=the "]) == 0
-    with pytest.raises(UserError, match="layer3: here xsa, in the checkpoint long xsa$"):
+    with pytest.raises(UserError, match="layer3 is xsa here, long xsa there$"):
         T.parse_config([f"--resume={run.saved[8]}", "--layer3.long=false"])
     again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[8]}", *LAST_ONLY)
     assert differing(again.saved[STEPS], run.saved[STEPS]) == []
@@ -308,7 +310,7 @@ def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
     for name, content in {"pickle": pickle.dumps(Harmful()), "half": data[:len(data) // 2], "empty": b""}.items():
         (tmp_path / f"{name}.pt").write_bytes(content)
     for name, message in {"none": "none.pt is no checkpoint of this trainer: No such file",
-                          "weights": "other weights: embed, sa_lambdas$",
+                          "weights": "other parameters .*: embed, sa_lambdas$",
                           **dict.fromkeys(("foreign", "harmful", "pickle", "half", "empty"),
                                           "is no checkpoint of this trainer: .+")}.items():
         fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={tmp_path / name}.pt"], message)

@@ -152,6 +152,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--stage2.mtp_end=1": "--stage2.mtp_start and mtp_end need the same length",
     "--backout_layer=11": "--backout_layer=11: must be 0 to 10, or none",
     "--mlp_ratio=0": "--mlp_ratio=0.0: an MLP of 0 channels",
+    "--mlp_ratio=0.5": "--mlp_ratio=0.5: NorMuon.s kernel needs MLPs at least as wide as the model; add --kernels=",
     "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
     "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
     "--preset=record74 --layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",

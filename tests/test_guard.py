@@ -245,7 +245,7 @@ def short_run(args):
 
 def other_values(config):
     """{knob: another value, as text} of every knob that is learned; of a layer each field."""
-    free = {*vars(config.data), *vars(config.system)} - T.LEARNED_KNOBS
+    free = {*vars(config.data), *vars(config.system)} - T.KEPT_KNOBS
     for key, value in T.flatten(config).items():
         if isinstance(value, T.Layer):
             if not value.attention:  # the other fields need attention

@@ -9,6 +9,7 @@ import pytest
 
 import train_gpt as T
 from data.files import UserError
+from data.rules import total_tokens
 from records import compare, rerun
 from test_checkpoint import train
 from test_run import corpus, finish, start  # noqa: F401 (corpus is a fixture)
@@ -37,8 +38,8 @@ def test_rule(preset, world):
     args = f"--preset={preset}", f"--micro_batches={world}"
     found = [schedule(*args, f"--train_tokens={tokens}", world=world) for tokens in TOKENS]
     for tokens, s in zip(TOKENS, found):
-        assert abs(T.total_tokens(s) - tokens) <= 1.5 * max(stage.batch_tokens for stage in s.stages)
-        assert s.train_tokens == T.total_tokens(s) and (s.scheduled_steps + s.extension_steps) % 2 == 0
+        assert abs(total_tokens(s) - tokens) <= 1.5 * max(stage.batch_tokens for stage in s.stages)
+        assert s.train_tokens == total_tokens(s) and (s.scheduled_steps + s.extension_steps) % 2 == 0
     for shorter, longer in zip(found, found[1:]):
         for a, b in zip(shorter.stages, longer.stages):
             assert a.batch_tokens <= b.batch_tokens and a.lr_mul <= b.lr_mul
@@ -49,7 +50,7 @@ def test_rule(preset, world):
 @pytest.mark.parametrize("preset, world", [("record74", 8), ("short", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset]
-    tokens = T.total_tokens(config.schedule)
+    tokens = total_tokens(config.schedule)
     fitted = T.parse_config([f"--preset={preset}", f"--train_tokens={tokens}"], world)
     assert fitted == dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, train_tokens=tokens))
 
@@ -81,9 +82,9 @@ def test_pieces_set_by_hand_stay():
                  "--extension_steps=6")
     assert [stage.batch_tokens for stage in s.stages] == [49152, 8192, 49152, 49152]
     assert s.stages[1].lr_mul == 0.75 and s.stages[2].lr_mul == 0.123456 and s.extension_steps == 6
-    assert abs(T.total_tokens(s) - 50e6) < 65536
+    assert abs(total_tokens(s) - 50e6) < 65536
     s = schedule("--preset=short", "--train_tokens=50e6", "--scheduled_steps=300")
-    assert s.scheduled_steps == 300 and s.train_tokens == T.total_tokens(s)  # which the log shows
+    assert s.scheduled_steps == 300 and s.train_tokens == total_tokens(s)  # which the log shows
 
 
 @pytest.mark.parametrize("args", [["--preset=short", "--train_tokens=13e6"], ["--train_tokens=3e7"],

@@ -248,24 +248,6 @@ def test_xsa_dynamic_and_mix_begin_without_effect(dtype):
     assert torch.equal(out, expected)
 
 
-def test_mixing_factors_scalar_or_per_token(setting, monkeypatch):
-    """A factor per token with equal entries is the scalar; other factors matter."""
-    model, tokens, cu, rows, view, _ = setting
-    n, static = len(tokens) - 1, model.mixes()
-
-    def output(change):
-        monkeypatch.setattr(model, "mixes", lambda: [change(i, mix) for i, mix in enumerate(static)])
-        with torch.no_grad():
-            return model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view).h
-
-    base = output(lambda i, mix: mix)
-    per_token = output(lambda i, mix: T.Mix(*(None if factor is None else factor.expand(n, 1) for factor in mix)))
-    torch.testing.assert_close(per_token, base, rtol=1e-9, atol=1e-9)
-    for field in T.Mix._fields:  # in the last layer, which has them all
-        changed = output(lambda i, mix: mix._replace(**{field: 2 * getattr(mix, field)}) if i == 10 else mix)
-        assert not torch.allclose(changed, base, rtol=1e-6), field
-
-
 def test_settings_of_narrow_layers():
     """Rotary table and scale follow the short window, those of the other layers the long window."""
     small = "--preset=record74", "--val_batch_tokens=256", "--val_tokens=256", "--micro_batches=128"

@@ -60,7 +60,8 @@ SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduc
 T.reduce_scatter = lambda *args, **options: scatter(*args, **options | wrong)
 T.dist.all_reduce = lambda *args, **options: reduce(*args, **options | wrong)"""
 SAY_SCALES = """step, scales = T.Trainer.step, lambda self: self.model.fp8_mlps.scales[:, 3::2, 0].tolist()
-T.capability = lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
+from data import machine
+machine.capability = lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
 choose = T.kernels.choose_ops
 T.kernels.choose_ops = lambda *args: (choose(*args)[0], choose(*args)[1] | {"mlp": "triton"})
 T.Trainer.step = lambda self, *a, **k: (step(self, *a, **k), say(f"scales {scales(self)}"))[0]"""

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
@@ -83,7 +82,7 @@ def test_kernels_compiled_ahead(tmp_path, monkeypatch):
         assert torch.equal(param, before[label]) and not param.grad.any(), label
 
     compiled = set()
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda fn, **others: compiled.add(fn.name))
+    monkeypatch.setattr(tk.triton.knobs.runtime, "jit_post_compile_hook", lambda fn, **others: compiled.add(fn.name))
     losses = [trainer.step(trainer.loader, plan, 1).item() for plan in trainer.plans[:-1]]
     losses.append(T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt))
     assert np.isfinite(losses).all()
