@@ -4,11 +4,12 @@ Every operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, which ch
 kernel; a reference `<name>_ref`, which is plain PyTorch with the same contract; and a Triton kernel. Tests and
 benchmarks compare the kernel with the reference. CPU tensors take the reference, so the trainer runs without a GPU. If
 TRITON_INTERPRET=1 is set before the import, as the tests do, Triton's interpreter runs the kernels on CPU tensors.
-Operations that the interpreter gets wrong (bf16 products, FP8) still take the reference.
+Operations that the interpreter gets wrong (products of bf16, FP8) still take the reference.
 
 Conventions
-  Importing this file only defines functions, and registers two ops with their gradients. Launch parameters are in
-  tables; nothing is autotuned. Times are medians on one H200 unless the text names another machine.
+  Importing this file only defines functions, and registers operators with torch.library. Launch parameters are in
+  tables; nothing is autotuned. Times are medians on one H200 unless the text names another machine. K1 to K12 are
+  quirks of record 74, which the docstring of train_gpt.py lists.
   Strides are in elements. Offsets into tensors of N·D elements or more are int64; offsets into smaller tensors
   (tables, gates) may be int32.
   Kernels cast run-time floats to fp32, because torch.compile passes Python floats as fp64.
@@ -77,12 +78,13 @@ E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the largest finite values; without satura
 FP8_MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 
 
-def _takes_ref(*tensors, exact=True):
+def _takes_ref(*tensors, any_dtype=False):
     """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
 
-    exact=False: the op multiplies or rounds, which the interpreter of Triton 3.7 gets wrong for any dtype but fp32.
+    The interpreter of Triton 3.7 gets matrix products wrong for any dtype but fp32, and truncates where a GPU rounds.
+    any_dtype: the op has no matrix product, so the interpreter runs it for all dtypes.
     """
-    interpreted = INTERPRETED and (exact or all(x.dtype == torch.float32 for x in tensors))
+    interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
 
 
@@ -186,10 +188,11 @@ EMBEDDING_PROGRAMS_PER_SM = 16  # as many as fit an SM at 4 warps each
 
 
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
-    """ids (N,) -> (4, N + 1) int32, for SortedIds. Rows:
+    """ids (N,) -> (4, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
+    one id. The rows:
 
-    positions sorted by id; where each piece begins among them, then N; where the pieces of each id begin in the row
-    before, then their number; the id of every piece, then -1. On a GPU, this would be many small kernels.
+    positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every group,
+    then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
     """
     N = len(ids)
     keys = np.sort(ids.astype(np.int64) << 32 | np.arange(N))
@@ -257,7 +260,7 @@ def embedding_grad(grad, sorted_ids, upstream):
     if upstream.shape != (N, D) or upstream.stride(1) != 1:
         raise ValueError(f"embedding_grad: for grad {tuple(grad.shape)} and {N} ids upstream must be {(N, D)} with unit"
                          f" stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
-    if _takes_ref(grad):
+    if _takes_ref(grad, any_dtype=True):
         return embedding_grad_ref(grad, sorted_ids, upstream)
     order, piece_starts, group_starts, piece_ids = sorted_ids.pieces
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece; further rows stay unused
@@ -332,7 +335,7 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
               ("average", average, p.shape, fp32)]
     for name, tensor, shape, dtype in wanted if average is not None else wanted[:-1]:
         _check("update_rows", name, tensor, shape, dtype, p.device)
-    if _takes_ref(p):
+    if _takes_ref(p, any_dtype=True):
         return update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average, average_rate)
     _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
         p, v, last, touched, grad, average, R, D, t, step_size, weight_decay, beta2,
@@ -391,11 +394,11 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# P' costs nothing: the forward pass saves lse - log gate, in powers of two. Plain operations compute s, so the compiler
-# does it in the pass that makes dy, if there is one. Then one launch has one program per tile of queries for dq and one
-# per tile of keys for dk and dv. The two programs are neighbours because they read the same rows (3-9 % faster than two
-# launches). This takes seven products, a single sweep would take five; but there are no atomics, so a run repeats bit
-# for bit, and no fp32 accumulator of dq in memory that must be cleared and converted.
+# The forward pass saves lse - log gate, in powers of two, so that P' takes no further product. Plain operations compute
+# s, so the compiler does it in the pass that makes dy, if there is one. Then one launch has one program per tile of
+# queries for dq and one per tile of keys for dk and dv. The two programs are neighbours because they read the same rows
+# (3-9 % faster than two launches). This takes seven products, a single sweep would take five; but there are no atomics,
+# so a run repeats bit for bit, and no fp32 accumulator of dq in memory that must be cleared and converted.
 #
 # One H200, d = 128, documents of median 490, forward + backward in µs (FlashAttention-2 of PyTorch, without the gate):
 #   16384 tokens, 6 heads, window 384: 55 + 162 (122 + 276);  49152, 6, 640: 180 + 550 (389 + 898).
@@ -745,7 +748,7 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its
 #   own).
-#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, w or u)
+#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, w or d)
 #
 #   Kept for the backward pass: gates (1 or 2, N, H), that is out_gate and, with ve, ve_gate; q, k, v; 1 / rms; lse; y.
 #
@@ -757,11 +760,11 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 # (not quite 1, because the table is rounded):
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
 # So 4 bytes of 1/rms per head are kept beside q, k, v. One elementwise pass, then the two GEMMs of a linear layer.
-# All of this is one op, because separate ops would copy dq, dk and dv more often: dv goes straight into its third of
-# dqkv. The gates are inside the op because of their gradients, which are added to C columns of dx and dve in place.
-# When the compiler made the gates from slices, the kernels behind dx, which sum over D for the norm, read all their
-# operands twice, and dve was written once more. Gradients of w_out and w_ve are summed per program, then over programs,
-# so a run repeats bit for bit.
+# All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
+# goes straight into its part of dqkv. The gates are inside the op because of their gradients, which are added to C
+# columns of dx and dve in place. When the compiler made the gates from slices, the kernels behind dx, which sum over D
+# for the norm, read all their operands twice, and dve was written once more. Gradients of w_out and w_ve are summed per
+# program, then over programs, so a run repeats bit for bit.
 # H200, N = 49152, plain layer: forward 274 µs against 244 + 144 (library GEMM, compiled rest), backward pass 114 µs
 # (94 % of copy bandwidth) against 272; 228 MB kept per layer where q, k, v beside x Wᵀ are 377 to 452.
 #
@@ -801,13 +804,13 @@ def head_gates_ref(x, ve, w_ve, w_out, paired):
 
 
 @triton.jit
-def _gate_ptrs(X, t, N, stride, c, first, end):
-    """Pointers (tokens, columns) into rows t of X, and their mask (tokens, columns).
+def _gate_ptrs(X, row, num_rows, stride, c, first, end):
+    """Pointers (rows, columns) into the rows `row` of X, and their mask (rows, columns).
 
     Columns first ... end - 1 are channels 0, 1, ... of X; all other columns are masked.
     """
-    ptrs = X + t.to(tl.int64)[:, None] * stride + (c - first)[None, :]
-    return ptrs, (t < N)[:, None] & ((c >= first) & (c < end))[None, :]
+    ptrs = X + row.to(tl.int64)[:, None] * stride + (c - first)[None, :]
+    return ptrs, (row < num_rows)[:, None] & ((c >= first) & (c < end))[None, :]
 
 
 @triton.jit
@@ -906,11 +909,11 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
 
 
 def rotate(x, rotary):
-    """x (..., d) with its first adjacent pairs turned by the angles of rotary (..., pairs, 2)."""
+    """x (..., d) with its first adjacent pairs rotated by the angles of rotary (..., pairs, 2)."""
     cos, sin = rotary.unbind(-1)
     even, odd = x[..., :2 * cos.size(-1)].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), -1).flatten(-2)
-    return torch.cat((turned, x[..., 2 * cos.size(-1):]), -1)
+    rotated = torch.stack((cos * even + sin * odd, cos * odd - sin * even), -1).flatten(-2)
+    return torch.cat((rotated, x[..., 2 * cos.size(-1):]), -1)
 
 
 def head_sizes(weight, rotary, narrow):
@@ -943,8 +946,8 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, co
 
 
 @triton.jit
-def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """x (BLOCK, WIDTH) with its adjacent pairs turned by the angles of `row` (BLOCK,); tiles of v (part 2) stay."""
+def _rotated(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """x (BLOCK, WIDTH) with its adjacent pairs rotated by the angles of `row` (BLOCK,); tiles of v (part 2) stay."""
     c = tl.arange(0, WIDTH)[None, :]
     table = tl.load(Rotary + row[:, None] * WIDTH + c, mask=inside & (part < 2), other=0.0).to(tl.float32)
     cos, sin = tl.split(tl.reshape(table, (BLOCK, WIDTH // 2, 2)))
@@ -956,7 +959,7 @@ def _turned(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve,
                     K: tl.constexpr, EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                    NARROW: tl.constexpr, VALUE: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
+                    NARROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     # X and W are codes if there are scales.
     c = tl.arange(0, D // 2)[None, :]
@@ -982,8 +985,8 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if ScaleX is not None:
             acc *= scale
-        # From here on, operations of q and k alone, or of v alone, are masked. A branch would keep the loops from
-        # merging.
+        # From here on, operations of q and k alone, or of v alone, are masked. A branch on `part` would keep Triton
+        # from joining the loop over tiles and the loop over K into one pipelined loop.
         if NARROW:
             part = tl.minimum(head // (H // 2), 2)
             h = tl.where(part == 2, head - H, head % (H // 2) * 2)  # of q and k the first of two heads
@@ -1002,16 +1005,17 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
         tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
         rstd = tl.where(part < 2, rstd, 1.0)[:, None]
         row = 2 * t + h % 2 if PAIRED else t
-        lo = _turned(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
+        lo = _rotated(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         if NARROW:
             second_rstd = tl.where(part < 2, second_rstd, 1.0)[:, None]
-            # In tiles of q and k, `hi` has the row of `lo`. The formula hides this from the compiler, which then loads
-            # the angles twice and spills 16 instead of 136 bytes of registers (sm_90, not timed).
+            # In tiles of q and k, `hi` has the row of `lo`, so its angles are the same. The row is written differently,
+            # so that the compiler does not see this and does not keep the angles in registers: it spills 16 instead of
+            # 136 bytes (sm_90, not timed).
             row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
-            hi = _turned(hi * second_rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
+            hi = _rotated(hi * second_rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         else:
             hi *= rstd
-        if VALUE:
+        if Ve is not None:
             gate = tl.load(Gate + t * H + h, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
             ve = Ve + token * stride_ve + h * D + c
             lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
@@ -1088,7 +1092,7 @@ def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, str
 @triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq,
                          stride_dk, stride_dv, stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                         NARROW: tl.constexpr, VALUE: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
+                         NARROW: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
                          D: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
     # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
@@ -1114,7 +1118,7 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve,
         dv = tl.load(dV + token * stride_dv + column, mask=inside, other=0.0)
         if COPY:
             _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, width, 2 * H * WIDTH, D, MAX)
-        if VALUE:
+        if Ve is not None:
             dv = dv.to(tl.float32)
             gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
             ve = tl.load(Ve + token * stride_ve + column, mask=inside, other=0.0).to(tl.float32)
@@ -1135,13 +1139,12 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
     rstd = x.new_empty(2, N, H, dtype=torch.float32)
     tiles = triton.cdiv(N, launch["BLOCK_M"]) * weight.size(0) // d
     programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
-    value, tma = ve is not None, _has_tma(x.device)
+    tma, stride_ve = _has_tma(x.device), 0 if ve is None else ve.stride(0)
     _project_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else a,
         TensorDescriptor.from_tensor(b, [d, launch["BLOCK_K"]]) if tma else b, *scales, qk, v, rstd,
-        rotary, ve if value else x, ve_gate if value else x, N, a.stride(0), b.stride(0), qk.stride(0),
-        ve.stride(0) if value else 0, K=b.size(1), EPS=RMS_EPS, PAIRED=paired, OFFSET=offset, NARROW=narrow,
-        VALUE=value, H=H, D=d, TMA=tma, **launch)
+        rotary, ve, ve_gate, N, a.stride(0), b.stride(0), qk.stride(0), stride_ve, K=b.size(1), EPS=RMS_EPS,
+        PAIRED=paired, OFFSET=offset, NARROW=narrow, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
 
@@ -1157,10 +1160,9 @@ def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, 
     launch = PROJECT_GRAD_LAUNCH if dqkv_t is None else PROJECT_GRAD_CODES_LAUNCH
     blocks = triton.cdiv(N * H, launch["BLOCK"]) if dqkv_t is None else H * triton.cdiv(N, launch["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
-        dq, dk, dv, qk[0], qk[1], dqkv, dqkv_t, scale, rstd, rotary, ve if value else dv, ve_gate if value else dv,
-        dve if value else dv, dgate if value else dv, N, dq.stride(0), dk.stride(0), dv.stride(0),
-        ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset, NARROW=dq.size(2) < d, VALUE=value, COPY=copy,
-        H=H, D=d, MAX=FP8_MAX.get(dqkv.dtype, 0.0), **launch)
+        dq, dk, dv, qk[0], qk[1], dqkv, dqkv_t, scale, rstd, rotary, ve, ve_gate, dve, dgate, N, dq.stride(0),
+        dk.stride(0), dv.stride(0), ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset,
+        NARROW=dq.size(2) < d, COPY=copy, H=H, D=d, MAX=FP8_MAX.get(dqkv.dtype, 0.0), **launch)
     return dve, dgate
 
 
@@ -1306,7 +1308,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
         for name, matrix in ("x", x), ("w", weight):
             _check("attention_block", f"codes.{name}8", getattr(codes, f"{name}8"), matrix.shape, E4M3, x.device)
             _check("attention_block", f"codes.{name}8_t", getattr(codes, f"{name}8_t"), matrix.mT.shape, E4M3, x.device)
-    if _takes_ref(x, exact=False):
+    if _takes_ref(x):
         return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
                                    offset, narrow, codes, with_values)
     # Outside the opaque op, so that the compiler does this once for all layers.
@@ -1459,8 +1461,9 @@ def _mlp_sums(args, step, count, ME: gl.constexpr, LAYOUT: gl.constexpr):
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
     STAGES: gl.constexpr = a_ring.shape[0]
-    # The turn is also needed for correctness: a barrier has one bit of phase, so no warp group may wait for a stage two
-    # rounds of the ring ahead. Warp group 0 has the first turn.
+    # Turns are also needed for correctness. Without them, a warp group could wait for the next round of a stage while
+    # the stage is one round behind. Both rounds have the same parity, so the wait would end too early. Warp group 0 has
+    # the first turn.
     mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
     acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
     for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
@@ -1624,7 +1627,7 @@ def mlp(x, W1, W2):
         _check("mlp", name, tensor, shape, x.dtype, x.device)
     if any(size * x.element_size() % 16 for size in W1.shape):
         raise ValueError(f"mlp: rows of F or D elements must be multiples of 16 bytes, got (F, D) = {tuple(W1.shape)}")
-    if _takes_ref(x, exact=False):
+    if _takes_ref(x):
         return mlp_ref(x, W1, W2)
     return _mlp(x, W1, W2)[0]
 
@@ -1633,6 +1636,8 @@ def mlp(x, W1, W2):
 #
 #   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D, or None for 1
 #
+#   A scale is static (a constant), exact (from the largest value of this tensor), or delayed (from that of the last
+#   step).
 #   product           operands (scale)                            result
 #   pre = x W1ᵀ       x e4m3 (2⁻⁴), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
 #   y = post W2       post, W2 e4m3 (exact, times factor)         bf16, with fast accumulation
@@ -1771,7 +1776,7 @@ def quantise_weights(x, rows, scales, codes, codes_t):
     _check("quantise_weights", "scales", scales, (len(scales), matrices // len(scales)), torch.float32, x.device, False)
     _check("quantise_weights", "codes", codes, (matrices, M, N), E4M3, x.device)
     _check("quantise_weights", "codes_t", codes_t, (matrices, N, M), E4M3, x.device)
-    if _takes_ref(x, exact=False):
+    if _takes_ref(x):
         wanted, *both = quantise_weights_ref(x, rows)
         for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
             target.copy_(new)
@@ -1920,16 +1925,16 @@ def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, sc
 
 def relu_square_codes(a, *others):
     """relu_square_codes_ref, or its kernel on a GPU. On Hopper, K, M and N are multiples of 16."""
-    return (relu_square_codes_ref if _takes_ref(a, exact=False) else _relu_square_codes)(a, *others)
+    return (relu_square_codes_ref if _takes_ref(a) else _relu_square_codes)(a, *others)
 
 
 # Without the tag, the compiler writes a second copy of `codes` for this op.
-@torch.library.custom_op("speedrun::turned", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def _turned_codes(codes: Tensor) -> Tensor:
+@torch.library.custom_op("speedrun::transpose_codes", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def _transposed_codes(codes: Tensor) -> Tensor:
     return transposed(codes)
 
 
-@_turned_codes.register_fake
+@_transposed_codes.register_fake
 def _(codes):
     return codes.new_empty(codes.shape[::-1])
 
@@ -1941,12 +1946,12 @@ def both_layouts(x, scale, dtype):
     """
     limit = FP8_MAX[dtype]
     codes = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype).contiguous()
-    return codes, _turned_codes(codes)
+    return codes, _transposed_codes(codes)
 
 
 def scaled_product(a, b, scale_a, scale_b, fast=False):
     """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer bits."""
-    if _takes_ref(a, exact=False):
+    if _takes_ref(a):
         return (a.float() @ b.float().mT * (scale_a * scale_b)).bfloat16()
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
@@ -2077,7 +2082,7 @@ class Fp8Mlps:
 
 # ---- The projection of the attention block in FP8, for training -----------------------------------------------------
 #
-#   codes = Fp8Projections(bank, kinds, num_heads, loss_scale)(i, both_layouts(x, X8_SCALE, E4M3), factor)
+#   codes = Fp8Projections(bank, narrow, num_heads, loss_scale)(i, both_layouts(x, X8_SCALE, E4M3), factor)
 #   y, v = attention_block(x, factor · packed_projection(bank[i], ...), ..., codes)
 #
 #   product            operands (scale)                                  result
@@ -2439,7 +2444,7 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     _check("pointer", "targets", targets, (N, targets.size(1)), torch.int64, q.device, contiguous=False)
     for name, x in ("tokens", tokens), ("start", start), ("end", end):
         _check("pointer", name, x, (N,), torch.int32, q.device)
-    if _takes_ref(q, exact=False):
+    if _takes_ref(q):
         return pointer_ref(q, k, sink, tokens, start, end, window, scale, targets)
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
 
@@ -2456,9 +2461,12 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # Pointer head: no token has the class c, the gate. Section 5 gives mass and sink_mass. The term k of the loss becomes
 #   -w_k ln p',  α = exp(z_c - lse),  p = exp(z_target - lse),
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
-# Without the gate's class, these are probabilities: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
+# The gate's class has the probability α, but it is no token. Its probability goes to the copies (α mass_k), and what
+# the sink takes of it goes to the other classes in proportion: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its
+# gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
+# The code calls w_k A `pull` and w_k B `push`.
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 #
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
@@ -2498,8 +2506,8 @@ def multi_token_targets(targets, count):
 #                                           codes_t = codesᵀ
 #
 # x (M, N) contiguous, bf16 or fp32. FP8 products want both operands contiguous along the summed axis, so each operand
-# is needed in both layouts. transpose_copy makes the second layout and finds the codes in L2. The kernel here does not
-# transpose: Triton 3.6 transposed x and divided twice (74 µs for 49152 x 768), and gave wrong tiles for fp32 x.
+# is needed in both layouts. transpose_copy makes the second layout and finds the codes in L2. An earlier kernel, which
+# also wrote the transpose, took 74 µs for 49152 x 768 and gave wrong tiles for fp32 x under Triton 3.6.
 
 QUANTISE_LAUNCH = dict(BLOCK=4096, num_warps=8)  # 16 elements per thread, moved in 16-byte accesses
 
@@ -2542,18 +2550,19 @@ def quantise(x, scale, out=None):
 #   targets  (n, K) int64 of any strides, columns of logits, < C (not verified), -1 = no target
 #   weights  (K,) fp32
 #   losses   (n,) fp32, the loss of each row
-#   grad     (n, C) or None: gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype (e5m2, bf16, ...), saturated;
+#   grad     (n, C) or None: gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype (e5m2, bf16, ...);
 #            may be `logits` itself
 #   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
 #
-# One program per row reads the row once, 2 bytes per logit, and writes 1 byte: 7.4 GB at N = 49152, 1.74 ms. Measured:
-# 2.48 with the halves packed by one instruction of assembly, 2.67 by shifts (records/2026-11-22_ground); without a
-# gradient 1.62. The next limit is the special-function unit, 16 results per clock and SM, 0.6 ms for one result per
-# logit. exp, 1/x and exp would be three results; two logits share a reciprocal (1/a = b · 1/(ab)), which makes 2.5.
+# One program per row reads the row once, 2 bytes per logit, and writes 1 byte: 7.4 GB at N = 49152, so the bound is
+# 1.74 ms. Measured: 2.48 ms with the halves packed by one instruction of assembly, 2.67 by shifts
+# (records/2026-11-22_ground); without a gradient 1.62. The next limit is the special-function unit, 16 results per
+# clock and SM, 0.6 ms for one result per logit. exp, 1/x and exp would be three results; two logits share a reciprocal
+# (1/a = b · 1/(ab)), which makes 2.5.
 # z < 23, so exp(z - 23) needs no running maximum.
-# The gradient is e u (1 - u) times the factor loss_scale S / Σ. e u (1 - u) is known before the sum Σ and waits for
-# Σ in registers, two fp16 numbers in each. So 512 threads take 50 registers each, and two programs fit an SM: one
-# reads while the other computes.
+# The gradient is e u (1 - u) times the factor loss_scale S / Σ. The first pass makes e u (1 - u), but Σ is known only
+# after this pass. Until then, each register holds two of these products as fp16 numbers. So 512 threads take 50
+# registers each, and two programs fit an SM: one reads while the other computes.
 # No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
 
 # (limit in columns, launch parameters); the first entry that fits is used. Few columns fit the registers of 256
@@ -2756,7 +2765,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
         for name, shape in ("mass", (n, K)), ("sink_mass", (n,)):
             for name in (name, f"d{name}") if grad is not None else (name,):
                 _check("cross_entropy", f"copies.{name}", getattr(copies, name), shape, torch.float32, logits.device)
-    if _takes_ref(logits, logits if grad is None else grad, exact=False):
+    if _takes_ref(logits, logits if grad is None else grad):
         return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad, copies)
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
@@ -2840,7 +2849,7 @@ def take_rows(codes, ids):
 
 
 def head_rows(classes):
-    """Rows per block: a power of two, which divides every batch; 16384 for 50304 classes, 1.6 GB of bf16 logits."""
+    """Rows per block, a power of two: 16384 for 50304 classes, 1.6 GB of bf16 logits."""
     return 1 << int(math.log2(2**30 / classes))
 
 
@@ -2994,7 +3003,7 @@ def _load_gram_tile(X, first, start, M, K, stride, ACROSS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, stride_om, stride_on, c, b, a,
-                 ACROSS: tl.constexpr, ADDEND: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
+                 ACROSS: tl.constexpr, ADDEND: tl.constexpr, TMA: tl.constexpr,
                  BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. At the first tile of a row,
     # 8t+1 = (2 row + 1)², and at the last tile of the row above it is 8 less. 8t+4 lies between these values, so
@@ -3027,7 +3036,7 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, st
                          other=0.0)
         acc = tl.cast(c, tl.float32) * acc + tl.cast(b, tl.float32) * addend.to(tl.float32)
         acc += tl.where(m[:, None] == n[None, :], tl.cast(a, tl.float32), 0.0)
-    if SCALED:
+    if Scale is not None:
         scale = tl.load(Scale + batch)
         acc *= scale if ADDEND else scale * scale
     tile = acc.to(Out.dtype.element_ty)
@@ -3073,14 +3082,14 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]]) if tma else X
     # In launch order, first the tiles of one matrix. At M = 768 a matrix stays in L2 without any reordering of tiles.
     _gram_kernel[(tiles, n)](tiles_of_X, X, out_3d, scale, M, K, *X.stride()[:2], *out_3d.stride(), c, b, a,
-                             ACROSS=axis == -1, ADDEND=addend, SCALED=scale is not None, TMA=tma, **launch)
+                             ACROSS=axis == -1, ADDEND=addend, TMA=tma, **launch)
     return out
 
 
 def XXT(X, out, scale=None):
     """out = s² X Xᵀ; returns out."""
     _check_gram("XXT", X, out, -2, scale)
-    if _takes_ref(X, exact=False):
+    if _takes_ref(X):
         return XXT_ref(X, out, scale)
     return _launch_gram("XXT", X, -2, out, scale)
 
@@ -3088,7 +3097,7 @@ def XXT(X, out, scale=None):
 def XTX(X, out, scale=None):
     """out = s² Xᵀ X; returns out."""
     _check_gram("XTX", X, out, -1, scale)
-    if _takes_ref(X, exact=False):
+    if _takes_ref(X):
         return XTX_ref(X, out, scale)
     return _launch_gram("XTX", X, -1, out, scale)
 
@@ -3098,7 +3107,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
     _check_gram("ba_plus_cAA", P, out, -1, scale)
     if P.shape[-2] != P.shape[-1]:
         raise ValueError(f"ba_plus_cAA: P must be square, got shape {tuple(P.shape)}")
-    if _takes_ref(P, exact=False):
+    if _takes_ref(P):
         return ba_plus_cAA_ref(P, c, b, out, a, scale)
     return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
 
@@ -3109,7 +3118,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #   X, scale = fused_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
 #       m     ← m + (1 − decay)(g − m)                           in place; decay is mu unless it is given
 #       s     ← s + slow_rate (g − s)                            in place, if there is a slow average s
-#       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad; without s: mu (m − g)
+#       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad; slow_share is 0 without s
 #       scale = 1 / (safety ‖X‖ + 1e-6)                          per matrix, of the rounded X, fp32
 #
 #   grad (n, R, C) bf16 or fp32, momentum and slow (n, R, C) fp32, all contiguous; X like grad; scale (n,).
@@ -3284,7 +3293,7 @@ def fused_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=
     wanted = [("grad", grad, grad.dtype), ("momentum", momentum, torch.float32), ("slow", slow, torch.float32)]
     for name, tensor, dtype in wanted if slow is not None else wanted[:-1]:
         _check("fused_momentum", name, tensor, grad.shape, dtype, grad.device)
-    if _takes_ref(grad):
+    if _takes_ref(grad, any_dtype=True):
         return fused_momentum_ref(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
     n, R, C = grad.shape
     blocks = triton.cdiv(R * C, MOMENTUM_LAUNCH["BLOCK"])
@@ -3348,7 +3357,7 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, ave
         _check("normuon_tail", name, tensor, shape, dtype, y.device)
     if average is not None:
         _check("normuon_tail", "average", average, y.shape, torch.float32, y.device)
-    if _takes_ref(y):
+    if _takes_ref(y, any_dtype=True):
         return normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
     blocks = triton.cdiv(R, ROW_SQUARES_LAUNCH["ROWS"])
     partial = torch.empty(n, 2, blocks, dtype=torch.float32, device=y.device)
@@ -3457,7 +3466,7 @@ def transpose_copy(src, dst):
     _check_transpose("transpose_copy", src, dst)
     if src.element_size() not in (1, 2, 4):
         raise ValueError(f"transpose_copy: dtype must have 1, 2 or 4 bytes per element, got {src.dtype}")
-    if _takes_ref(src):
+    if _takes_ref(src, any_dtype=True):
         return transpose_copy_ref(src, dst)
     if src.element_size() > 1:
         return _launch_transpose(src, dst, add=False)
@@ -3472,7 +3481,7 @@ def transpose_add(src, dst):
     _check_transpose("transpose_add", src, dst)
     if src.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"transpose_add: dtype must be bfloat16, float16 or float32, got {src.dtype}")
-    if _takes_ref(src):
+    if _takes_ref(src, any_dtype=True):
         return transpose_add_ref(src, dst)
     return _launch_transpose(src, dst, add=True)
 

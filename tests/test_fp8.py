@@ -352,7 +352,7 @@ def test_mlp_of_small_integers(factor, references, device, monkeypatch):
 
     The kernels and the library's products on the one hand, the references on the other, on every machine.
     """
-    monkeypatch.setattr(tk, "_takes_ref", lambda *tensors, exact=True: references)
+    monkeypatch.setattr(tk, "_takes_ref", lambda *tensors, any_dtype=False: references)
     N, D, F = 48, 64, 80
     bank = torch.stack([sparse_signs(F, D, D), sparse_signs(F, D, D)])[None]
     bank[:, :, 0, 0] = 1.75  # meets only zeros of x and g; the scale 1.75 / 448 is a power of two
@@ -434,7 +434,7 @@ def test_registration(device):
     state = m.codes, m.codes_t, m.scales
     checks = dict(test_utils=("test_autograd_registration", "test_faketensor"))  # the others add and multiply in FP8
     x8, x8_t = tk.both_layouts(x, tk.X8_SCALE, E4M3)
-    torch.library.opcheck(tk._turned_codes, (x8,), **checks)
+    torch.library.opcheck(tk._transposed_codes, (x8,), **checks)
     torch.library.opcheck(tk._mlp_fp8, (x8, factor, *state, m.post_max, 1), **checks)
     _, *post = tk._mlp_fp8(x8, factor, *state, m.post_max, 1)
     codes = tk.both_layouts(g, tk.G8_SCALE, E5M2)
