@@ -1145,7 +1145,11 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def compile_kernels(self, plan):
-        """Launch the Triton kernels that update parameters, for `kernels.only_compiling`."""
+        """Launch the Triton kernels of `step`, for `kernels.only_compiling`."""
+        if plan.adam and plan.tied:
+            head, embed = self.params["lm_head"], self.params["embed"]
+            self.ops.transpose_add(embed.grad, head.grad)
+            self.ops.transpose_copy(head.detach(), embed.detach())
         for label, state in self.state.items():
             grad = self._shard(label, self.buffers[label][1])
             if label in self.matrix_lr:
@@ -1465,7 +1469,8 @@ class Trainer:
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
         self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
-        width = max(len(plan.mtp_weights) for plan in self.plans)
+        # A row takes a multiple of 16 bytes: Triton compiles other kernels for pointers that are not aligned to 16 bytes.
+        width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
         weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
         self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
         self.loader = self.new_loader(self.plans[:-1], config)

@@ -1,6 +1,8 @@
-"""Other GPUs than the GPU of this machine: every kernel, at the sizes of a run, compiles and fits their shared memory.
+"""Other GPUs than the GPU of this machine: every kernel, at the sizes of a run, compiles and fits their shared memory,
+and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 86    compile for compute capability 8.6; print each kernel's shared memory and launch
+    python tests/test_arch.py ahead FOLDER    print the kernels that a start forgets to compile; writes shards
 
 No GPU is necessary, because Triton contains its assembler and the test launches nothing. The test does not show speed.
 The tests start this file as a program, because they run under Triton's interpreter themselves.
@@ -26,28 +28,38 @@ NOT_HOPPER = {"_mlp_kernel", "_mlp_codes_kernel"}  # what other GPUs take
 FP8_ONLY = {"_quantise_kernel", "_largest_kernel", "_quantise_weights_kernel", "_mlp_codes_kernel"}  # 8.9 and up
 
 
-def compile_all(arch):
-    """Run the cases of bench_kernels.py for a GPU that this machine lacks; [(kernel, shared memory in KiB, launch)]."""
+def pretend_gpu(arch):
+    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU.
+
+    Returns the list to which each launch adds (kernel, shared memory in KiB, launch parameters).
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
-    sys.path.insert(0, str(ROOT))
-    import bench_kernels as bench
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import triton_kernels as tk
     target = GPUTarget("cuda", arch, 32)
     driver.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0,
                                       get_current_stream=lambda device: 0))
-    compiled, run = [], jit.JITFunction.run
+    launched, run = [], jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **launch):
         kernel = run(self, *args, grid=grid, warmup=True, **launch)
-        compiled.append((self.__name__, kernel.metadata.shared / 1024,
+        launched.append((self.__name__, kernel.metadata.shared / 1024,
                          {name: value for name, value in launch.items() if isinstance(value, int)}))
 
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, any_dtype=False: False
     tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
     tk._has_tma, tk._is_hopper = lambda device: arch >= 90, lambda device: arch == 90
+    return launched
+
+
+def compile_all(arch):
+    """Run the cases of bench_kernels.py for a GPU that this machine lacks; the result is that of `pretend_gpu`."""
+    launched = pretend_gpu(arch)
+    import bench_kernels as bench
+    import triton_kernels as tk
     bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     torch.compile = lambda function, **options: function  # only for peers, which do not run; spares seconds of imports
@@ -72,15 +84,54 @@ def compile_all(arch):
             grads = [bench.rand(1024, 6, size) for size in (width, width, 128)]
             tk.project_backward(*grads, qk, rstd, *args[2:], *(bench.rand(*shape, dtype=tk.E5M2)
                                                                for shape in ((1024, rows), (rows, 1024))), one)
+    return launched
+
+
+def compile_ahead(folder):
+    """The names of the kernels that Trainer.compile_kernels leaves to the steps of a run on an H200."""
+    pretend_gpu(90)
+    import oracles
+    import train_gpt as T
+    import triton_kernels as tk
+    from data.machine import Runtime
+    torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
+    tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
+    tk.scaled_product = lambda a, b, *scales, fast=False: (a.float() @ b.float().mT).bfloat16()
+    tokens = np.random.default_rng(0).integers(0, 50256, 40000)
+    tokens[::300] = 50256
+    for name in "train", "val":
+        oracles.write_shard(Path(folder) / f"{name}.bin", tokens)
+    config = T.parse_config([
+        "--preset=short", "--compile=false", "--cuda_graphs=false", "--fp8=false", "--bigram_normal=false",
+        "--model_dim=256", "--num_heads=2", "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2",
+        "--val_tokens=2048", "--val_batch_tokens=2048", f"--train_files={folder}/train.bin",
+        f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4))])
+    config = T.with_system(config, device="cpu")
+    ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
+    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
+    before = [param.detach().clone() for param in trainer.model.parameters()]
+    trainer.compile_kernels()
+    for old, param in zip(before, trainer.model.parameters()):
+        assert torch.equal(param, old) and not param.grad.any()  # no kernel has run
+    compiled = []
+    tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
+    for plan in trainer.plans[:-1]:
+        trainer.step(trainer.loader, plan, 1)
+    T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)
     return compiled
+
+
+def start_program(*args):
+    """This file as a program, without the interpreter. Triton's cache keeps compiled kernels for the next run."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen([sys.executable, __file__, *map(str, args)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
 def compilers():
-    """One process per compute capability, side by side. Triton's cache keeps compiled kernels for the next run."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return {arch: subprocess.Popen([sys.executable, __file__, str(arch)], stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, env=environment) for arch in SHARED_KIB}
+    """One process per compute capability, side by side."""
+    return {arch: start_program(arch) for arch in SHARED_KIB}
 
 
 @pytest.mark.parametrize("arch", SHARED_KIB)
@@ -94,6 +145,14 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     others = NOT_HOPPER if arch == 90 else HOPPER_ONLY
     assert {name for name, *_ in rows} == kernels - others - (set() if arch >= 89 else FP8_ONLY)
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
+
+
+def test_a_start_compiles_all_kernels(tmp_path):
+    """A kernel that the first steps compile one by one costs every cold start a second or more."""
+    program = start_program("ahead", tmp_path)
+    out, err = program.communicate()
+    assert program.returncode == 0, err[-2000:]
+    assert out == ""
 
 
 @pytest.mark.parametrize("paired, offset, narrow, value", [
@@ -135,5 +194,8 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
 
 
 if __name__ == "__main__":
-    for name, shared, launch in compile_all(int(sys.argv[1])):
-        print(name, f"{shared:.1f}", launch)
+    if sys.argv[1] == "ahead":
+        print(*compile_ahead(sys.argv[2]), sep="\n", end="")
+    else:
+        for name, shared, launch in compile_all(int(sys.argv[1])):
+            print(name, f"{shared:.1f}", launch)

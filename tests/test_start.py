@@ -57,33 +57,3 @@ def test_compiled_graphs(tmp_path, monkeypatch):
         T.summed_loss(trainer.forward, trainer.head, next(iter(trainer.validation)), view)
     assert counter.frame_count == GRAPHS
     torch._dynamo.reset()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles kernels for a GPU")
-def test_kernels_compiled_ahead(tmp_path, monkeypatch):
-    """compile_kernels changes no weight and no gradient. After it, steps and validation compile only the transposes of
-    the tied head."""
-    tokens = np.random.default_rng(0).integers(0, 50256, 20000)
-    tokens[::300] = 50256
-    for name in "train", "val":
-        oracles.write_shard(tmp_path / f"{name}.bin", tokens)
-    config = T.parse_config([
-        "--preset=short", "--compile=false", "--bigram_normal=false", "--model_dim=256", "--num_heads=2",
-        "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2", "--val_tokens=2048",
-        "--val_batch_tokens=2048", f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
-        *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4))])
-    device = torch.device("cuda", 0)
-    config, ops, _ = T.choose_kernels(config, device)
-    trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
-    before = {label: param.detach().clone() for label, param in trainer.model.named_parameters()}
-    trainer.compile_kernels()
-    torch.cuda.synchronize()
-    for label, param in trainer.model.named_parameters():
-        assert torch.equal(param, before[label]) and not param.grad.any(), label
-
-    compiled = set()
-    monkeypatch.setattr(tk.triton.knobs.runtime, "jit_post_compile_hook", lambda fn, **others: compiled.add(fn.name))
-    losses = [trainer.step(trainer.loader, plan, 1).item() for plan in trainer.plans[:-1]]
-    losses.append(T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt))
-    assert np.isfinite(losses).all()
-    assert {name.rpartition(".")[-1] for name in compiled} <= {"_transpose_kernel"}
