@@ -31,7 +31,7 @@ FP8_ONLY = {"_quantise_kernel", "_largest_kernel", "_quantise_weights_kernel", "
 def pretend_gpu(arch):
     """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU.
 
-    Returns the list to which each launch adds (kernel, shared memory in KiB, launch parameters).
+    Returns the list to which each launch adds (name, compiled kernel, launch parameters).
     """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
@@ -45,7 +45,7 @@ def pretend_gpu(arch):
 
     def compile_only(self, *args, grid, warmup, **launch):
         kernel = run(self, *args, grid=grid, warmup=True, **launch)
-        launched.append((self.__name__, kernel.metadata.shared / 1024,
+        launched.append((self.__name__, kernel,
                          {name: value for name, value in launch.items() if isinstance(value, int)}))
 
     jit.JITFunction.run = compile_only
@@ -56,7 +56,7 @@ def pretend_gpu(arch):
 
 
 def compile_all(arch):
-    """Run the cases of bench_kernels.py for a GPU that this machine lacks; the result is that of `pretend_gpu`."""
+    """Run the cases of bench_kernels.py for a GPU that this machine lacks; [(kernel, shared memory in KiB, launch)]."""
     launched = pretend_gpu(arch)
     import bench_kernels as bench
     import triton_kernels as tk
@@ -84,7 +84,7 @@ def compile_all(arch):
             grads = [bench.rand(1024, 6, size) for size in (width, width, 128)]
             tk.project_backward(*grads, qk, rstd, *args[2:], *(bench.rand(*shape, dtype=tk.E5M2)
                                                                for shape in ((1024, rows), (rows, 1024))), one)
-    return launched
+    return [(name, kernel.metadata.shared / 1024, launch) for name, kernel, launch in launched]
 
 
 def compile_ahead(folder):
