@@ -15,8 +15,8 @@ and all earlier records).
 
 Expected results: --preset=cpu reaches 1.28 nats per byte of the source of Python's library in 126 s of training on 2
 cores. --preset=short --train_tokens=20.5e6 reaches 3.408 in 19.2 s of training time on one H200, on a small corpus
-(commit a48cb18). --preset=record74 takes 74 s on that corpus on eight H200s, and with --scheduled_steps=145
---extension_steps=4 55 s on one H200 and 57.5 s on one H100 (the code before commit 5eb7088). No run has used FineWeb
+(commit a48cb18). --preset=record74 takes 74 s on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s on
+one H200 and 57.5 s on one H100, on an older corpus of 40M tokens (the code before commit 5eb7088). No run has used FineWeb
 yet.
 
 Contents, top to bottom:
@@ -1805,11 +1805,12 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
 def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch(IMPORT_SECONDS)
-    if "--help" in argv:
+    if {"--help", "-h"} & {*argv}:
+        preset = next((name for name in PRESETS if f"--preset={name}" in argv), "record")
         source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]  # its comments
-        others = ", ".join(name for name in PRESETS if name != "record")
-        knobs = help_text(PRESETS["record"], source)
-        print(f"{__doc__}\nKnobs with the values of --preset=record (others: {others}):\n{knobs}")
+        others = ", ".join(name for name in PRESETS if name != preset)
+        knobs = help_text(PRESETS[preset], source)
+        print(f"{__doc__}\nKnobs with the values of --preset={preset} (others: {others}):\n{knobs}")
         return 0
     rank = local = 0
     try:

@@ -141,6 +141,7 @@ def check_config(config, world=1):
     for key, value in flatten(config).items():
         least = int(key not in may_be_zero)
         require(type(value) is not int or value >= least, f"--{key}={value}: must be {least} or more")
+        require(type(value) is not float or value >= 0, f"--{key}={value}: must be 0 or more")
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
 

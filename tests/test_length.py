@@ -100,9 +100,9 @@ def test_the_settings_in_a_log_give_the_same_run(args, base):
     *((length, rf"{length}: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer")
       for length in ("--train_tokens=1000", "--minutes=0.0001")),
     ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"),
-    ("--minutes=-0.5", "--minutes=-0.5: must be from 0 to .*"),
+    ("--minutes=-0.5", "--minutes=-0.5: must be 0 or more"),
     ("--minutes=1e308", "--minutes=1e[+]308: must be from 0 to 1000000"),
-    ("--train_tokens=-1e6", "--train_tokens=-1000000.0: must be from 0 to .*"),
+    ("--train_tokens=-1e6", "--train_tokens=-1000000.0: must be 0 or more"),
     *((f"--minutes=1 --{knob}=30", "--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, .*")
       for knob in ("train_tokens", "scheduled_steps", "extension_steps")),
     ("--train_tokens=1e15", "--scheduled_steps=[0-9]+: a run has at most 1000000 steps, the extension included"),
