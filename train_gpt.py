@@ -15,9 +15,9 @@ and all earlier records).
 
 Expected results: --preset=cpu reaches 1.28 nats per byte of the source of Python's library in 126 s of training on 2
 cores. --preset=short --train_tokens=20.5e6 reaches 3.408 in 19.2 s of training time on one H200, on a small corpus
-(commit a48cb18). --preset=record74 takes 74 s on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s on
-one H200 and 57.5 s on one H100, on an older corpus of 40M tokens (the code before commit 5eb7088). No run has used FineWeb
-yet.
+(commit a48cb18). --preset=record74 takes 74 s on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s
+on one H200 and 57.5 s on one H100, on an older corpus of 40M tokens (the code before commit 5eb7088). No run has used
+FineWeb yet.
 
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
@@ -702,7 +702,7 @@ class GPT(nn.Module):
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
         """The compiled part of the forward pass: the result of `lookup` -> (final stream (N, D) after its norm, and
         with the pointer head the result of `pointer_inputs`)."""
-        model, dtype, ops = self.config, self.dtype, self.ops
+        config, dtype, ops = self.config, self.dtype, self.ops
         e, bigram, *values = (x.to(dtype) for x in embeddings)
         N, D = e.shape
         # Only training uses FP8.
@@ -715,15 +715,15 @@ class GPT(nn.Module):
         bank = self.attn_bank.to(dtype)
         qkv_weights = dict(zip(self.with_attention, (lambdas[:, 0] * bank[:, :3 * D]).to(dtype).unbind(0)))
         out_weights = dict(zip(self.with_attention, (lambdas[:, 1] * bank[:, 3 * D:]).to(dtype).unbind(0)))
-        matrices = self.mlp_bank.to(dtype).view(-1, model.mlp_dim, D).unbind(0)
+        matrices = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, D).unbind(0)
         attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
         values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
         if self.with_values:
             value_gates = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
         if self.with_skip:  # layer -> (lambda, gate)
             skips = dict(zip(self.with_skip, zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))))
-        skip_sources, skip_streams = {layer.skip_from for layer in model.layers}, {}
-        input_sources, inputs = {layer.input_from for layer in model.layers}, {}
+        skip_sources, skip_streams = {layer.skip_from for layer in config.layers}, {}
+        input_sources, inputs = {layer.input_from for layer in config.layers}, {}
         x0_factors, bigram_factors, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
             self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
         # Columns are unbound before rows: a column that no layer uses then has one gradient of zeros, not one per
@@ -734,11 +734,11 @@ class GPT(nn.Module):
                      for i, factor in enumerate(row)}
         if self.with_xsa:
             constants |= zip([(i, "xsa") for i in self.with_xsa], self.xsa_lambdas.unbind(0))
-        if sizes := model.mix_sizes:
+        if sizes := config.mix_sizes:
             constants |= zip([(i, "mix") for i in sizes], self.mix_lambdas.split(list(sizes.values())))
         networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
         additions = {}  # (place, name) -> what the networks add to these factors, (N, number)
-        if sizes := model.dynamic_sizes:
+        if sizes := config.dynamic_sizes:
             rows = [sum(numbers.values()) for numbers in sizes.values()]
             weights = self.dynamic_in.to(dtype).unbind(0), self.dynamic_out.to(dtype).split(rows)
             networks = dict(zip(sizes, zip(sizes.values(), *weights)))
@@ -770,7 +770,7 @@ class GPT(nn.Module):
         def attention(x, x_codes, i, layer):
             """Result of attention_input -> output of the attention block (N, D)."""
             # A narrow layer uses half of each head's weights. The gradient of the other half is zero.
-            qkv_weight = kernels.packed_projection(qkv_weights[i], model.num_heads, layer.narrow)
+            qkv_weight = kernels.packed_projection(qkv_weights[i], config.num_heads, layer.narrow)
             rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
             window, number = attn.long_window if layer.long else attn.short_window, self.with_attention.index(i)
             codes = fp8_projections(number, x_codes, self.sa_lambdas[i, 0]) if fp8_projections else None
@@ -791,7 +791,7 @@ class GPT(nn.Module):
             return ops.mlp(x, W1, W2 if factor is None else factor * W2)
 
         lane0, lane1 = x0, None
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(config.layers):
             # Factors of the stream, and of the outputs of attention and MLP in each lane; without lanes, in lane 0.
             resid_attn, resid_mlp = resid[2 * i:2 * i + 2]
             attn0, attn1, mlp0, mlp1 = post[i]
@@ -834,16 +834,16 @@ class GPT(nn.Module):
                 lane1 = resid_mlp * lane1 + mlp1 * m
             if i in input_sources:
                 inputs[i] = attention_input(lane0)
-            if i == model.backout_layer:
+            if i == config.backout_layer:
                 backout = lane0
         x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
-        if model.backout_layer is not None:
+        if config.backout_layer is not None:
             x = x - self.backout_lambda[0] * backout
-        if model.mix_sizes:
+        if config.mix_sizes:
             sources = first, backout, before_mix, values[self.with_values[0]], *skip_streams.values()
-            x = x + mixture(factors(len(model.layers), "mix"), sources)
+            x = x + mixture(factors(len(config.layers), "mix"), sources)
         x = rms_norm(x)
-        return (x, *self.pointer_inputs(x, cu_seqlens)) if model.pointer else (x,)
+        return (x, *self.pointer_inputs(x, cu_seqlens)) if config.pointer else (x,)
 
     def pointer_inputs(self, x, cu_seqlens):
         """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
@@ -1442,7 +1442,7 @@ class Trainer:
         if config.model.bigram_normal:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
-        self.layers = compiler(self.model.layers)
+        self.compiled_layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(
             self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,
             config.model.gate_id)
@@ -1469,7 +1469,7 @@ class Trainer:
         self.plans = [make_plan(config, step) for step in range(self.total + 1)]
         batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
         self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
-        # A row takes a multiple of 16 bytes: Triton compiles other kernels for pointers that are not aligned to 16 bytes.
+        # A row takes a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
         width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
         weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
         self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
@@ -1489,7 +1489,7 @@ class Trainer:
         # graph for a single length faster.
         for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
             torch._dynamo.mark_dynamic(x, 0)
-        return self.model.output(self.layers(embeddings, cu_seqlens, attn), tokens, attn)
+        return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def new_loader(self, plans, config):
         return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)

@@ -191,8 +191,8 @@ def sorted_pieces(ids: np.ndarray) -> np.ndarray:
     """ids (N,) -> (4, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
     one id. The rows:
 
-    positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every group,
-    then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
+    positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every
+    group, then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
     """
     N = len(ids)
     keys = np.sort(ids.astype(np.int64) << 32 | np.arange(N))

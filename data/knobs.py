@@ -87,6 +87,12 @@ def read_arguments(argv) -> dict[str, str]:
     return values
 
 
+def unknown_key(key, known) -> UserError:
+    """The error for a key that is not in `known`; it names the nearest key, if there is one."""
+    near = difflib.get_close_matches(key, known, 1)
+    return UserError(f"unknown key --{key}{f'; the nearest is --{near[0]}' if near else ''} (see --help)")
+
+
 def override(config, overrides):
     """The config with the values of `overrides`, {knob: text}. Raises UserError for an unknown knob or a bad value."""
     overrides = dict(overrides)
@@ -117,8 +123,7 @@ def override(config, overrides):
         key, known = next(iter(overrides)), flatten(changed)
         items = {name: item for name, item in known.items() if dataclasses.is_dataclass(item)}
         known |= {f"{name}.{field}": 0 for name, item in items.items() for field in vars(item)}
-        near = difflib.get_close_matches(key, [*known, "preset"], 1, 0.0)[0]
-        raise UserError(f"unknown key --{key}; the nearest is --{near} (see --help)")
+        raise unknown_key(key, [*known, "preset"])
     return changed
 
 

@@ -12,7 +12,6 @@ Contents: the model of a checkpoint; text; validation and HellaSwag; export; the
 
 import codecs
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -30,7 +29,7 @@ import train_gpt as T
 from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError, atomic_write, data_root
-from data.knobs import parse_value
+from data.knobs import parse_value, unknown_key
 from data.machine import Runtime, choose_kernels, find_device
 from data.tokenizer import text_codec
 
@@ -307,8 +306,7 @@ def arguments(argv, options, aliases):
         elif key in known or key in aliases or re.match(r"(stage|layer)\d", key):
             knobs[aliases.get(key, key)] = text
         else:
-            near = difflib.get_close_matches(key, [*options, *aliases, *known], 1, 0.0)[0]
-            raise UserError(f"unknown key --{key}; the nearest is --{near}")
+            raise unknown_key(key, [*options, *aliases, *known])
     return values, knobs
 
 

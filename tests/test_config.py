@@ -104,6 +104,7 @@ def test_config_from_dict():
 REFUSED = {  # arguments (and processes, if more than one) -> what the message says
     # what the parser does not understand
     "--scheduled_step=3": "unknown key --scheduled_step; the nearest is --scheduled_steps",
+    "--learning_rate=3": r"unknown key --learning_rate \(see --help\)",
     "--stage5.lr_mul=3": r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul",
     "--layer3=lang": "--layer3=lang: expected words that are fields of Layer, for example --layer3=long",
     "--layer6.skip_from=x": "expected a number or none, for example --layer6.skip_from=3",
