@@ -202,7 +202,7 @@ NO_EXAMPLE = "line 2: not an example with ctx, four endings and label"
     ("--sample=CKPT --temperature=hot", "--temperature=hot: expected float"),
     ("--sample=CKPT --temperature=nan", "--temperature=nan"), ("--sample=CKPT --top_k=-1", "--top_k=-1.*negative"),
     ("--sample=none.pt", "none.pt is no checkpoint of this trainer: No such file"),
-    ("--sample=CKPT --model_dim=96", "other parameters .*embed"),
+    ("--sample=CKPT --model_dim=96", r"other parameters than this train_gpt\.py: .*embed"),
     ("CKPT --helaswag=x", "the nearest is --hellaswag"), ("CKPT --hellaswag=none", "cannot read none: No such"),
     ("CKPT --hellaswag=empty", "empty: no examples"), ("CKPT --hellaswag=binary", "cannot read binary: not text"),
     ("CKPT --hellaswag=long", "an example has 2007 tokens: --val_batch_tokens=768"),
