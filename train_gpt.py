@@ -270,8 +270,8 @@ class Optim:
     head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run then ends with a mixture of its last weights and
-    # their averages. Its last validation also tries the further numbers.
-    average_blend: tuple[float, ...] = (0.0,)  # share of the averages in the final weights (0: none, 1: all)
+    # their averages.
+    average_blend: float = 0.0  # share of the averages in the final weights (0: none, 1: all)
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ SHORT = Config(
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
     Optim(adam_lr=0.0104, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, slow_momentum=0.56, polar_steps=4,
-          head_pairs=True, average_blend=(0.5,)),
+          head_pairs=True, average_blend=0.5),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
     System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
@@ -375,7 +375,7 @@ PRESETS = {
                 Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 96, 208, 0.75, (1.0,), (1.0,), share=0.0))),
-        Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, head_pairs=True, average_blend=(0.5,)),
+        Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, head_pairs=True, average_blend=0.5),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
         System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=180,
@@ -953,7 +953,6 @@ class NorMuonAndAdam:
         # --slow_momentum "slow"; of a lazy table "v" and "last", the number of the last update of every row; with
         # --average_blend also "average"
         self.state = {}
-        self.last_weights = {}  # label -> copy of the shard on the CPU, from `keep_last_weights`
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         # With --head_pairs, label of the bank -> (rows of two heads, numbers of the Q and K of the shard, of V and O)
         self.head_pairs = {}
@@ -980,7 +979,7 @@ class NorMuonAndAdam:
                     is_qk = (torch.arange(len(shard)) + rt.rank * len(shard)) % 4 < 2  # of Q, K, V, O
                     qk, vo = (where.nonzero()[:, 0].to(rt.device) for where in (is_qk, ~is_qk))
                     self.head_pairs[label] = 2 * config.model.head_dim, qk, vo
-            if row.average and any(self.config.average_blend):
+            if row.average and self.config.average_blend:
                 self.state[label]["average"] = torch.zeros_like(m)
 
         replicated = {label: row for label, row in self.table.items() if row.comms == "replicated"}
@@ -1157,28 +1156,16 @@ class NorMuonAndAdam:
             elif "last" in state and plan.adam:
                 self._update_adam(label, plan, grad)
 
-    def keep_last_weights(self):
-        """Copy the weights to the CPU, so that `blend` can start from them again."""
-        self.last_weights = {label: self.shards[label].to("cpu", copy=True) for label, state in self.state.items()
-                             if "average" in state}
-
     @torch.no_grad()
-    def blend(self, plan, factor):
-        """Replace the weights by a mixture of the last ones (factor 0) and their averages (factor 1).
-
-        All ranks must call this. Training cannot go on afterwards. Call `keep_last_weights` before the first of several
-        blends.
-        """
+    def blend(self, plan):
+        """Replace the last weights by their mixture with the averages (--average_blend). All ranks must call this.
+        Training cannot go on afterwards."""
         for label, state in self.state.items():
-            if "average" not in state or label == "embed" and plan.tied:
-                continue
-            shard = self.shards[label]
-            if label in self.last_weights:
-                shard.copy_(self.last_weights[label])
-            if factor:
-                blend_weights(shard, state, factor, dist.all_reduce if self.rt.world > 1 else lambda x: None)
-            if self.rt.world > 1:
-                all_gather(self.buffers[label][0], shard)
+            if "average" in state and not (label == "embed" and plan.tied):
+                shard, sum_over_ranks = self.shards[label], dist.all_reduce if self.rt.world > 1 else lambda x: None
+                blend_weights(shard, state, self.config.average_blend, sum_over_ranks)
+                if self.rt.world > 1:
+                    all_gather(self.buffers[label][0], shard)
         if plan.tied:
             self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
 
@@ -1248,7 +1235,7 @@ class StepPlan(NamedTuple):
 def average_rates(config, step, total) -> dict[str, float]:
     """{label: rate} of the averages that move in a step. An average begins three time constants before the end."""
     rates = {}
-    for param in param_table(config.model) if any(config.optim.average_blend) else ():
+    for param in param_table(config.model) if config.optim.average_blend else ():
         period, tau = (2 if param.optim == "adam" else 1), max(1.0, param.average * total)
         start = max(0.0, total - 3 * tau)
         if param.average and step >= start and (period == 1 or step % 2 == 1):
@@ -1582,8 +1569,8 @@ class Trainer:
         if self.config.schedule.minutes:
             self.fit_minutes()
             self.warm_up_steps(seen)
-        if any(self.config.optim.average_blend):
-            self.optimizer.blend(self.plans[-1], 0.5)  # the first blend loads kernels, which must not be on the clock
+        if self.config.optim.average_blend:
+            self.optimizer.blend(self.plans[-1])  # the first blend loads kernels, which must not be on the clock
         self.log.line("Resetting Model")
         self.init_weights()
         self.optimizer.load_state_dict({})
@@ -1638,7 +1625,7 @@ class Trainer:
 
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
-        system, clock, blends = self.config.system, Clock(self.seconds_before), self.config.optim.average_blend
+        system, clock = self.config.system, Clock(self.seconds_before)
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1649,19 +1636,13 @@ class Trainer:
                     self.profiler.stop()
             last = step == self.total
             validates = last or step % system.val_every == 0
-            if last and any(blends):
-                if len(blends) > 1 or system.save or system.save_every:  # these need the last weights again
-                    self.synchronize()
-                    with clock.paused("validation"):
-                        self.optimizer.keep_last_weights()
-                self.optimizer.blend(plan, blends[0])
+            if last and self.config.optim.average_blend:
+                self.optimizer.blend(plan)
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
             if validates or saves:
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     self.check_losses(keep=0)
-                    if last:
-                        self.validate_other_blends(plan)
                     if validates:
                         loss = self.validate(step, plan, seconds)
                     if saves:
@@ -1699,17 +1680,6 @@ class Trainer:
         require_finite(loss, f"validation loss before step {step}")
         return loss
 
-    def validate_other_blends(self, plan):
-        """Log the final validation loss with all values of --average_blend but the first, then return to the first."""
-        first, *others = self.config.optim.average_blend
-        for factor in others:
-            self.optimizer.blend(plan, factor)
-            loss = validate(self.forward, self.head, self.validation, self.attn[-1], self.rt)
-            self.log.line(f"average_blend:{factor:g} val_loss:{loss:.4f}")
-            require_finite(loss, f"validation loss with --average_blend={factor:g}")
-        if others:
-            self.optimizer.blend(plan, first)
-
     def check_losses(self, keep):
         """Raises UserError at a training loss that is not finite. The GPU may still compute the last `keep` steps, so
         the host does not wait for their losses."""
@@ -1721,8 +1691,6 @@ class Trainer:
 
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. Every rank must call this."""
-        if self.optimizer.last_weights:
-            self.optimizer.blend(self.plans[step], 0.0)
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -204,9 +204,8 @@ def check_config(config, world=1):
     for key in "table_beta2", "muon_beta2", "slow_momentum":
         require(0 <= getattr(config.optim, key) < 1, f"--{key}={getattr(config.optim, key)}: must be from 0 to below 1")
     require(config.optim.polar_steps in (4, 5), f"--polar_steps={config.optim.polar_steps}: must be 4 or 5")
-    blends = config.optim.average_blend
-    require(blends and all(0 <= x <= 1 for x in blends),
-            f"--average_blend={render(blends)}: must be numbers from 0 (last weights) to 1 (averages)")
+    blend = config.optim.average_blend
+    require(0 <= blend <= 1, f"--average_blend={blend}: must be from 0 (last weights) to 1 (averages)")
     for i, stage in enumerate(stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 

@@ -5,8 +5,7 @@
 
 Temperature 0 takes the likeliest token; top_k limits the choice to the k likeliest tokens (0: no limit). Both commands
 also take the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=... (less memory).
-All other settings come from the checkpoint. Both commands use a GPU if there is one. After the last step of a run with
-averages, they use the weights with which the run ended, a blend of the last weights and the averages.
+All other settings come from the checkpoint. Both commands use a GPU if there is one.
 Contents: the model of a checkpoint; text; validation and HellaSwag; export; the two commands.
 """
 
@@ -51,14 +50,6 @@ def load_model(path, knobs):
     T.check_weights(state, config.model)
     config, ops, _ = choose_kernels(config, device := find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
-    factor = config.optim.average_blend[0]
-    if factor and state["step"] == T.stage_starts(config.schedule)[-1]:  # the result of a finished run is a blend
-        tied = T.make_plan(config, state["step"]).tied
-        for label, moments in state["optimizer"].items():
-            if "average" in moments and not (label == "embed" and tied):
-                T.blend_weights(state["model"][label].view_as(moments["average"]), moments, factor)
-        if tied:
-            state["model"]["embed"].copy_(state["model"]["lm_head"].t())
     model.load_state_dict(state["model"])
     return config, model
 

@@ -239,7 +239,7 @@ def short_run(args):
     ops, _ = kernels.choose_ops(torch.device("cpu"), "auto")
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
-    trainer.optimizer.blend(trainer.plans[-1], config.optim.average_blend[0])
+    trainer.optimizer.blend(trainer.plans[-1])
     return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)]
 
 
