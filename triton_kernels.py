@@ -2252,10 +2252,9 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 @triton.jit
-def _target(Targets, t, N, j: tl.constexpr, stride_n, stride_j, COUNT: tl.constexpr):
-    """targets[t, j] (BLOCK,) as int32; -1, which no token is, beyond N and where j is not below COUNT."""
-    here = Targets + t.to(tl.int64) * stride_n + j * stride_j
-    return tl.load(here, mask=(t < N) & (j < COUNT), other=-1).to(tl.int32)
+def _target(Targets, t, N, j: tl.constexpr, stride_n, stride_j):
+    """targets[t, j] (BLOCK,) as int32; -1, which no token is, beyond N."""
+    return tl.load(Targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1).to(tl.int32)
 
 
 @triton.jit
@@ -2271,22 +2270,6 @@ def _mask_later(x, low, s, t):
     return tl.where((s[None, :] - low[:, None]).to(tl.uint32) < (t - low).to(tl.uint32)[:, None], x, float("-inf"))
 
 
-@triton.jit
-def _add_hits(sums, x, target, Tokens, s, t, N, j: tl.constexpr, COUNT: tl.constexpr):
-    """sums (queries,) + Σ_s x (queries, keys) where the token j behind key s is the target of query t."""
-    if j < COUNT:
-        hit = (_token(Tokens, s + j, N)[None, :] == target[:, None]) & ((s + j)[None, :] <= t[:, None])
-        sums += tl.sum(tl.where(hit, x, 0.0), 1)
-    return sums
-
-
-@triton.jit
-def _store_mass(Mass, mass, t, N, j: tl.constexpr, COUNT: tl.constexpr):
-    """Column j of Mass (N, COUNT), if there is one."""
-    if j < COUNT:
-        tl.store(Mass + t.to(tl.int64) * COUNT + j, mass, mask=t < N)
-
-
 @triton.jit(do_not_specialize=["window"])
 def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, stride_tn, stride_tj,
                     COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
@@ -2298,14 +2281,10 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
     top = sink  # the largest score so far
     total = tl.full((BLOCK,), 1.0, dtype=tl.float32)
-    sum0 = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum1 = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum2 = tl.zeros((BLOCK,), dtype=tl.float32)
-    sum3 = tl.zeros((BLOCK,), dtype=tl.float32)
-    target0 = _target(Targets, t, N, 0, stride_tn, stride_tj, COUNT)
-    target1 = _target(Targets, t, N, 1, stride_tn, stride_tj, COUNT)
-    target2 = _target(Targets, t, N, 2, stride_tn, stride_tj, COUNT)
-    target3 = _target(Targets, t, N, 3, stride_tn, stride_tj, COUNT)
+    sums, targets = (), ()  # one tensor (BLOCK,) for each column
+    for j in tl.static_range(COUNT):
+        sums += (tl.zeros((BLOCK,), dtype=tl.float32),)
+        targets += (_target(Targets, t, N, j, stride_tn, stride_tj),)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
         k = _load_tile(K, 0, n0, N, D, D, BLOCK, D, TMA)
@@ -2315,17 +2294,16 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
         fade = tl.exp2(top - higher)
         p = tl.exp2(x - higher[:, None])
         total = total * fade + tl.sum(p, 1)
-        sum0 = _add_hits(sum0 * fade, p, target0, Tokens, s, t, N, 0, COUNT)
-        sum1 = _add_hits(sum1 * fade, p, target1, Tokens, s, t, N, 1, COUNT)
-        sum2 = _add_hits(sum2 * fade, p, target2, Tokens, s, t, N, 2, COUNT)
-        sum3 = _add_hits(sum3 * fade, p, target3, Tokens, s, t, N, 3, COUNT)
+        new_sums = ()
+        for j in tl.static_range(COUNT):
+            hit = (_token(Tokens, s + j, N)[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
+            new_sums += (sums[j] * fade + tl.sum(tl.where(hit, p, 0.0), 1),)
+        sums = new_sums
         top = higher
     tl.store(Lse + t, top + tl.log2(total), mask=t < N)
     tl.store(SinkMass + t, tl.exp2(sink - top) / total, mask=t < N)
-    _store_mass(Mass, sum0 / total, t, N, 0, COUNT)
-    _store_mass(Mass, sum1 / total, t, N, 1, COUNT)
-    _store_mass(Mass, sum2 / total, t, N, 2, COUNT)
-    _store_mass(Mass, sum3 / total, t, N, 3, COUNT)
+    for j in tl.static_range(COUNT):
+        tl.store(Mass + t.to(tl.int64) * COUNT + j, sums[j] / total, mask=t < N)
 
 
 @triton.jit
@@ -2337,7 +2315,7 @@ def _pointer_score_grad(x, lse, dot, q_axis: tl.constexpr, dMass, Tokens, Target
     """
     grad = tl.expand_dims(-dot, 1 - q_axis)
     for j in tl.static_range(COUNT):
-        target = tl.expand_dims(_target(Targets, t, N, j, stride_tn, stride_tj, COUNT), 1 - q_axis)
+        target = tl.expand_dims(_target(Targets, t, N, j, stride_tn, stride_tj), 1 - q_axis)
         dmass = tl.expand_dims(tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0), 1 - q_axis)
         hit = (tl.expand_dims(_token(Tokens, s + j, N), q_axis) == target) & (
             tl.expand_dims(s + j, q_axis) <= tl.expand_dims(t, 1 - q_axis))
