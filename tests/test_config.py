@@ -174,8 +174,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--vocab_size=50256": "--vocab_size=50256: --bigram_normal needs .* add --bigram_normal=false",
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
-    "--pointer=1 --stage2.mtp_start=1,1,1,1,1 --stage2.mtp_end=1,1,1,1,1":
-        "--pointer=True: at most 4 numbers in mtp_start and mtp_end",
+    "--stages=2": "--split_stage=4: there are 2 stages, so it must be 1 to 2",
     "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
     "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",

@@ -87,7 +87,7 @@ def dense(x, cu, window, upstream):
 
 
 CASES = [  # document lengths, windows, numbers of targets
-    ((75,), (0, 1, 31, 32, 33, 1000), (1, 4)),  # longer than two tiles, ragged end
+    ((75,), (0, 1, 31, 32, 33, 1000), (1, 5)),  # longer than two tiles, ragged end
     ((1, 29, 2, 1, 31, 6, 5), (5, 10**6), (2, 3)),  # borders on and off tiles, documents of one token
     ((80, 20), (63, 1000), (3,)),  # a border within a tile, blocks on both sides
     ((2, 126), (62, 94), (4,)),  # full tiles; the last row of a block is the first that does not see the first key
@@ -195,9 +195,8 @@ def test_other_documents_and_later_tokens_change_nothing(function, device):
     ("tokens", lambda x: x.long(), "tokens must be contiguous torch.int32"),
     ("start", lambda x: x[:-1], r"start must be .* shape \(30,\)"),
     ("end", lambda x: x.long(), "end must be contiguous torch.int32"),
-    ("targets", lambda x: x[:, 0], r"targets must be \(N, 1 to 4\), got \(30,\)"),
-    ("targets", lambda x: torch.cat((x, x), 1), r"targets must be \(N, 1 to 4\), got \(30, 6\)"),
-    ("targets", lambda x: x[:, :0], r"targets must be \(N, 1 to 4\), got \(30, 0\)"),
+    ("targets", lambda x: x[:, 0], r"targets must be \(N, 1 or more\), got \(30,\)"),
+    ("targets", lambda x: x[:, :0], r"targets must be \(N, 1 or more\), got \(30, 0\)"),
     ("targets", lambda x: x.int(), "targets must be torch.int64 .* got torch.int32"),
     ("targets", lambda x: x[1:], r"targets must be .* shape \(30, 3\)")])
 def test_attention_on_copies_refuses(name, change, message, device):
@@ -358,7 +357,7 @@ def run_head(head, h, weight, point, targets, weights, **options):
 
 @pytest.mark.parametrize("implementation", [OP, PLAIN, MIXED])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("n, count", [(2, 3), (16, 1), (37, 2), (37, 4)])
+@pytest.mark.parametrize("n, count", [(2, 3), (16, 1), (37, 2), (37, 5)])
 def test_head_loss(n, count, dtype, implementation, device):
     """Blocks of 16 rows; loss and the gradients of h, of the weight and of what the pointer reads."""
     pointer, cross_entropy = implementation
