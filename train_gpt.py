@@ -608,7 +608,7 @@ class AttentionSettings(NamedTuple):
     short_window: Tensor | int
     long_window: Tensor | int
     scale: Tensor | float
-    max_doc_len: int  # FlashAttention-3 reads this, and it is the window of the pointer head
+    pointer_window: int  # tokens that the pointer head looks back
     narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
     narrow_scale: Tensor | float | None = None
 
@@ -676,7 +676,7 @@ class GPT(nn.Module):
         h, *point = results
         if point:
             q, k, sink, start, end = point
-            point = kernels.Point(q, k, sink, tokens, start, end, attn.max_doc_len, POINTER_WIDTH**-0.5)
+            point = kernels.Point(q, k, sink, tokens, start, end, attn.pointer_window, POINTER_WIDTH**-0.5)
         return Output(h, point or None)
 
     def lookup(self, tokens, row_ids, pieces=None):
@@ -775,8 +775,7 @@ class GPT(nn.Module):
             window, number = attn.long_window if layer.long else attn.short_window, self.with_attention.index(i)
             codes = fp8_projections(number, x_codes, self.sa_lambdas[i, 0]) if fp8_projections else None
             y, v = ops.attention(x, qkv_weight, rotary, values.get(i), value_gates.get(i), attn_gates[i],
-                                 cu_seqlens, attn.max_doc_len, window, scale, layer.paired, layer.long, layer.narrow,
-                                 codes, layer.xsa)
+                                 cu_seqlens, window, scale, layer.paired, layer.long, layer.narrow, codes, layer.xsa)
             if layer.xsa:
                 y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
                 part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
@@ -1295,7 +1294,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the exact head, not FP8."""
-    h, point = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(max_doc_len=len(batch.tokens)))
+    h, point = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(pointer_window=len(batch.tokens)))
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True, point=point)
 
 

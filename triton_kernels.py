@@ -429,8 +429,8 @@ ATTENTION_LAUNCH = {
 LOG2_E = tl.constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
 
 
-def attention_ref(q, k, v, gate, cu_seqlens, max_len, window, scale):
-    """y (N, H, dv) in blocks of plain PyTorch, O(N · window) memory. max_len is not used; fa3_attention needs max_len.
+def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
+    """y (N, H, dv) in blocks of plain PyTorch, O(N · window) memory.
 
     A block of queries sees its own key block and the few blocks before it.
     """
@@ -695,31 +695,11 @@ def document_of_tokens(cu_seqlens, N):
     return cu_seqlens[after - 1], cu_seqlens[after]
 
 
-def _flash_attention_3():
-    """The function of the package flash_attn_interface; raises a ValueError if the package is missing."""
-    try:
-        from flash_attn_interface import flash_attn_varlen_func
-    except ImportError as error:
-        raise ValueError("kernels: 'attention:fa3' needs the package flash_attn_interface (FlashAttention-3);"
-                         " install it or choose attention:triton") from error
-    return flash_attn_varlen_func
-
-
-def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
-    """`attention_ref` through FlashAttention-3 (Shah et al., arXiv 2407.08608), where that package is installed."""
-    if q.size(2) < v.size(2):  # the package has no kernel for these two widths
-        q, k = (F.pad(x, (0, v.size(2) - x.size(2))) for x in (q, k))
-    out = _flash_attention_3()(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_len,
-                               max_seqlen_k=max_len, causal=True, softmax_scale=float(scale),
-                               window_size=(int(window), 0))
-    return out * gate[..., None].to(out.dtype)
-
-
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
-#   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-#                          narrow, codes, with_values)
+#   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
+#                          with_values)
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
@@ -729,7 +709,6 @@ def fa3_attention(q, k, v, gate, cu_seqlens, max_len, window, scale):
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
 #   w_out       (H, C)               weights of the output gate, C even
 #   cu_seqlens  (K,) int32           document borders in tokens, as in section 2
-#   max_len     int                  tokens of the longest document; only FlashAttention-3 uses max_len
 #   window      0-D CPU tensor       how many positions a query sees back; in paired layers positions of the 2N
 #   scale       0-D CPU tensor       factor of the scores
 #   paired      bool                 heads of a token become consecutive positions (K4)
@@ -1251,30 +1230,30 @@ class _AttentionBlock(torch.autograd.Function):
         return None, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * ctx.others
 
 
-def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                        narrow=False, codes=None, with_values=True, attention=attention_ref):
-    """y and v, both (N, H, d), or y and None; see the banner above. `attention` has the signature of attention_ref."""
+def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
+                        codes=None, with_values=True):
+    """y and v, both (N, H, d), or y and None; see the banner above."""
     out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, codes)
     N, H = out_gate.shape
     if not paired:
-        y = attention(q, k, v, out_gate, cu_seqlens, max_len, window, scale)
+        y = attention_ref(q, k, v, out_gate, cu_seqlens, window, scale)
     else:
         paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
-        y = attention(*paired_heads, 2 * cu_seqlens, 2 * max_len, window, scale).reshape(v.shape)
+        y = attention_ref(*paired_heads, 2 * cu_seqlens, window, scale).reshape(v.shape)
     return y, v if with_values else None
 
 
-def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired, offset,
-                    narrow=False, codes=None, with_values=True):
+def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
+                    codes=None, with_values=True):
     """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
 
     Raises a ValueError if an argument is wrong.
 
     x (N, D), weight (2 H w + H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out (H, C): one dtype, bf16
-    or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d. cu_seqlens (K,) int32; max_len int; window and
-    scale 0-D CPU tensors; paired, offset and narrow bool. The banner above says what each argument means. codes:
-    ProjectionCodes of x and weight for a projection in FP8, or None.
+    or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d. cu_seqlens (K,) int32; window and scale 0-D
+    CPU tensors; paired, offset and narrow bool. The banner above says what each argument means. codes: ProjectionCodes
+    of x and weight for a projection in FP8, or None.
     """
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
@@ -1309,8 +1288,8 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
             _check("attention_block", f"codes.{name}8", getattr(codes, f"{name}8"), matrix.shape, E4M3, x.device)
             _check("attention_block", f"codes.{name}8_t", getattr(codes, f"{name}8_t"), matrix.mT.shape, E4M3, x.device)
     if _takes_ref(x):
-        return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, window, scale, paired,
-                                   offset, narrow, codes, with_values)
+        return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset,
+                                   narrow, codes, with_values)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
@@ -1318,11 +1297,6 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, max_len, win
     outputs = _AttentionBlock.apply(with_values, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired,
                                     offset, narrow, *(codes or ()))
     return outputs if with_values else (outputs, None)
-
-
-def attention_block_fa3(*args):
-    """`attention_block_ref` with FlashAttention-3 as its attention; the arguments of attention_block."""
-    return attention_block_ref(*args, attention=fa3_attention)
 
 
 # ======================================================================================================================
@@ -3475,7 +3449,7 @@ IMPLEMENTATIONS = {
     "normuon_tail": {"triton": normuon_tail, "torch": normuon_tail_ref},
     "transpose_copy": {"triton": transpose_copy, "torch": transpose_copy_ref},
     "transpose_add": {"triton": transpose_add, "torch": transpose_add_ref},
-    "attention": {"triton": attention_block, "fa3": attention_block_fa3, "torch": attention_block_ref},
+    "attention": {"triton": attention_block, "torch": attention_block_ref},
     "mlp": {"triton": mlp, "torch": mlp_ref},
     "pointer": {"triton": pointer, "torch": pointer_ref},
     "cross_entropy": {"triton": cross_entropy, "torch": cross_entropy_ref},
@@ -3506,7 +3480,5 @@ def choose_ops(device, wanted="auto"):
                 raise ValueError(f"kernels: '{item}' is not one of {known}")
             if name != "torch" and device.type == "cpu" and not INTERPRETED:
                 raise ValueError(f"kernels: '{item}' needs a GPU")
-            if name == "fa3":
-                _flash_attention_3()  # raises now, and not inside the compiler, if the package is missing
             names[op] = name
     return SimpleNamespace(**{op: IMPLEMENTATIONS[op][name] for op, name in names.items()}), names

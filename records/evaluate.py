@@ -77,7 +77,7 @@ def forward(model, config, documents, attention):
     tokens[:borders[-1]] = np.concatenate(documents)
     cu = loader.cu_seqlens(borders, N, 128 * (len(borders) // 128 + 1))
     batch = loader.make_batch(tokens, cu, config, model.embed.device, hash_ids=hash_ids(model))
-    output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(max_doc_len=int(N)))
+    output = model(batch.tokens, batch.cu_seqlens, batch.row_ids, attention._replace(pointer_window=int(N)))
     return output, batch.targets
 
 

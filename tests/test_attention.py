@@ -6,8 +6,6 @@ so an unwritten element of a result stays NaN.
 
 import itertools
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ class Attention(torch.autograd.Function):
     """attend and attend_backward as one differentiable function, with the signature of the reference."""
 
     @staticmethod
-    def forward(ctx, q, k, v, gate, cu, max_len, window, scale):
+    def forward(ctx, q, k, v, gate, cu, window, scale):
         ctx.rest = *tk.document_of_tokens(cu, len(q)), window, scale
         y, lse = tk.attend(q, k, v, gate, *ctx.rest)
         ctx.save_for_backward(q, k, v, gate, y, lse)
@@ -38,7 +36,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx, dy):
         *qkv, gate, y, lse = ctx.saved_tensors
         dgate = tk.out_gate_grad(dy, y, gate)
-        return *tk.attend_backward(dy, *qkv, dgate, lse, *ctx.rest), dgate.to(gate.dtype), None, None, None, None
+        return *tk.attend_backward(dy, *qkv, dgate, lse, *ctx.rest), dgate.to(gate.dtype), None, None, None
 
 
 attention = Attention.apply
@@ -63,7 +61,7 @@ def inputs(N, H, d, device, dtype, times=1):
 def run(function, q, k, v, gate, dy, cu, window):
     """(y, dq, dk, dv, dgate)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-    y = function(*leaves, cu, 0, torch.tensor(window), torch.tensor(SCALE))
+    y = function(*leaves, cu, torch.tensor(window), torch.tensor(SCALE))
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
@@ -227,37 +225,7 @@ def test_dv_into_a_slice(times, device):
 
 def test_reference_gates_in_the_dtype_of_q():
     q, k, v, gate, _ = (a.contiguous() for a in inputs(20, 2, 16, "cpu", FP32))
-    args = borders(20), 20, 4, SCALE
+    args = borders(20), 4, SCALE
     ungated = REF(q, k, v, torch.ones_like(gate), *args)
     assert torch.equal(REF(q, k, v, gate, *args), ungated * gate[..., None])
     assert REF(*(x.to(BF16) for x in (q, k, v)), gate, *args).dtype == BF16
-
-
-def arguments(times=1, **other):
-    q, k, v, gate, _ = (a.contiguous() for a in inputs(20, 2, 16, "cpu", FP32, times))
-    args = dict(q=q, k=k, v=v, gate=gate, cu_seqlens=borders(20), max_len=20, window=torch.tensor(4),
-                scale=torch.tensor(SCALE))
-    return args | {name: change(args[name]) for name, change in other.items()}
-
-
-@both_widths
-def test_fa3_adapter(times, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    with pytest.raises(ValueError, match="kernels: 'attention:fa3' needs the package flash_attn_interface"):
-        tk.fa3_attention(**arguments())
-
-    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal,
-                               softmax_scale, window_size):
-        assert q.shape == k.shape == v.shape  # the package has no kernel for two widths
-        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 20
-        assert causal and type(softmax_scale) is float
-        left, right = window_size
-        assert type(left) is int and right == 0
-        return REF(q, k, v, torch.ones(q.shape[:2]), cu_seqlens_q, max_seqlen_q, left, softmax_scale)
-
-    package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
-    args = arguments(times, gate=lambda g: g.clone())
-    got, wanted = tk.fa3_attention(**args), REF(**args)
-    torch.testing.assert_close(got, wanted)
-    assert times == 2 or torch.equal(got, wanted)  # the padding may change the order of the sums

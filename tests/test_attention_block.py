@@ -182,7 +182,7 @@ def block_inputs(N, H, d, D, kind, device, dtype):
     kind, value = switches(kind)
     x, weight, table, ve, _ = inputs(N, H, d, D, value, device, dtype, *kind[2:])
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
-    return x, weight, table, ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW, SCALE, *kind
+    return x, weight, table, ve, *gate_weights(H, 12, value, device, dtype), cu, WINDOW, SCALE, *kind
 
 
 def block_run(function, args, upstream, dtype):
@@ -222,7 +222,7 @@ def test_compiled(kind, device):
     assert all(map(torch.equal, got[:2], wanted[:2]))
     for a, b in zip(got, wanted, strict=True):
         assert (a - b).float().norm() <= (2**-8 if ON_GPU else 0) * b.float().norm()
-    x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset, *narrow = args
+    x, weight, table, ve, w_ve, w_out, cu, window, scale, paired, offset, *narrow = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
     args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow
     torch.library.opcheck(tk._attention_block, args, test_utils=("test_schema", "test_faketensor"))
@@ -247,9 +247,9 @@ def test_reference_on_cpu(monkeypatch):
 
 @pytest.mark.parametrize("change, message", [
     ({1: torch.zeros(97, 16)}, r"weight must be \(48 H, 16\), H even in paired and narrow layers, got \(97, 16\)"),
-    ({1: torch.zeros(64, 16), 12: True}, "a narrow layer has no offset, and d is at least 32; got d = 16"),
-    ({1: torch.zeros(64, 16), 11: True, 12: True}, "a narrow layer has no offset, .* offset=True"),
-    ({1: torch.zeros(48, 16), 12: True}, r"8 \(q, k\) and 16 \(v\) weight must be \(32 H, 16\), H even"),
+    ({1: torch.zeros(64, 16), 11: True}, "a narrow layer has no offset, and d is at least 32; got d = 16"),
+    ({1: torch.zeros(64, 16), 10: True, 11: True}, "a narrow layer has no offset, .* offset=True"),
+    ({1: torch.zeros(48, 16), 11: True}, r"8 \(q, k\) and 16 \(v\) weight must be \(32 H, 16\), H even"),
     ({5: torch.zeros(3, 12)}, r"w_out must be \(2, C\), C even and at most 16, got \(3, 12\)"),
     ({5: torch.zeros(2, 18)}, r"got \(2, 18\)"),
     ({5: torch.zeros(2, 11)}, r"got \(2, 11\)"),

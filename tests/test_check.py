@@ -109,7 +109,7 @@ BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, an
     "--data_end=stop": ("training data", "2 files, 3,000 tokens.*--data_end=wrap"),
     "--val_files={d}/val_short.bin": ("validation data", "65536 tokens.*65537: lower --val_tokens"),
     "--log_dir={d}/val_1.bin": ("disk", "val_1.bin.*--log_dir"),
-    "--kernels=attention:fa3": ("kernels", "attention:fa3")}
+    "--kernels=attention:flash": ("kernels", "attention:flash")}
 
 
 @pytest.mark.parametrize("arg", BROKEN)

@@ -335,7 +335,7 @@ def small_record():
 def test_views_of_the_stages():
     """Windows, scale and tables of the four stages; the final validation has a longer window and nothing else (K10)."""
     views = T.attention_settings(small_record(), CPU, torch.float32)
-    windows = [(int(view.short_window), int(view.long_window), view.max_doc_len) for view in views]
+    windows = [(int(view.short_window), int(view.long_window), view.pointer_window) for view in views]
     assert windows == [(128, 384, 896), (384, 896, 2048), (640, 1408, 2048), (768, 1664, 2048), (768, 2560, 2048)]
     states = oracle_states()
     for view, (frequencies, scale) in zip(views, [*states, states[-1]], strict=True):

@@ -51,7 +51,7 @@ def block_inputs(kind, N, device, dtype):
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
     ve = torch.randn(N, D, device=device).to(dtype) if value else None
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
-    args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype), cu, N, WINDOW,
+    args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype), cu, WINDOW,
             SCALE, *kind)
     return args, projections, projections(1, tk.both_layouts(x.detach(), tk.X8_SCALE, E4M3), factor)
 
@@ -218,13 +218,13 @@ def test_compiled(kind, device, unrounded):
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for N in (48, 16, 80):
         (args, _, codes), factor = block_inputs(kind, N, device, DTYPE), torch.tensor(FACTOR, device=device)
-        args[-7][:] = torch.arange(len(args[-7])).clamp(max=1) * N  # one document
+        args[-6][:] = torch.arange(len(args[-6])).clamp(max=1) * N  # one document
         torch._dynamo.mark_dynamic(args[0], 0)
         grads = upstream(args)
         got, wanted = (block_run(f, (*args, factor), None, grads, DTYPE) for f in (compiled, block))
         assert torch.equal(got["y"], wanted["y"]) and torch.equal(got["v"], wanted["v"])
         assert_near(got, wanted, 1e-2 if ON_GPU else 1e-6)
-    x, weight, table, ve, w_ve, w_out, cu, _, window, scale, paired, offset, *narrow = args
+    x, weight, table, ve, w_ve, w_out, cu, window, scale, paired, offset, *narrow = args
     start = torch.zeros(N * (1 + paired), dtype=torch.int32, device=device)
     args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow, *codes
     torch.library.opcheck(tk._attention_block, args, test_utils="test_faketensor")

@@ -180,8 +180,8 @@ def embedding_from_zero(monkeypatch):
 
 BREAKS = {
     "softcap 22.9": lambda monkeypatch: monkeypatch.setattr(kernels, "CAP", 22.9),
-    "window short by one": attention(8, lambda window: window - 1),
-    "no key offset": attention(11, lambda offset: False),
+    "window short by one": attention(7, lambda window: window - 1),
+    "no key offset": attention(10, lambda offset: False),
     "phases of paired heads": swapped_phases,
     "K6 not rounded": lambda monkeypatch: monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self),
     "Polar Express, one coefficient": polar_coefficient,
@@ -220,7 +220,7 @@ SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "num_heads": "2", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1",
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
     "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5",
-    "slow_momentum": "0.5",
+    "slow_momentum": "0.5", "average_blend": "0.5",
     "sampled_frac": "0", "final_window": "16"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all; layer 1 reads what left layer 0 anyway

@@ -16,7 +16,7 @@ CONFIG = T.Model(vocab_size=120, model_dim=96)
 LENGTHS = [1, 70, 3, 40, 14]
 SHORT, LONG, SCALE, KAPPA = 9, 21, 0.117, 0.25
 WEIGHTS = (1.0, 0.5, 0.25)
-POINTER_WINDOW = 30  # the view's max_doc_len, which here is shorter than the longest document
+POINTER_WINDOW = 30  # the view's pointer_window, which here is shorter than the longest document
 
 # Features that record 74 lacks: name -> (knobs, what the oracle has to know about them).
 LATER_LAYERS = [f"--layer{i}={layer}" for i, layer in enumerate((

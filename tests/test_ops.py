@@ -1,8 +1,6 @@
 """The plain attention against oracles.py, the choice of implementations, the compiled model and its micro-steps."""
 
 import math
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,7 +49,7 @@ def test_attention_ref(n, longest, windows, device):
     q, k, v, upstream = (torch.randn(n, 2, 8, dtype=FP64).to(device) for _ in range(4))
     gate = torch.ones_like(q[..., 0])
     for window in windows:
-        plain = lambda *qkv: tk.attention_ref(*qkv, gate, cu.to(device), longest, torch.tensor(window), 0.3)
+        plain = lambda *qkv: tk.attention_ref(*qkv, gate, cu.to(device), torch.tensor(window), 0.3)
         dense = lambda *qkv: oracles.attend(*qkv, cu.tolist(), window, 0.3)
         got, wanted = (with_gradients(f, q, k, v, upstream=upstream) for f in (plain, dense))
         for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted):
@@ -70,28 +68,24 @@ FAST = dict.fromkeys(OPS, "triton")
     (CPU, "auto", dict.fromkeys(OPS, "torch")),
     (CUDA, "auto", FAST),
     (CUDA, "torch", dict.fromkeys(OPS, "torch")),
-    (CUDA, "attention:fa3", FAST | {"attention": "fa3"}),
     (CUDA, "XXT:torch,transpose_add:torch", FAST | {"XXT": "torch", "transpose_add": "torch"}),
     pytest.param(CPU, "XTX:triton", dict.fromkeys(OPS, "torch") | {"XTX": "triton"},
                  marks=pytest.mark.skipif(ON_GPU, reason="kernels take CPU tensors in Triton's interpreter only")),
 ])
 def test_choose_ops(device, wanted, changed, monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=None))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ops, names = tk.choose_ops(device, wanted)
     assert names == changed and set(vars(ops)) == set(OPS)
     for op, name in names.items():
-        function = op.replace("attention", "attention_block") + {"triton": "", "torch": "_ref", "fa3": "_fa3"}[name]
+        function = op.replace("attention", "attention_block") + {"triton": "", "torch": "_ref"}[name]
         assert getattr(ops, op) is getattr(tk, function)
 
 
 @pytest.mark.parametrize("wanted, message", [
-    ("attention:flash", "'attention:flash' is not one of XXT:triton.torch, .*attention:triton.fa3"),
-    ("mlp:torch,XXT:cuda", "'XXT:cuda' is not one of"), ("attention", "'attention' is not one of"),
-    ("attention:fa3", "'attention:fa3' needs the package flash_attn_interface")])
+    ("attention:flash", "'attention:flash' is not one of XXT:triton.torch, .*attention:triton.torch"),
+    ("mlp:torch,XXT:cuda", "'XXT:cuda' is not one of"), ("attention", "'attention' is not one of")])
 def test_implementations_that_do_not_exist(wanted, message, monkeypatch):
     """Each is refused before anything is compiled."""
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     with pytest.raises(ValueError, match=f"kernels: {message}"):
         tk.choose_ops(CUDA, wanted)

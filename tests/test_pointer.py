@@ -521,7 +521,7 @@ def test_validation_points_into_whole_documents():
     config, model = tiny_model()
     tokens = np.array([256, *torch.randint(9, (63,)).tolist(), 256, *torch.randint(9, (48,)).tolist()], np.uint16)
     batch = L.make_batch(tokens, L.cu_seqlens([64, 112], 112, 128), config, torch.device("cpu"))
-    view = E.final_attention(model, config, 256)._replace(max_doc_len=8)
+    view = E.final_attention(model, config, 256)._replace(pointer_window=8)
     loss = T.summed_loss(model, E.head(model), batch, view).item() / 112
     h, _ = model(batch.tokens, batch.cu_seqlens, batch.row_ids, view)
     params = {name: tensor.double() for name, tensor in model.state_dict().items()}
