@@ -28,7 +28,7 @@ usage() {
 Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torch 2.11 or newer. It installs
         requirements.txt into an active virtualenv without torch. Otherwise it makes .venv here, once. With an NVIDIA
         GPU it installs the versions for GPUs in requirements.txt.
-GPUs    8, 4 or 2 processes, as many as there are GPUs, with --preset=record; one GPU: --preset=single, a run with
+GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run with
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
 Data    cpu: Python's library sources, made in seconds; all other presets: FineWeb, 2 GB, downloaded once to
         data/fineweb10B. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds

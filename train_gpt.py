@@ -1773,11 +1773,12 @@ def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch(IMPORT_SECONDS)
     if {"--help", "-h"} & {*argv}:
-        preset = next((name for name in PRESETS if f"--preset={name}" in argv), "record")
+        preset = next((name for name in PRESETS if {name, f"--preset={name}"} & {*argv}), "record")
         source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]  # its comments
         others = ", ".join(name for name in PRESETS if name != preset)
         knobs = help_text(PRESETS[preset], source)
-        print(f"{__doc__}\nKnobs with the values of --preset={preset} (others: {others}):\n{knobs}")
+        print(f"{__doc__}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or --minutes"
+              f" changes batches, rates and steps:\n{knobs}")
         return 0
     rank = local = 0
     try:

@@ -91,7 +91,12 @@ def test_config_from_dict():
     config = T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"])
     tree = dataclasses.asdict(config)
     assert T.config_from_dict(T.Config(), tree) == config
-    del tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
+    tree["optim"]["average_blend"] = 0.5,  # as checkpoints before commit 1675c36 have it
+    assert T.config_from_dict(T.Config(), tree).optim.average_blend == 0.5
+    tree["optim"]["average_blend"] = 0.5, 1.0
+    with pytest.raises(UserError, match="--average_blend=0.5,1.0: expected a number"):
+        T.config_from_dict(T.Config(), tree)
+    del tree["optim"]["average_blend"], tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
     assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023
     assert not T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
     for part in tree, tree["optim"], tree["model"]["layers"][0]:
