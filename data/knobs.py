@@ -152,6 +152,6 @@ def config_from_dict(default, tree):
         sections = {name: section(getattr(default, name), values) for name, values in tree.items()}
         config = dataclasses.replace(default, **sections)
         # Through text, so that a value of another type, from an older version, becomes one of today's or an error.
-        return override(config, {key: render(value) for key, value in flatten(config).items()})
+        return override(default, {key: render(value) for key, value in flatten(config).items()})
     except (TypeError, AttributeError) as error:
         raise UserError(f"these settings are those of another train_gpt.py: {error}") from None

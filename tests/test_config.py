@@ -94,7 +94,7 @@ def test_config_from_dict():
     tree["optim"]["average_blend"] = 0.5,  # as checkpoints before commit 1675c36 have it
     assert T.config_from_dict(T.Config(), tree).optim.average_blend == 0.5
     tree["optim"]["average_blend"] = 0.5, 1.0
-    with pytest.raises(UserError, match="--average_blend=0.5,1.0: expected a number"):
+    with pytest.raises(UserError, match="--average_blend=0.5,1.0: expected float"):
         T.config_from_dict(T.Config(), tree)
     del tree["optim"]["average_blend"], tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
     assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023
