@@ -1777,8 +1777,8 @@ def main(argv) -> int:
         source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]  # its comments
         others = ", ".join(name for name in PRESETS if name != preset)
         knobs = help_text(PRESETS[preset], source)
-        print(f"{__doc__}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or --minutes"
-              f" changes batches, rates and steps:\n{knobs}")
+        print(f"{__doc__}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
+              f" --minutes changes batches, rates and steps:\n{knobs}")
         return 0
     rank = local = 0
     try:

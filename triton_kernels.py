@@ -12,7 +12,6 @@ Conventions
   quirks of record 74, which the docstring of train_gpt.py lists.
   Strides are in elements. Offsets into tensors of N·D elements or more are int64; offsets into smaller tensors
   (tables, gates) may be int32.
-  Kernels cast run-time floats to fp32, because torch.compile passes Python floats as fp64.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers and descriptors (X, Gate, dGate) or constants (BLOCK, H). Lower-case names
   are indices (m, n, t), strides and sizes, and values on chip (x, gate).
@@ -76,6 +75,7 @@ RMS_EPS = 2.0**-23  # of every RMS norm in the model
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the largest finite values; without saturation, e4m3 would make NaN of larger ones
 FP8_MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
+_RMS_EPS, _E4M3_MAX, _E5M2_MAX = map(tl.constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX))  # for kernels
 
 
 def _takes_ref(*tensors, any_dtype=False):
@@ -380,8 +380,8 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
 #   q, k (N, H, d), v (N, H, dv), bf16 (fp32 for tests), d and dv powers of two >= 16 with stride 1, any other strides
 #   (v may be a slice); y (N, H, dv) contiguous; gate (N, H), not negative; cu_seqlens (K,) int32: document borders,
 #   cu[0] = 0, unused entries at the end = N.
-#   window (int) and scale (float): numbers or 0-D CPU tensors. attention_block takes tensors, so that one compiled
-#   graph serves every stage.
+#   window (int, 0 or more) and scale (float, above 0): numbers or 0-D CPU tensors. attention_block takes tensors, so
+#   that one compiled graph serves every stage.
 #   Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 #
 # Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
@@ -390,7 +390,7 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
 # some row sees a part of it.
 # The kernel takes exponentials without subtracting a running maximum, which saves 8 % of the forward pass. This is
 # right as long as |scale · q · k| < 80 (2^±115 of fp32); beyond this bound infinities appear. Here q and k are
-# RMS-normed, so the product is at most d · scale = 26.
+# RMS-normed, so the product is at most d · scale, 17 in the presets.
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
@@ -407,7 +407,7 @@ def lookup(table, num_tables, sorted_ids, embedding_grad):
 # ======================================================================================================================
 
 # One warp group and 64 rows per program: two or three programs share an SM, and one takes exponentials while another
-# multiplies. 128 rows on two warp groups, with one program per SM, were 20-40 % slower in all three kernels.
+# multiplies. 128 rows on two warp groups, with one program per SM, were 20-40 % slower, forward and backward.
 ATTENTION_LAUNCH = {
     torch.bfloat16: {
         # At d = 128: q takes 16 KiB, and three stages of k and v take 16 KiB each. 64 KiB and 124 registers: three
@@ -476,10 +476,9 @@ def _load_rows(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl
 def _load_tile(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
     """The same rows as _load_rows; with TMA, X is a descriptor (see _head_tiles)."""
     if TMA:
-        x = X.load([head, first, 0]).reshape(BLOCK, D)
+        return X.load([head, first, 0]).reshape(BLOCK, D)
     else:
-        x = _load_rows(X, head, first, N, stride_n, stride_h, BLOCK, D)
-    return x
+        return _load_rows(X, head, first, N, stride_n, stride_h, BLOCK, D)
 
 
 @triton.jit
@@ -521,7 +520,7 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_
     # read whole tokens.
     head = tl.program_id(0) % H
     m0 = tl.program_id(0) // H * BLOCK_M
-    scale2 = tl.cast(scale, tl.float32) * LOG2_E
+    scale2 = scale * LOG2_E
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK_M)
     q = _load_rows(Q, head, m0, N, stride_qn, stride_qh, BLOCK_M, D)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -610,7 +609,6 @@ def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v
     tile = tl.program_id(0) // 2
     head = tile % H
     first = tile // H * BLOCK
-    scale = tl.cast(scale, tl.float32)
     if tl.program_id(0) % 2 == 0:
         _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, dV0, End, N, H,
                   window, scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh,
@@ -703,7 +701,7 @@ def document_of_tokens(cu_seqlens, N):
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
-#   rotary      (rows, d/4, 2)       cosine and sine side by side, so that a thread loads both of its pairs at once;
+#   rotary      (rows, d/4, 2)       cosine and sine side by side, so that one load brings both;
 #                                    contiguous; rows >= N, in paired layers >= 2N
 #   ve          (N, H d) or None     value embeddings, unit stride along H d
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
@@ -738,7 +736,8 @@ def document_of_tokens(cu_seqlens, N):
 # Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
 # (not quite 1, because the table is rounded):
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
-# So 4 bytes of 1/rms per head are kept beside q, k, v. One elementwise pass, then the two GEMMs of a linear layer.
+# So 4 bytes of 1/rms per head are kept beside q, k, v. The backward pass is one elementwise pass and then the two GEMMs
+# of a linear layer.
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
 # goes straight into its part of dqkv. The gates are inside the op because of their gradients, which are added to C
 # columns of dx and dve in place. When the compiler made the gates from slices, the kernels behind dx, which sum over D
@@ -760,7 +759,8 @@ PROJECT_LAUNCH = {
     E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16; best of ten
 }
 PROJECT_PROGRAMS_PER_SM = 2
-# 16 heads of 16 threads each, 16-byte accesses, two per operand and thread. 32 rows cost 4-20 % in layers with offset.
+# A program takes 16 rows of one head each. 16 threads share a row, so the 128 threads take 8 rows at a time. Each
+# thread makes two accesses of 16 bytes per operand. 32 rows cost 4-20 % in layers with offset.
 PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
 # In FP8, 32 tokens of one head; 64 tokens on 8 warps took 4 to 10 % longer on an H200, 16 and 128 up to 60 %.
 PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)
@@ -936,10 +936,9 @@ def _rotated(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_x, stride_w, stride_part, stride_ve,
-                    K: tl.constexpr, EPS: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                    NARROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_part, stride_ve,
+                    K: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr, H: tl.constexpr,
+                    D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     # X and W are codes if there are scales.
     c = tl.arange(0, D // 2)[None, :]
     if ScaleX is not None:
@@ -958,9 +957,9 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
                 m = first + tl.arange(0, BLOCK_M)
                 n = head * D + tl.arange(0, D)
                 j = k + tl.arange(0, BLOCK_K)
-                x = tl.load(X + m.to(tl.int64)[:, None] * stride_x + j[None, :],
+                x = tl.load(X + m.to(tl.int64)[:, None] * K + j[None, :],
                             mask=(m < N)[:, None] & (j < K)[None, :], other=0.0)
-                w = tl.load(W + n[None, :] * stride_w + j[:, None], mask=(j < K)[:, None], other=0.0)
+                w = tl.load(W + n[None, :] * K + j[:, None], mask=(j < K)[:, None], other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if ScaleX is not None:
             acc *= scale
@@ -976,11 +975,11 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
         inside = (t < N)[:, None]
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, D // 2)), (0, 2, 1)))
         if NARROW:
-            rstd = tl.rsqrt(tl.sum(lo * lo, 1) / (D // 2) + EPS)
-            second_rstd = tl.rsqrt(tl.sum(hi * hi, 1) / (D // 2) + EPS)
+            rstd = tl.rsqrt(tl.sum(lo * lo, 1) / (D // 2) + _RMS_EPS)
+            second_rstd = tl.rsqrt(tl.sum(hi * hi, 1) / (D // 2) + _RMS_EPS)
             tl.store(Rstd + (part * N + t) * H + h + 1, second_rstd, mask=(t < N) & (part < 2))
         else:
-            rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + EPS)
+            rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + _RMS_EPS)
         tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
         rstd = tl.where(part < 2, rstd, 1.0)[:, None]
         row = 2 * t + h % 2 if PAIRED else t
@@ -1014,7 +1013,7 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
 
 
 @triton.jit
-def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr, D: tl.constexpr, MAX: tl.constexpr):
+def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr, D: tl.constexpr):
     """Store dx (BLOCK, D), heads h of tokens t, to the columns of dQkv from FIRST on. With dQkvT, store the codes of
     dx / Scale, also to the rows of dQkvT; then all h are the same."""
     c = tl.arange(0, D)
@@ -1023,12 +1022,12 @@ def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr
         tl.store(ptrs, dx.to(dQkv.dtype.element_ty), mask=(t < N)[:, None])
     else:
         dx = dx.to(tl.float32)
-        codes = _saturate(dx * tl.div_rn(1.0, tl.load(Scale)), MAX, dQkv.dtype.element_ty)
+        codes = _saturate(dx * tl.div_rn(1.0, tl.load(Scale)), dQkv.dtype.element_ty)
         tl.store(ptrs, codes, mask=(t < N)[:, None])
         # The kernel makes the codes twice. If it made them once and stored them in both layouts, the assembler of CUDA
         # 12.8 would read every second byte of e5m2 before the byte is computed. The compiler cannot merge the two
         # computations, because each loads the scale.
-        codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(Scale)), MAX, dQkvT.dtype.element_ty)
+        codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(Scale)), dQkvT.dtype.element_ty)
         ptrs = dQkvT + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, codes_t, mask=(t < N)[None, :])
 
@@ -1036,7 +1035,7 @@ def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr
 @triton.jit
 def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dy, stride, FIRST: tl.constexpr,
                       PAIRED: tl.constexpr, OFFSET: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr,
-                      D: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+                      D: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k; see
     _store_qkv_grad.
 
@@ -1065,14 +1064,14 @@ def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, str
     even = (dy_even - along * y_even) * rstd[:, None]
     odd = (dy_odd - along * y_odd) * rstd[:, None]
     dx = tl.reshape(tl.join(cos * even - sin * odd, sin * even + cos * odd), (BLOCK, D))
-    _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST, D, MAX)
+    _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST, D)
 
 
 @triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq,
                          stride_dk, stride_dv, stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                         NARROW: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
-                         D: tl.constexpr, MAX: tl.constexpr, BLOCK: tl.constexpr):
+                         NARROW: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+                         BLOCK: tl.constexpr):
     # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -1083,20 +1082,20 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve,
         t, h = block // H * BLOCK + tl.arange(0, BLOCK), tl.full((BLOCK,), block % H, tl.int32)
         row = t * H + h
     WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
-    width: tl.constexpr = H * (2 * WIDTH + D)
+    stride: tl.constexpr = H * (2 * WIDTH + D)  # of dQkv
     if part == 0:
-        _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dq, width, 0, PAIRED, False,
-                          D // 2, H, WIDTH, MAX, BLOCK)
+        _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dq, stride, 0, PAIRED, False,
+                          D // 2, H, WIDTH, BLOCK)
     elif part == 1:
-        _norm_rotary_grad(dK, K, dQkv, dQkvT, Scale, Rstd + N * H, Rotary, row, t, h, N, stride_dk, width, H * WIDTH,
-                          PAIRED, OFFSET, D // 2, H, WIDTH, MAX, BLOCK)
+        _norm_rotary_grad(dK, K, dQkv, dQkvT, Scale, Rstd + N * H, Rotary, row, t, h, N, stride_dk, stride, H * WIDTH,
+                          PAIRED, OFFSET, D // 2, H, WIDTH, BLOCK)
     else:
         token = t.to(tl.int64)[:, None]
         inside = token < N
         column = (h * D)[:, None] + tl.arange(0, D)[None, :]
         dv = tl.load(dV + token * stride_dv + column, mask=inside, other=0.0)
         if COPY:
-            _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, width, 2 * H * WIDTH, D, MAX)
+            _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
             dv = dv.to(tl.float32)
             gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
@@ -1122,7 +1121,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
     _project_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else a,
         TensorDescriptor.from_tensor(b, [d, launch["BLOCK_K"]]) if tma else b, *scales, qk, v, rstd,
-        rotary, ve, ve_gate, N, a.stride(0), b.stride(0), qk.stride(0), stride_ve, K=b.size(1), EPS=RMS_EPS,
+        rotary, ve, ve_gate, N, qk.stride(0), stride_ve, K=b.size(1),
         PAIRED=paired, OFFSET=offset, NARROW=narrow, H=H, D=d, TMA=tma, **launch)
     return qk, v, rstd
 
@@ -1141,7 +1140,7 @@ def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, 
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
         dq, dk, dv, qk[0], qk[1], dqkv, dqkv_t, scale, rstd, rotary, ve, ve_gate, dve, dgate, N, dq.stride(0),
         dk.stride(0), dv.stride(0), ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset,
-        NARROW=dq.size(2) < d, COPY=copy, H=H, D=d, MAX=FP8_MAX.get(dqkv.dtype, 0.0), **launch)
+        NARROW=dq.size(2) < d, COPY=copy, H=H, D=d, **launch)
     return dve, dgate
 
 
@@ -1155,8 +1154,7 @@ def _pair_heads(qk, v, paired):
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
                      narrow: bool, x8: Tensor | None = None, w8: Tensor | None = None, x_scale: Tensor | None = None,
-                     w_scale: Tensor | None = None, x8_t: Tensor | None = None, w8_t: Tensor | None = None,
-                     grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     w_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     gates = head_gates(x, ve, w_ve, w_out, paired)
     # The kernel reads the gate only if there is a ve.
     qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, (x8, w8, x_scale, w_scale))
@@ -1210,11 +1208,11 @@ def _(dy, dv, dgate, x, weight, rotary, ve, w_ve, w_out, *others):
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, with_values, x, weight, rotary, ve, w_ve, w_out, *others):
-        """The arguments after with_values are those of the op."""
+        """others: start, end, window, scale, paired, offset, narrow and, in FP8, ProjectionCodes."""
         codes = others[7:]
         if codes:  # of x, the op reads only the columns of the gates; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
-        y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others)
+        y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others[:7], *codes[:4])
         ctx.save_for_backward(y, gates, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
         ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
         return (y, v) if with_values else y
@@ -1248,15 +1246,12 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
                     codes=None, with_values=True):
     """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
 
-    Raises a ValueError if an argument is wrong.
-
-    x (N, D), weight (2 H w + H d, D), rotary (>= N or 2N, d/4, 2), ve (N, H d), w_ve and w_out (H, C): one dtype, bf16
-    or fp32; ve and w_ve may both be None. w = d/2 if narrow, else d. cu_seqlens (K,) int32; window and scale 0-D
-    CPU tensors; paired, offset and narrow bool. The banner above says what each argument means. codes: ProjectionCodes
-    of x and weight for a projection in FP8, or None.
+    The banner above says what each argument is. Raises a ValueError if an argument is wrong.
     """
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
+    if D * x.element_size() % 16:
+        raise ValueError(f"attention_block: rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}")
     if N == 0 or weight.shape != (H * rows, D) or (paired or narrow) and H % 2:
         raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v)"
                          f" weight must be ({rows} H, {D}), H even in paired and narrow layers, got"
@@ -1430,7 +1425,8 @@ def _mlp_fetch(args):
 
 @gluon.jit
 def _mlp_sums(args, step, count, ME: gl.constexpr, LAYOUT: gl.constexpr):
-    """The products of one tile, the tile `count` of warp group ME, from its first step on."""
+    """The sum of the products of one tile. step: number of its first step; count: number of this tile among those of
+    warp group ME."""
     A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = args
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
@@ -1622,14 +1618,13 @@ def mlp(x, W1, W2):
 #
 #   x (N, D) bf16, RMS-normed, N a multiple of 16; W1 and W2 (F, D) bf16, the matrices i of the bank. Gradient of the
 #   factor: the sum of dW2, before the factor, times W2. Sums are in fp32, of which Hopper keeps about 14 bits with fast
-#   accumulation. So do the two kernels here, forward and backward: their sums have only D terms, and codes of 3 or 4
-#   significant bits follow.
+#   accumulation. The two kernels here also keep about 14 bits, forward and backward. That is enough, because their
+#   sums have only D terms and are then rounded to codes of 3 or 4 significant bits.
 #
 # Real value = code · scale. Codes are values / scale, saturated and rounded once. FP8 products want both operands
-# contiguous along the summed axis, so what meets two products is stored in both layouts. The epilogues write both
-# layouts of post and dpre, which never exist in bf16. The compiler makes the codes of x in the pass of the norm, so x
-# does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes transposes
-# them.
+# contiguous along the summed axis, so a tensor that enters two products is stored in both layouts. The epilogues
+# write both layouts of post and dpre, which never exist in bf16. The compiler makes the codes of x in the pass of the
+# norm, so x does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes transposes them.
 #
 # Scales: an RMS-normed x of 768 channels is at most √768 = 27.7, below 448 · 2⁻⁴ = 28; data/rules.py refuses more than
 # 784 channels. The loss is a sum over tokens times loss_scale, so the static scale of g carries loss_scale. The scale
@@ -1650,6 +1645,7 @@ X8_SCALE, G8_SCALE = 2.0**-4, 2.0**-6  # static, of the input and of the output'
 HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that of the step before by this factor
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
+_WEIGHT_FLOOR = tl.constexpr(WEIGHT_FLOOR)
 
 # On one H200, the first kernel takes 33 µs for 22 x 2560 x 768 weights, 62 % of the copy rate, and the second kernel
 # 58 µs, 71 %. A tile of the second kernel reads lines of 128 bytes. It writes the transposed codes in lines of 128
@@ -1676,7 +1672,9 @@ def quantise_both_ref(x, scale, dtype):
 
 
 @triton.jit
-def _saturate(x, MAX: tl.constexpr, DTYPE: tl.constexpr):
+def _saturate(x, DTYPE: tl.constexpr):
+    """x as e4m3 or e5m2, bounded to its largest value."""
+    MAX: tl.constexpr = _E4M3_MAX if DTYPE == tl.float8e4nv else _E5M2_MAX
     return tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
@@ -1704,13 +1702,12 @@ def _largest_kernel(X, Rows, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, blocks, columns, stride_i, stride_j,
-                             MAX: tl.constexpr, FLOOR: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
-                             BLOCK_N: tl.constexpr):
+                             BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One tile of one matrix. Scales (matrices / columns, columns)."""
     matrix = tl.program_id(1)
     block = tl.arange(0, BLOCKS)
     largest = tl.max(tl.load(Largest + matrix * blocks + block, mask=block < blocks, other=0.0))
-    scale = tl.maximum(largest * (1.0 / MAX), FLOOR)  # as PyTorch divides a tensor by a number on a GPU
+    scale = tl.maximum(largest * (1.0 / _E4M3_MAX), _WEIGHT_FLOOR)  # as PyTorch divides a tensor by a number on a GPU
     if tl.program_id(0) == 0:
         tl.store(Scales + matrix // columns * stride_i + matrix % columns * stride_j, scale)
     tiles = tl.cdiv(N, BLOCK_N)
@@ -1719,7 +1716,7 @@ def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, bloc
     row = tl.load(Rows + matrix * M + m, mask=m < M, other=0).to(tl.int64)
     inside = (m < M)[:, None] & (n < N)[None, :]
     x = tl.load(X + row[:, None] * N + n[None, :], mask=inside).to(tl.float32)
-    codes = _saturate(x * tl.div_rn(1.0, scale), MAX, Codes.dtype.element_ty)
+    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
     first = matrix.to(tl.int64) * M * N
     tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
@@ -1733,8 +1730,8 @@ def _quantise_weights(x, rows, scales, codes, codes_t):
     _largest_kernel[(blocks, matrices)](x, rows, largest, M, N, **LARGEST_LAUNCH)
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     _quantise_weights_kernel[(tiles, matrices)](
-        x, rows, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(), MAX=E4M3_MAX,
-        FLOOR=WEIGHT_FLOOR, BLOCKS=triton.next_power_of_2(blocks), **launch)
+        x, rows, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(),
+        BLOCKS=triton.next_power_of_2(blocks), **launch)
 
 
 def quantise_weights(x, rows, scales, codes, codes_t):
@@ -1777,7 +1774,7 @@ def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None,
 
 
 @triton.jit
-def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut, Largest, M, N, K, MAX: tl.constexpr,
+def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut, Largest, M, N, K,
                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """relu_square_codes_ref; Largest is fp32 seen as int32."""
     columns = tl.cdiv(N, BLOCK_N)
@@ -1803,9 +1800,9 @@ def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut
     largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
     tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
     value *= tl.div_rn(unit, tl.load(ScaleOut))
-    tl.store(Out + m[:, None] * N + n[None, :], _saturate(value, MAX, Out.dtype.element_ty), mask=in_tile)
+    tl.store(Out + m[:, None] * N + n[None, :], _saturate(value, Out.dtype.element_ty), mask=in_tile)
     # The kernel transposes the values and then rounds them again, for the reason that _store_qkv_grad gives.
-    codes_t = _saturate(tl.trans(value), MAX, Out.dtype.element_ty)
+    codes_t = _saturate(tl.trans(value), Out.dtype.element_ty)
     tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
 
 
@@ -1814,7 +1811,7 @@ def _mlp_codes_multiply(args, ME: gl.constexpr):
     """Warp group ME (0 or 1), as in _mlp_multiply: products and epilogue of every second tile of this program."""
     common, OutT, tiles_t, ScaleA, ScaleB, ScalePost, ScaleOut, Largest = args
     A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = common
-    MAX: gl.constexpr = 448.0 if Post is None else 57344.0
+    MAX: gl.constexpr = _E4M3_MAX if Post is None else _E5M2_MAX
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -1886,7 +1883,7 @@ def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, sc
     # The maximum as int32: the bits of nonnegative numbers are ordered as the numbers are, and NaN is the largest.
     scales = scale_a, scale_b, scale_post, scale_out, largest.view(torch.int32)
     if not hopper:
-        _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, *scales, M, N, K, MAX=FP8_MAX[dtype], **launch)
+        _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, *scales, M, N, K, **launch)
         return out, out_t
     if post is not None:
         post = post.view(dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
@@ -2066,10 +2063,11 @@ class Fp8Mlps:
 #
 #   N, D and the rows of W are multiples of 16.
 #
-# Codes and scales are those of the MLP in FP8. Here no scale is delayed, because no result is stored in FP8. The bf16
-# weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the factor.
-# The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in bf16.
-# Layers that share an input also share its codes. The forward product keeps about 14 bits of a sum, as in the MLP.
+# Codes and scales follow the rules of the MLP in FP8. Here no scale is delayed, because no result is stored in FP8. The
+# bf16 weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the
+# factor. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in
+# bf16. Layers that share an input also share its codes. The forward product keeps about 14 bits of a sum, as in the
+# MLP.
 
 
 class ProjectionCodes(NamedTuple):
@@ -2200,11 +2198,11 @@ POINTER_LAUNCH = {torch.bfloat16: dict(BLOCK=64, num_warps=4, num_stages=2),
 
 def pointer_attention(q, k, sink, start, window, scale, rows):
     """(first key, attn (n, 1 + keys)): of a slice of rows, the softmax over the sink and the keys from the first on."""
-    first = max(0, rows.start - int(window))
+    first = max(0, rows.start - window)
     t = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
     s = torch.arange(first, rows.stop, device=q.device)
     scores = scale * (_at_least_fp32(q[rows]) @ _at_least_fp32(k[first:rows.stop]).t())
-    seen = (s >= start[rows, None]) & (s >= t - int(window)) & (s < t)
+    seen = (s >= start[rows, None]) & (s >= t - window) & (s < t)
     scores = torch.cat((sink[rows, None].to(scores.dtype), scores.masked_fill(~seen, -math.inf)), 1)
     return first, scores.softmax(1)
 
@@ -2250,7 +2248,7 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
     q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
-    scale2 = tl.cast(scale, tl.float32) * LOG2_E
+    scale2 = scale * LOG2_E
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
     top = sink  # the largest score so far
     total = tl.full((BLOCK,), 1.0, dtype=tl.float32)
@@ -2280,20 +2278,17 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
 
 
 @triton.jit
-def _pointer_score_grad(x, lse, dot, q_axis: tl.constexpr, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj,
-                        COUNT: tl.constexpr):
+def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT: tl.constexpr):
     """Gradient of the scores x in powers of two, -inf where masked: attn (Σ_j dmass_j [hit_j] - D).
 
-    q_axis: axis of x along which the queries t lie; the keys s lie along the other. lse, dot (queries,).
+    lse, dot and the queries t lie along one axis of x, the keys s along the other.
     """
-    grad = tl.expand_dims(-dot, 1 - q_axis)
+    grad = -dot
     for j in tl.static_range(COUNT):
-        target = tl.expand_dims(_target(Targets, t, N, j, stride_tn, stride_tj), 1 - q_axis)
-        dmass = tl.expand_dims(tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0), 1 - q_axis)
-        hit = (tl.expand_dims(_token(Tokens, s + j, N), q_axis) == target) & (
-            tl.expand_dims(s + j, q_axis) <= tl.expand_dims(t, 1 - q_axis))
+        hit = (_token(Tokens, s + j, N) == _target(Targets, t, N, j, stride_tn, stride_tj)) & (s + j <= t)
+        dmass = tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0)
         grad = grad + tl.where(hit, dmass, 0.0)
-    return tl.exp2(x - tl.expand_dims(lse, 1 - q_axis)) * grad
+    return tl.exp2(x - lse) * grad
 
 
 @triton.jit
@@ -2311,7 +2306,8 @@ def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ
         k = _load_tile(k_tiles, 0, n0, N, D, D, BLOCK, D, TMA)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         x = _mask_later(x, low, s, t)
-        grad = _pointer_score_grad(x, lse, dot, 0, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
+        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], dMass, Tokens, Targets, s[None, :], t[:, None], N,
+                                   stride_tn, stride_tj, COUNT)
         dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
     _store_rows(dQ, dq * scale, 0, m0, N, D, BLOCK, D)
 
@@ -2334,7 +2330,8 @@ def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, 
         x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
         # s < t <= high in one comparison
         x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        grad = _pointer_score_grad(x, lse, dot, 1, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT)
+        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], dMass, Tokens, Targets, s[:, None], t[None, :], N,
+                                   stride_tn, stride_tj, COUNT)
         dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
     _store_rows(dK, dk * scale, 0, n0, N, D, BLOCK, D)
 
@@ -2344,7 +2341,6 @@ def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End
                              scale, stride_tn, stride_tj, COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
                              BLOCK: tl.constexpr):
     first = tl.program_id(0) // 2 * BLOCK
-    scale = tl.cast(scale, tl.float32)
     if tl.program_id(0) % 2 == 0:
         _pointer_dk_tile(first, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, stride_tn,
                          stride_tj, COUNT, D, TMA, BLOCK)
@@ -2360,9 +2356,9 @@ class _Pointer(torch.autograd.Function):
         mass, sink_mass, lse = sink.new_empty((N, count)), torch.empty_like(sink), torch.empty_like(sink)
         _pointer_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
             q, _head_tiles(k[:, None], launch["BLOCK"]), sink, tokens, targets, start, mass, sink_mass, lse, N,
-            int(window), float(scale), *targets.stride(), COUNT=count, D=D, TMA=_has_tma(q.device), **launch)
+            window, scale, *targets.stride(), COUNT=count, D=D, TMA=_has_tma(q.device), **launch)
         ctx.save_for_backward(q, k, tokens, targets, start, end, mass, sink_mass, lse)
-        ctx.window, ctx.scale = int(window), float(scale)
+        ctx.window, ctx.scale = window, scale
         return mass, sink_mass
 
     @staticmethod
@@ -2417,18 +2413,19 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
-# The code calls w_k A `pull` and w_k B `push`.
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
+# The code calls w_k A `pull` and Σ_k w_k B `push`.
 #
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
 # (records/2026-11-22_sampled_softmax).
 #
 # FP8 head: e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales; each is quantised straight from fp32.
-# Forward: for a block of rows the logits, their loss and their gradient, block after block. The (N, V) logits never
-# exist as a whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 the gradient overwrites the logits in
-# their own dtype.
-# Backward: the transpose of the gradient, and two products over all rows; the upstream gradient is part of their scale.
+# The forward pass takes one block of rows after another and computes its logits, their loss and their gradient. The
+# (N, V) logits never exist as a whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 the gradient
+# overwrites the logits in their own dtype.
+# The backward pass transposes the gradient and computes two products over all rows. Their scale contains the upstream
+# gradient.
 # At N = 49152 on an H200 (µs): logits 3856 (985 TFLOP/s), cross_entropy 2505, transpose 1277, dh 2687, dW 2701 (1410).
 #
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
@@ -2465,16 +2462,15 @@ QUANTISE_LAUNCH = dict(BLOCK=4096, num_warps=8)  # 16 elements per thread, moved
 
 def quantise_ref(x, scale):
     """e4m3 codes of x / scale, x (M, N), and their transpose (N, M)."""
-    codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return codes, codes.t().contiguous()
 
 
 @triton.jit
-def _quantise_kernel(X, Codes, size, scale, MAX: tl.constexpr, BLOCK: tl.constexpr):
+def _quantise_kernel(X, Codes, size, scale, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(X + i, mask=i < size).to(tl.float32)
-    x = tl.clamp(tl.div_rn(x, tl.cast(scale, tl.float32)), -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(Codes + i, x.to(Codes.dtype.element_ty), mask=i < size)
+    tl.store(Codes + i, _saturate(tl.div_rn(x, scale), Codes.dtype.element_ty), mask=i < size)
 
 
 def quantise(x, scale, out=None):
@@ -2486,10 +2482,10 @@ def quantise(x, scale, out=None):
     if x.device.type == "cpu":  # the interpreter of Triton 3.7 rounds to FP8 wrongly
         return quantise_ref(x, scale)
     if out is None:
-        out = (torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device) for shape in (x.shape, x.shape[::-1]))
+        out = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in (x.shape, x.shape[::-1]))
     codes, codes_t = out
     programs = triton.cdiv(x.numel(), QUANTISE_LAUNCH["BLOCK"])
-    _quantise_kernel[(programs,)](x, codes, x.numel(), scale, MAX=E4M3_MAX, **QUANTISE_LAUNCH)
+    _quantise_kernel[(programs,)](x, codes, x.numel(), scale, **QUANTISE_LAUNCH)
     return codes, transpose_copy(codes, codes_t)
 
 
@@ -2569,36 +2565,31 @@ def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad
     return losses
 
 
-def head_loss_ref(h, W, targets, weights, loss_scale):
-    """The loss (0-D fp32) of all rows at once, differentiable by autograd. Allocates all (N, V) logits."""
-    return cross_entropy_ref(h @ W, multi_token_targets(targets, weights.numel()), weights, loss_scale).sum()
-
-
 # e u (1 - u) <= 0.0154: times 2^21, fp16 holds it in full precision down to 2.9e-11 and at all down to 2.8e-14.
 LIFT = tl.constexpr(21.0)
+_CAP, _CAP_SHIFT, _CAP_SCALE, _LEAST_REST = map(tl.constexpr, (CAP, CAP_SHIFT, CAP_SCALE, LEAST_REST))
 
 
 @triton.jit
-def _exponent(x, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr):
+def _exponent(x):
     """-(x + 5) / 7.5 / ln 2, so that u = 1 / (1 + 2^exponent).
 
     At most 60, so that the product of two denominators fits fp32 (u = 1e-18).
     """
-    return tl.minimum(x.to(tl.float32) * (-LOG2_E / CAP_SCALE) - CAP_SHIFT * LOG2_E / CAP_SCALE, 60.0,
+    return tl.minimum(x.to(tl.float32) * (-LOG2_E / _CAP_SCALE) - _CAP_SHIFT * LOG2_E / _CAP_SCALE, 60.0,
                       propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _lifted_exp(u, CAP: tl.constexpr):
+def _lifted_exp(u):
     """2^LIFT exp(z - 23)."""
-    return tl.exp2(u * (CAP * LOG2_E) + (LIFT - CAP * LOG2_E))
+    return tl.exp2(u * (_CAP * LOG2_E) + (LIFT - _CAP * LOG2_E))
 
 
 @triton.jit(do_not_specialize=["count", "gate"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass, dMass, dSinkMass, gate, loss_scale,
                           code_scale, stride_l, stride_g, stride_tn, stride_tk, count, C: tl.constexpr,
-                          BLOCK_K: tl.constexpr, CAP: tl.constexpr, CAP_SHIFT: tl.constexpr, CAP_SCALE: tl.constexpr,
-                          LEAST_REST: tl.constexpr, SEGMENT: tl.constexpr):
+                          BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr):
     # First pass: read the row in segments, sum the exponentials, and keep the unscaled gradient in registers. The two
     # columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column).
     row = tl.program_id(0).to(tl.int64)
@@ -2614,16 +2605,16 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
         else:
             x = tl.load(Logits + start + col, mask=start + col < C, other=0.0)
         xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
-        da = 1.0 + tl.exp2(_exponent(xa, CAP_SHIFT, CAP_SCALE))
-        db = 1.0 + tl.exp2(_exponent(xb, CAP_SHIFT, CAP_SCALE))
+        da = 1.0 + tl.exp2(_exponent(xa))
+        db = 1.0 + tl.exp2(_exponent(xb))
         # 1 / (da db) as a squared rsqrt: Triton's 1/x guards against overflow with several instructions, the square is
         # one.
         r = tl.rsqrt(da * db)
         r = r * r
         ua = r * db
         ub = r * da
-        ea = _lifted_exp(ua, CAP)
-        eb = _lifted_exp(ub, CAP)
+        ea = _lifted_exp(ua)
+        eb = _lifted_exp(ub)
         if start + SEGMENT <= C:
             total += ea
             total += eb
@@ -2646,17 +2637,16 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
     is_target = target >= 0
     weight = tl.load(Weights + k, mask=is_target, other=0.0)
     x = tl.load(Logits + target, mask=is_target, other=0.0)
-    u = 1.0 / (1.0 + tl.exp2(_exponent(x, CAP_SHIFT, CAP_SCALE)))
-    lse = CAP + (tl.log2(total) - LIFT) / LOG2_E
-    loss_scale = tl.cast(loss_scale, tl.float32)
-    loss = lse - CAP * u
+    u = 1.0 / (1.0 + tl.exp2(_exponent(x)))
+    lse = _CAP + (tl.log2(total) - LIFT) / LOG2_E
+    loss = lse - _CAP * u
     pull = weight
     if Mass is not None:  # the letters are those of the section's header
-        gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(Logits + gate), CAP_SHIFT, CAP_SCALE)))
-        alpha = _lifted_exp(gate_u, CAP) / total
-        p = _lifted_exp(u, CAP) / total
+        gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(Logits + gate))))
+        alpha = _lifted_exp(gate_u) / total
+        p = _lifted_exp(u) / total
         ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
-        rest = 1.0 / tl.maximum(1.0 - alpha, LEAST_REST)
+        rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
         sink = tl.load(SinkMass + row) * rest
         kept = 1.0 + alpha * sink
         mixed = kept + alpha * ratio  # probability of the target / p
@@ -2673,14 +2663,14 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
         if Grad.dtype.element_ty == Logits.dtype.element_ty:
             tl.debug_barrier()  # Grad may be Logits: all threads must have read the logits of targets and gate
         Grad += row * stride_g
-        unit = loss_scale * (CAP / CAP_SCALE) / tl.cast(code_scale, tl.float32)
+        unit = loss_scale * (_CAP / _CAP_SCALE) / code_scale
         pulls = tl.sum(pull, axis=0)
         if Mass is not None:
             pulls += push
         factor = pulls * unit / total
         # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
-        at_target = (factor * _lifted_exp(u, CAP) - unit * summed) * (u - u * u)
+        at_target = (factor * _lifted_exp(u) - unit * summed) * (u - u * u)
         for start in tl.static_range(0, C, SEGMENT):
             if HALF:
                 pair = unscaled[start // SEGMENT]
@@ -2693,7 +2683,7 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
         tl.debug_barrier()  # all threads must have written the row
         tl.store(Grad + target, at_target.to(Grad.dtype.element_ty), mask=is_target)
         if Mass is not None:
-            at_gate = (factor * _lifted_exp(gate_u, CAP) - unit * push) * (gate_u - gate_u * gate_u)
+            at_gate = (factor * _lifted_exp(gate_u) - unit * push) * (gate_u - gate_u * gate_u)
             tl.store(Grad + gate, at_gate.to(Grad.dtype.element_ty))
 
 
@@ -2725,9 +2715,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     mass, sink_mass, gate, dmass, dsink_mass = copies or (None, None, 0, None, None)
     _cross_entropy_kernel[(n,)](
         logits, targets, weights, losses, grad, mass, sink_mass, dmass, dsink_mass, gate, loss_scale, code_scale,
-        logits.stride(0),
-        0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=block_k, CAP=CAP,
-        CAP_SHIFT=CAP_SHIFT, CAP_SCALE=CAP_SCALE, LEAST_REST=LEAST_REST, **launch)
+        logits.stride(0), 0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=block_k, **launch)
     return losses
 
 
@@ -2739,7 +2727,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
         columns = len(candidates) if sampled else weight.size(1)
-        dtype = torch.float8_e5m2 if head.fp8 else head.dtype
+        dtype = E5M2 if head.fp8 else head.dtype
         grad = torch.empty(h.size(0), columns, dtype=dtype, device=h.device)  # of the loss w.r.t. the logits
         if head.fp8:
             x, x_t = quantise(h, X_SCALE)
@@ -2906,8 +2894,8 @@ GRAM_LAUNCH = {
         # 8 GPUs. 16 KiB per stage; as many stages as let two or three programs share an SM, all resident at once.
         (2, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=6)),  # XTX 3·3072·768: 20.0, with 128-tiles 24.3
         (3, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=4)),  # ba_plus_cAA 5·768²: 12.5, with 128-tiles 13.7
-        # 4 GPUs, if they have that much memory. 32 KiB per stage, one program per SM: XTX 6·3072·768: 24.8, with 4
-        # stages 27.9, with 3 33.5.
+        # 4 GPUs, if an SM has that much shared memory. 32 KiB per stage, one program per SM: XTX 6·3072·768: 24.8, with
+        # 4 stages 27.9, with 3 33.5.
         (1, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=6)),
         # 1 or 2 GPUs: two programs per SM, 128 registers per thread. XXT 40·768²: 55, with 4 stages and one program
         # per SM 63.
@@ -2956,9 +2944,9 @@ def _load_gram_tile(X, first, start, M, K, stride, ACROSS: tl.constexpr, BLOCK: 
 def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, stride_om, stride_on, c, b, a,
                  ACROSS: tl.constexpr, ADDEND: tl.constexpr, TMA: tl.constexpr,
                  BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. At the first tile of a row,
-    # 8t+1 = (2 row + 1)², and at the last tile of the row above it is 8 less. 8t+4 lies between these values, so
-    # rounding of the root does not change the tile.
+    # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. The first tile of a row
+    # has 8t + 1 = (2 row + 1)², the tile before it 8 less. So 8t + 4 is 3 above this square for the one and 5 below it
+    # for the other, and rounding of the root does not change the row.
     t = tl.program_id(0)
     row = ((tl.sqrt((8 * t + 4).to(tl.float32)) - 1) / 2).to(tl.int32)
     col = t - row * (row + 1) // 2
@@ -2985,8 +2973,8 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, st
     if ADDEND:
         addend = tl.load(X + batch.to(tl.int64) * stride_xb + m[:, None] * stride_xm + n[None, :], mask=in_tile,
                          other=0.0)
-        acc = tl.cast(c, tl.float32) * acc + tl.cast(b, tl.float32) * addend.to(tl.float32)
-        acc += tl.where(m[:, None] == n[None, :], tl.cast(a, tl.float32), 0.0)
+        acc = c * acc + b * addend.to(tl.float32)
+        acc += tl.where(m[:, None] == n[None, :], a, 0.0)
     if Scale is not None:
         scale = tl.load(Scale + batch)
         acc *= scale if ADDEND else scale * scale
@@ -3105,7 +3093,8 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 # 8 elements per thread, moved in 16-byte accesses; small programs overlap best (1 % better than 2048, 3 % than 4096).
 MOMENTUM_LAUNCH = dict(BLOCK=1024, num_warps=4)
 # Programs walk over rows 256 columns at a time, which divides 768. The first launch only reads: 16 rows with 8 warps.
-# The second launch moves five tensors: 4 rows with 4 warps, 8 elements of each tensor per thread.
+# The second launch reads three tensors and writes two, with an average four and three: 4 rows with 4 warps, 8 elements
+# of each tensor per thread.
 ROW_SQUARES_LAUNCH = dict(ROWS=16, BLOCK_C=256, num_warps=8)
 UPDATE_LAUNCH = dict(ROWS=4, BLOCK_C=256, num_warps=4)
 
@@ -3151,7 +3140,6 @@ def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2,
 
 @triton.jit
 def _momentum_kernel(Grad, Momentum, Slow, X, Partial, mu, decay, slow_rate, slow_share, size, BLOCK: tl.constexpr):
-    mu = tl.cast(mu, tl.float32)
     block = tl.program_id(0)
     matrix = tl.program_id(1).to(tl.int64)
     within = block * BLOCK + tl.arange(0, BLOCK)
@@ -3159,13 +3147,13 @@ def _momentum_kernel(Grad, Momentum, Slow, X, Partial, mu, decay, slow_rate, slo
     offsets = matrix * size + within
     g = tl.load(Grad + offsets, mask=mask, other=0.0).to(tl.float32)
     m = tl.load(Momentum + offsets, mask=mask, other=0.0)
-    m += (1.0 - tl.cast(decay, tl.float32)) * (g - m)
+    m += (1.0 - decay) * (g - m)
     tl.store(Momentum + offsets, m, mask=mask)
     if Slow is not None:
         slow = tl.load(Slow + offsets, mask=mask, other=0.0)
-        slow += tl.cast(slow_rate, tl.float32) * (g - slow)
+        slow += slow_rate * (g - slow)
         tl.store(Slow + offsets, slow, mask=mask)
-        m += tl.cast(slow_share, tl.float32) * (slow - m)
+        m += slow_share * (slow - m)
     x = (g + mu * (m - g)).to(X.dtype.element_ty)
     tl.store(X + offsets, x, mask=mask)
     x = x.to(tl.float32)
@@ -3177,7 +3165,7 @@ def _norm_scale_kernel(Partial, Scale, blocks, safety, BLOCKS: tl.constexpr):
     matrix = tl.program_id(0)
     i = tl.arange(0, BLOCKS)
     sumsq = tl.sum(tl.load(Partial + matrix * blocks + i, mask=i < blocks, other=0.0), axis=0)
-    tl.store(Scale + matrix, 1.0 / (tl.cast(safety, tl.float32) * tl.sqrt(sumsq) + 1e-6))
+    tl.store(Scale + matrix, 1.0 / (safety * tl.sqrt(sumsq) + 1e-6))
 
 
 @triton.jit
@@ -3194,7 +3182,7 @@ def _row_squares_kernel(Y, V, Partial, R, C, beta2, ROWS: tl.constexpr, BLOCK_C:
         total += y * y
     q = tl.sum(total, axis=1) / C
     v = tl.load(V + rows, mask=r < R, other=0.0)
-    v += (1.0 - tl.cast(beta2, tl.float32)) * (q - v)
+    v += (1.0 - beta2) * (q - v)
     tl.store(V + rows, v, mask=r < R)
     partial = Partial + matrix * 2 * tl.num_programs(0) + block
     tl.store(partial, tl.sum(q, axis=0))
@@ -3213,8 +3201,8 @@ def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, Average, R, C, blocks, 
     rows = matrix * R + r
     v = tl.load(V + rows, mask=r < R, other=1.0)
     factor = tl.rsqrt(tl.maximum(v, 1e-10)) * before / tl.maximum(after, 1e-10)
-    lr = tl.cast(lr, tl.float32) * tl.load(MatrixLr + matrix)
-    decay = tl.cast(weight_decay, tl.float32) * lr
+    lr *= tl.load(MatrixLr + matrix)
+    decay = weight_decay * lr
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         mask = (r < R)[:, None] & (c < C)[None, :]
@@ -3227,14 +3215,14 @@ def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, Average, R, C, blocks, 
         w = w - tl.where(y * w >= 0, w * decay, 0.0) - y * lr  # K7: a zero update decays here, not in Adam
         if Average is not None:
             average = tl.load(Average + offsets, mask=mask, other=0.0)
-            tl.store(Average + offsets, average + (w - average) * tl.cast(average_rate, tl.float32), mask=mask)
+            tl.store(Average + offsets, average + (w - average) * average_rate, mask=mask)
         bits = w.to(tl.int32, bitcast=True)
         tl.store(P + offsets, (bits >> 16).to(tl.int16), mask=mask)  # K8: truncation
         tl.store(Mantissa + offsets, bits.to(tl.int16), mask=mask)
 
 
 def fused_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
-    """Updates `momentum` and `slow` in place; returns (X, scale). The rest: floats.
+    """Updates `momentum` and `slow` in place; returns (X, scale). The other arguments are floats.
 
     Raises a ValueError if an argument is wrong.
     """

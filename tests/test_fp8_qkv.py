@@ -162,9 +162,8 @@ def test_kernels_of_the_projection(kind, N, tma, device, monkeypatch):
     for grad in grads:
         grad[N] = torch.nan
     grads = [grad[:N] for grad in grads]
-    dtype, limit = (E5M2, 57344.0) if ON_GPU else (FP32, 40.0)
-    monkeypatch.setitem(tk.FP8_MAX, dtype, limit)
-    scale = codes.grad_scale
+    dtype, limit = E5M2 if ON_GPU else FP32, 57344.0
+    scale = codes.grad_scale * (1 if ON_GPU else 40 / limit)  # on a CPU, some fp32 codes saturate
     dqkv, dqkv_t = (torch.empty(shape, device=device).to(dtype) for shape in ((N, len(weight)), (len(weight), N)))
     dve, dgate = tk.project_backward(*grads, qk, rstd, table, ve, gate, *kind[:2], dqkv, dqkv_t, scale)
     assert torch.equal(dqkv.float(), dqkv_t.float().T)
@@ -226,7 +225,8 @@ def test_compiled(kind, device, unrounded):
         assert_near(got, wanted, 1e-2 if ON_GPU else 1e-6)
     x, weight, table, ve, w_ve, w_out, cu, window, scale, paired, offset, *narrow = args
     start = torch.zeros(N * (1 + paired), dtype=torch.int32, device=device)
-    args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow, *codes
+    args = (x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow,
+            *codes[:4])
     torch.library.opcheck(tk._attention_block, args, test_utils="test_faketensor")
 
 
