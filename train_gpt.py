@@ -2,8 +2,8 @@
 
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
 the files that a run reads and writes, the rules of its settings, what a run needs of its machine, its clocks, and the
-exchange of sparse gradients. The method is that of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick,
-and all earlier records).
+exchange of sparse gradients. The code began as a rewrite of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
+McCormick, and all earlier records), which --preset=record74 keeps; the other presets add later ideas.
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
@@ -25,7 +25,7 @@ Contents, top to bottom:
     optimizer  Adam's rule, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
     eval       validation loss
-    train      micro-step as a CUDA graph, train_step (shared by warm-up and run), Trainer, main
+    train      micro-step as a CUDA graph, Trainer (warm-up and run share its step), main
 
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
@@ -38,7 +38,8 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
     K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
-    K6  GPT.layers rounds these lambdas to bf16 (1.1 ** 0.5 becomes 1.046875).
+    K6  GPT.layers rounds x0_lambdas, bigram_lambdas, resid_lambdas and post_lambdas to bf16 (1.1 ** 0.5 becomes
+        1.046875).
     K7  NorMuon decays a weight whose update is zero; Adam does not.
     K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
     K9  The two matrices of an MLP have different learning rates.
@@ -82,17 +83,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
-from data.checkpoint import load_checkpoint, write_checkpoint
-from data.clock import Clock, Stopwatch, trace_range
-from data.exchange import SparseRows, all_gather, reduce_scatter
+from data.checkpoint import check_weights, load_checkpoint, write_checkpoint
+from data.clock import Clock, Stopwatch, trace_mark, trace_range
+from data.exchange import SparseRows, all_gather, all_reduce, reduce_scatter
 from data.files import UserError, one_line, should_report
-from data.knobs import config_from_dict, flatten, help_text, override, read_arguments, render
+from data.knobs import config_from_dict, help_page, override, read_arguments
 from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data
 from data.log import Log, loaded_sources, published, write_header
 from data.machine import (
     capability, check_start, choose_kernels, error_message, init_runtime, is_out_of_memory, rank_from_env,
     restart_with_more_micro_batches, state_bytes, with_system)
-from data.rules import check_config, fit_length, require_same_training, stage_starts, stage_steps, with_minutes
+from data.minutes import seconds_per_step
+from data.rules import allowed_changes, check_config, fit_length, stage_starts, with_minutes
 from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
@@ -191,14 +193,14 @@ class Model:
 
     @property
     def mix_sizes(self) -> dict[int, int]:
-        """{place: number of factors} of the two mixtures: at the layer with `mix`, and behind the last layer."""
+        """{place: how many factors its mixtures have}; the places are the layer with `mix`, and the end."""
         sources = {layer.skip_from for layer in self.layers} - {None}
         return {place: size for i in self.layers_with("mix")
                 for place, size in ((i, 6), (len(self.layers), 4 + len(sources)))}
 
     @property
     def dynamic_sizes(self) -> dict[int, dict[tuple[int, str], int]]:
-        """{dynamic layer: {(place, name): number of factors}} of the factors to which its network adds."""
+        """{dynamic layer: {(place, name): how many}}: to so many factors at this place its network adds."""
         sizes = [(i, name, size) for i, layer in enumerate(self.layers) for name, size in (
             ("x0", layer.embeds), ("bigram", layer.embeds), ("xsa", layer.xsa * self.num_heads)) if size]
         sizes += [(i, "mix", size) for i, size in self.mix_sizes.items()]
@@ -383,10 +385,6 @@ PRESETS = {
 }
 
 
-# Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
-KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
-
-
 def preset_config(preset, overrides, world) -> Config:
     """A preset with overrides, checked, and with the batches, rates and steps that --train_tokens or --minutes gives
     it for `world` ranks."""
@@ -408,10 +406,8 @@ def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
     state = load_checkpoint(path)
     saved = with_system(config_from_dict(RECORD74, state["config"]), profile="")
     wanted = preset_config(preset, overrides, world) if preset else override(saved, overrides)
-    free = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS
-    require_same_training(path, wanted, saved, free, overrides, preset)
-    config = override(saved, {key: text for key, text in overrides.items() if key in free})  # all else is the same
-    check_weights(state, config.model)
+    config = override(saved, allowed_changes(path, wanted, saved, overrides, preset))
+    check_weights(state, GPT(config.model, None, torch.bfloat16, torch.device("meta")))
     step, total = state["step"], stage_starts(config.schedule)[-1]
     if step >= total:
         raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
@@ -453,7 +449,7 @@ class Param(NamedTuple):
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
     # replicated: every rank updates the whole parameter. sharded: every rank updates its part of the rows.
     # sharded_sparse: like sharded; if every rank has one micro-batch, a rank sends only the gradient rows that its
-    # micro-batch touched.
+    # micro-batches of the last two steps touched.
     comms: str
     reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
     update_order: int = 0  # the updates run in this order
@@ -493,15 +489,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
         uniform(drawn, generator)
         p[:, 0] = drawn[:len(p)]
 
-    def fill_sa(p, generator):
-        p.copy_(torch.tensor([0.5, 1.0]))
-
     def fill_post(p, generator):
         p.fill_(1.0)
         p[lanes_from:, 0, 1] = 1.5  # the attention output enters lane 1 with this factor
-
-    def fill_sink(p, generator):
-        p.normal_(std=POINTER_WIDTH**-0.5, generator=generator)
 
     def lambdas(label, shape, init, beta2, lr_mul):
         return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
@@ -534,7 +524,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
-        lambdas("sa_lambdas", (len(layers), 2), fill_sa, 0.99, 5.0),
+        lambdas("sa_lambdas", (len(layers), 2), lambda p, _: p.copy_(torch.tensor([0.5, 1.0])), 0.99, 5.0),
         Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam", "replicated",
               init=lambda p, generator: uniform(p, generator, D**-0.5), betas=(0.9, 0.99), lr_mul=0.25),
         Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "adam",
@@ -548,22 +538,14 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
-        # It holds three matrices: for queries, for keys, and for what a token adds to the next key. The third begins
-        # at zero.
+        # pointer_weights holds three matrices: for queries, for keys, and for what a token adds to the next key. The
+        # third begins at zero.
         Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam", "replicated",
               init=lambda p, generator: uniform(p[:2], generator), betas=(0.9, 0.99)),
-        lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,), fill_sink, 0.99, 1.0),
+        lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,),
+                lambda p, generator: p.normal_(std=POINTER_WIDTH**-0.5, generator=generator), 0.99, 1.0),
         lambdas("pointer_gain", (int(model.pointer),), 1.0, 0.99, 1.0)]
     return tuple(param for param in table if math.prod(param.shape))  # a parameter that no layer uses is empty
-
-
-def check_weights(state, model: Model):
-    """Raises UserError when a checkpoint has other weights than `model`, as from another version of this file."""
-    expected = {param.label: tuple(param.shape) for param in param_table(model)}
-    expected |= {"hash_ids": (model.padded_vocab,)} if model.bigram_normal else {}
-    saved = {label: tuple(x.shape) for label, x in state["model"].items()}
-    if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
-        raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
 
 
 def rms_norm(x):
@@ -680,20 +662,19 @@ class GPT(nn.Module):
         return Output(h, point or None)
 
     def lookup(self, tokens, row_ids, pieces=None):
-        """Embeddings, each (N, D): the token embedding, one of every table in `row_ids`, then the value embeddings.
+        """Embeddings, each (N, D): of the tokens, of the bigrams, then the value embeddings.
 
         A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
         tables. This is a side effect, so `lookup` is not compiled.
         """
         pieces = pieces or {}
         token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
-        tables = [(self.embed, 1, token_ids)]
-        tables += [(self.get_parameter(label), 1, kernels.SortedIds(ids, pieces.get(label)))
-                   for label, ids in row_ids.items()]
+        bigram_ids = kernels.SortedIds(row_ids["bigram_embed"], pieces.get("bigram_embed"))
+        [token_embed] = kernels.lookup(self.embed, 1, token_ids, self.ops.embedding_grad)
+        [bigram] = kernels.lookup(self.bigram_embed, 1, bigram_ids, self.ops.embedding_grad)
+        values = ()
         if self.with_values:
-            tables.append((self.value_embeds, len(self.with_values), token_ids))
-        token_embed, bigram, *values = [x for table, num_tables, ids in tables
-                                        for x in kernels.lookup(table, num_tables, ids, self.ops.embedding_grad)]
+            values = kernels.lookup(self.value_embeds, len(self.with_values), token_ids, self.ops.embedding_grad)
         if self.config.bigram_signs:
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
             bigram = bigram * self.signs[F.pad(ids[1:] ^ ids[:-1], (1, 0)) % SIGN_ROWS]
@@ -767,9 +748,10 @@ class GPT(nn.Module):
             x = rms_norm(stream)
             return x, kernels.both_layouts(x.detach(), kernels.X8_SCALE, kernels.E4M3) if fp8_projections else None
 
-        def attention(x, x_codes, i, layer):
-            """Result of attention_input -> output of the attention block (N, D)."""
-            # A narrow layer uses half of each head's weights. The gradient of the other half is zero.
+        def attention(stream, i, layer):
+            """Stream (N, D) -> output of the attention block (N, D)."""
+            x, x_codes = attention_input(stream) if layer.input_from is None else inputs[layer.input_from]
+            # A narrow layer uses half of each head's query and key weights. The gradient of the other half is zero.
             qkv_weight = kernels.packed_projection(qkv_weights[i], config.num_heads, layer.narrow)
             rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
             window, number = attn.long_window if layer.long else attn.short_window, self.with_attention.index(i)
@@ -791,12 +773,11 @@ class GPT(nn.Module):
 
         lane0, lane1 = x0, None
         for i, layer in enumerate(config.layers):
-            # Factors of the stream, and of the outputs of attention and MLP in each lane; without lanes, in lane 0.
+            # Factors of the stream, and of the outputs of attention and MLP in each lane. Before the lanes split, the
+            # output of attention has no factor here, and that of the MLP has mlp0.
             resid_attn, resid_mlp = resid[2 * i:2 * i + 2]
             attn0, attn1, mlp0, mlp1 = post[i]
-            if not torch.compiler.is_compiling():
-                with trace_range(f"layer {i}"):  # an empty range, which marks where the layer begins in a trace
-                    pass
+            trace_mark(f"layer {i}")
             if layer.dynamic:
                 add_to_factors(i, lane0)
             if i == 0:
@@ -813,8 +794,7 @@ class GPT(nn.Module):
                 values[i] = values[i] + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
             if layer.attention:
-                a = attention(*(attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]), i,
-                              layer)
+                a = attention(lane0, i, layer)
                 lane0 = resid_attn * lane0 + (a if lane1 is None else attn0 * a)
                 if lane1 is not None:
                     lane1 = resid_attn * lane1 + attn1 * a  # K5
@@ -880,7 +860,7 @@ def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, avera
 
 @torch.no_grad()
 def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
-    """Replace the last weights p by a mixture of them and their average; factor is the part of the average, above 0.
+    """Replace the last weights p by a mixture of them and their average, whose part is `factor`, from 0 to 1.
 
     The parameter as a whole keeps its norm: an average has a smaller norm, because noise cancels, so the mixture is
     scaled back (PR 349). state: the optimizer state of the parameter, or of a rank's part of it. sum_over_ranks: adds
@@ -953,7 +933,8 @@ class NorMuonAndAdam:
         # --average_blend also "average"
         self.state = {}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
-        # With --head_pairs, label of the bank -> (rows of two heads, numbers of the Q and K of the shard, of V and O)
+        # With --head_pairs: label of the bank -> (number of rows of two heads, indices of the Q and K matrices in the
+        # shard, indices of the V and O matrices)
         self.head_pairs = {}
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
@@ -1017,7 +998,8 @@ class NorMuonAndAdam:
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     def before_micro_step(self, plan, touched):
-        """Note the touched rows {table: rows}, which are on the host; on Adam steps, start to exchange them."""
+        """Note which rows this rank touches, {table: rows on the host}. On Adam steps, begin to tell the other ranks
+        how many."""
         for table, sparse in self.sparse.items():
             sparse.touched[touched[table]] = True
             if plan.adam:
@@ -1161,10 +1143,9 @@ class NorMuonAndAdam:
         Training cannot go on afterwards."""
         for label, state in self.state.items():
             if "average" in state and not (label == "embed" and plan.tied):
-                shard, sum_over_ranks = self.shards[label], dist.all_reduce if self.rt.world > 1 else lambda x: None
-                blend_weights(shard, state, self.config.average_blend, sum_over_ranks)
+                blend_weights(self.shards[label], state, self.config.average_blend, lambda x: all_reduce(x, self.rt))
                 if self.rt.world > 1:
-                    all_gather(self.buffers[label][0], shard)
+                    all_gather(self.buffers[label][0], self.shards[label])
         if plan.tied:
             self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
 
@@ -1177,8 +1158,7 @@ class NorMuonAndAdam:
         full = {}
         for label, param in self.params.items():
             grad = param.grad.clone()
-            if self.rt.world > 1:
-                dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+            all_reduce(grad, self.rt, dist.ReduceOp.AVG)
             tensors = {key: self._unshard(label, part) for key, part in self.state[label].items()}
             tensors |= {"grad": grad} if grad.any() else {}
             full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
@@ -1301,8 +1281,7 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
 def validate(forward, head, data, attn, rt) -> float:
     """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none."""
     total = sum((summed_loss(forward, head, batch, attn) for batch in data), torch.zeros((), device=rt.device))
-    if rt.world > 1:
-        dist.all_reduce(total)
+    all_reduce(total, rt)
     return total.item() / data.config.data.val_tokens
 
 
@@ -1371,25 +1350,9 @@ class MicroStep:
         return loss
 
 
-def train_step(micro_step, optimizer, loader, plan, attn, mtp_weights, micro_steps, eager=False):
-    """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
-
-    eager: affects the first micro-batch only.
-    """
-    for number in range(micro_steps):
-        with trace_range("data"):
-            batch = loader.next_batch()
-        optimizer.before_micro_step(plan, batch.touched)
-        with trace_range("micro-step"):
-            loss = micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
-        optimizer.after_micro_step(plan)
-    optimizer.step(plan)
-    return loss
-
-
 def warmup_steps(plans, seen) -> list[int]:
-    """The first step with each key that is not in `seen`, to which it adds the keys. The warm-up runs these steps to
-    compile and capture all graphs."""
+    """The steps that are the first to have a key that is not in `seen`. Adds their keys to `seen`. The warm-up runs
+    these steps to compile and capture all graphs."""
     steps = []
     for plan in plans:
         keys = {("forward", plan.forward_key), ("update", plan.update_key)}
@@ -1429,9 +1392,8 @@ class Trainer:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
         self.compiled_layers = compiler(self.model.layers)
-        self.head = kernels.HeadLoss(
-            self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy, self.model.embed, ops.pointer,
-            config.model.gate_id)
+        self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
+                                     self.model.embed, ops.pointer, config.model.gate_id)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
@@ -1441,7 +1403,7 @@ class Trainer:
             narrow = [layer.narrow for layer in config.model.layers if layer.attention]
             self.model.fp8_projections = kernels.Fp8Projections(self.model.attn_bank, narrow, config.model.num_heads,
                                                                 1 / self.micro_steps)
-        # The Triton attention is opaque to the compiler. The compiler traces any other attention, with Python numbers.
+        # The Triton attention is opaque to the compiler. The compiler traces the plain attention, with Python numbers.
         self.static_settings = ops.attention is not kernels.attention_block
         number = (lambda x: x) if self.static_settings else torch.tensor
         self.attn = attention_settings(config, rt.device, self.dtype, number)
@@ -1481,15 +1443,26 @@ class Trainer:
         return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
 
     def step(self, loader, plan, micro_steps, eager=False):
+        """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
+
+        eager: affects the first micro-batch only.
+        """
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
-            loss = train_step(self.micro_step, self.optimizer, loader, plan, attn, mtp_weights, micro_steps, eager)
+            for number in range(micro_steps):
+                with trace_range("data"):
+                    batch = loader.next_batch()
+                self.optimizer.before_micro_step(plan, batch.touched)
+                with trace_range("micro-step"):
+                    loss = self.micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
+                self.optimizer.after_micro_step(plan)
+            self.optimizer.step(plan)
             if plan.adam:
                 with trace_range("update head codes"):
                     self.head.refresh()
             if self.model.fp8_mlps:
                 with trace_range("update MLP codes"):
-                    self.model.fp8_mlps.refresh(self.max_over_ranks)
+                    self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
             if self.model.fp8_projections:
                 with trace_range("update projection codes"):
                     self.model.fp8_projections.refresh()
@@ -1498,17 +1471,10 @@ class Trainer:
     def quantise_weights(self, mlp_scales=None):
         """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
         self.head.refresh()
-        if self.model.fp8_mlps and mlp_scales:
+        if self.model.fp8_mlps:
             self.model.fp8_mlps.load_state_dict(mlp_scales)
-        elif self.model.fp8_mlps:
-            self.model.fp8_mlps.reset()
         if self.model.fp8_projections:
             self.model.fp8_projections.refresh()
-
-    def max_over_ranks(self, x):
-        """Replace x by the largest of all ranks, element by element."""
-        if self.rt.world > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX)
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
@@ -1535,13 +1501,11 @@ class Trainer:
         with torch.cuda.stream(self.micro_step.stream):
             with kernels.only_compiling():
                 with torch.no_grad():
-                    batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=0)
+                    batch = make_batch(tokens, cu, self.config, self.rt.device)
                     summed_loss(self.model, self.head, batch, attn)
                 for count, terms in losses:
                     batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
-                    h, point = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
-                    self.head(h, batch.targets, self.mtp_table[0, :terms], 1.0, candidates=batch.candidates,
-                              point=point).backward()
+                    MicroStep(self.model, self.head, 1.0, False).run(batch, self.mtp_table[0, :terms], attn)
                 for plan in updates.values():
                     self.optimizer.compile_kernels(plan)
             for param in self.model.parameters():  # gradients of kernels that did not run
@@ -1550,7 +1514,7 @@ class Trainer:
     def warm_up(self):
         """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of
         step 0."""
-        torch._dynamo.config.recompile_limit = 64  # adam_update alone has more shapes than the default of 8
+        torch._dynamo.config.recompile_limit = 64  # with plain attention, layers has 9 graphs; the default is 8
         # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         self.synchronize()
@@ -1587,32 +1551,9 @@ class Trainer:
             self.synchronize()
             self.watch.lap(f"step {step}")
 
-    def time_step(self, step) -> float:
-        """Seconds per step of a pair of steps, one of them with Adam, that contains `step`."""
-        first = step // 2 * 2
-        plans = self.plans[first:first + 2] * 5
-        loader = self.new_loader(plans, self.config)
-        for group in plans[:2], plans[2:]:  # the first pair is not timed
-            self.synchronize()
-            began = time.perf_counter()
-            for plan in group:
-                self.step(loader, plan, self.micro_steps)
-        self.synchronize()
-        return (time.perf_counter() - began) / len(plans[2:])
-
     def fit_minutes(self):
-        """Give the run as many steps as --minutes asks for, by steps timed on rank 0. Changes weights and optimizer
-        state."""
-        schedule, seconds = self.config.schedule, []
-        for start, steps in zip(stage_starts(schedule), stage_steps(schedule)):
-            plans = self.plans[start:start + steps]
-            counts = sorted({plan.candidates for plan in plans})  # steps with a sampled softmax are faster
-            kinds = [[plan.step for plan in plans if plan.candidates == count] for count in counts]
-            seconds.append(sum(len(kind) * self.time_step(kind[len(kind) // 2]) for kind in kinds) / max(1, steps))
-        seconds = torch.tensor(seconds, dtype=torch.float64, device=self.rt.device)
-        if self.rt.world > 1:
-            dist.broadcast(seconds, 0)
-        config = with_minutes(self.config, seconds.tolist())
+        """Give the run as many steps as --minutes asks for. Changes weights and optimizer state."""
+        config = with_minutes(self.config, seconds_per_step(self))
         check_config(config, self.rt.world)  # --profile may ask for steps that the run does not have
         self.set_length(config)
         found, enough = survey_training_data(config)
@@ -1689,7 +1630,8 @@ class Trainer:
             require_finite(loss.item(), f"training loss of step {step}")
 
     def save(self, step, seconds):
-        """Write a checkpoint of the state before this step, beside the log. Every rank must call this."""
+        """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
+        that the run validated. Every rank must call this."""
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -1722,11 +1664,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
     config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
-    settings = {key: render(value) for key, value in flatten(config).items()}
-    write_header(log, argv, sources, config.data, machine, settings)
-    log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
-    tokens = [str(stage.batch_tokens // system.micro_batches) for stage in config.schedule.stages]
-    log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {system.micro_batches // rt.world}")
+    write_header(log, argv, sources, config, machine, choices)
     resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
     try:
@@ -1748,21 +1686,18 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
     seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     seconds |= clock.paused_seconds
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()  # 0 without a GPU
-    allocated, reserved = (peak // 2**20 for peak in peaks)
+    allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if sample and rt.rank == 0:
         try:
             log.line("sample:\n" + "".join(sample(trainer.model, config)))
         except (UserError, RuntimeError) as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
-    seconds["total"] = time.perf_counter() - watch.start
+    now, gpus = time.perf_counter(), rt.world if rt.device.type == "cuda" else 0
+    seconds |= {"total": now - watch.start, "gpu": gpus * (now - started)}  # gpu: of all ranks, from the imports to now
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
-    gpus = rt.world if rt.device.type == "cuda" else 0
-    gpu_seconds = gpus * (time.perf_counter() - started)  # of all ranks, from the imports to here
-    summary |= {"gpu_seconds": f"{gpu_seconds:.3f}", "steps": trainer.total, "tokens": trainer.tokens[-1],
-                "peak_memory_mib": allocated}
+    summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
     if system.save or system.save_every:
@@ -1773,12 +1708,7 @@ def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch(IMPORT_SECONDS)
     if {"--help", "-h"} & {*argv}:
-        preset = next((name for name in PRESETS if {name, f"--preset={name}"} & {*argv}), "record")
-        source = Path(__file__).read_text(encoding="utf-8").partition("class Config:")[0]  # its comments
-        others = ", ".join(name for name in PRESETS if name != preset)
-        knobs = help_text(PRESETS[preset], source)
-        print(f"{__doc__}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
-              f" --minutes changes batches, rates and steps:\n{knobs}")
+        print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
     rank = local = 0
     try:

@@ -2006,20 +2006,17 @@ class Fp8Mlps:
         # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
         self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
         self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
-        self.reset()
-
-    def reset(self):
-        """Forget all maxima and delayed scales, as before the first step, and quantise the bank."""
-        self.load_state_dict({"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0})
+        self.load_state_dict()
 
     def state_dict(self):
         """The delayed scales, which the weights do not determine. Between steps there are no maxima to keep."""
         return {"post_scale": self.scales[:, 3, 0].cpu(), "dpre_scale": self.scales[:, 5, 0].cpu(),
                 "loss_scale": self.loss_scale}
 
-    def load_state_dict(self, state):
-        """Load delayed scales, and quantise the bank, which must be loaded before. With another number of ranks, the
-        loss has another scale."""
+    def load_state_dict(self, state=None):
+        """Load delayed scales (None: those before the first step), and quantise the bank, which must be loaded before.
+        With another number of ranks, the loss has another scale."""
+        state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
         ratio = self.loss_scale / state["loss_scale"]
         for column, value in ((0, X8_SCALE), (3, state["post_scale"]), (4, G8_SCALE * self.loss_scale),
                               (5, state["dpre_scale"] * ratio)):

@@ -35,6 +35,13 @@ def load_checkpoint(path) -> dict:
     return state
 
 
+def check_weights(state, model):
+    """Raises UserError when a checkpoint has other weights than `model`, as from another version of train_gpt.py."""
+    saved, expected = ({label: x.shape for label, x in part.items()} for part in (state["model"], model.state_dict()))
+    if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
+        raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
+
+
 def require_room(folder: Path, size: int, purpose: str) -> str:
     """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free."""
     place = existing_folder(folder)

@@ -43,3 +43,10 @@ class Clock:
 def trace_range(name):
     """Context manager: mark a range of host time in the trace of a profiled step; do nothing in other steps."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def trace_mark(name):
+    """Mark a moment in the trace by an empty range. Compiled code makes no marks."""
+    if not torch.compiler.is_compiling():
+        with trace_range(name):
+            pass

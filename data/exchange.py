@@ -12,6 +12,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def all_reduce(x, rt, op=dist.ReduceOp.SUM):
+    """Replace x by its sum over the ranks, or by what another `op` makes of it."""
+    if rt.world > 1:
+        dist.all_reduce(x, op=op)
+
+
 class SparseRows:
     """Averages the gradient of a table over ranks. Ranks send only the rows that they touched (PR 221, roeeshenberg).
 
@@ -25,7 +31,8 @@ class SparseRows:
         self.touched = np.zeros(rows, dtype=bool)
 
     def send_counts(self):
-        """Send each owner the count of its touched rows. Call this before the micro-step of an Adam step."""
+        """Tell each owner how many of its rows this rank has touched. Call this before the micro-step of an Adam
+        step."""
         rows = np.flatnonzero(self.touched).astype(np.int32)
         self.touched[:] = False
         cuts = np.searchsorted(rows, np.arange(self.rt.world + 1) * self.owned)

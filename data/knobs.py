@@ -138,6 +138,18 @@ def help_text(config, source) -> str:
     return "\n".join(f"{knob:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, knob in knobs.items())
 
 
+def help_page(manual, presets, argv, source) -> str:
+    """The manual, then all knobs with the values of the preset that `argv` names, or else of `record`.
+
+    source: the text of train_gpt.py, whose comments explain the knobs.
+    """
+    preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
+    others = ", ".join(name for name in presets if name != preset)
+    knobs = help_text(presets[preset], source.partition("class Config:")[0])
+    return (f"{manual}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
+            f" --minutes changes batches, rates and steps:\n{knobs}")
+
+
 def config_from_dict(default, tree):
     """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`.
 

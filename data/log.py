@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from data.files import find_files, user_error
+from data.knobs import flatten, render
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,11 +87,11 @@ def revision(sources) -> str:
         return "unknown"
 
 
-def write_header(log, argv, sources: dict, data, machine: dict, settings: dict):
+def write_header(log, argv, sources: dict, config, machine: dict, choices: dict):
     """Writes sources, versions, machine, command, data and settings; `./run.sh --rerun LOG` reads them.
 
-    argv: arguments of the run; sources: {path: text}; data: section of the config; machine: {key: value} of the
-    hardware; settings: {knob: text}.
+    argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the
+    number of ranks; choices: {operation: name of its implementation}.
     """
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
@@ -101,16 +102,21 @@ def write_header(log, argv, sources: dict, data, machine: dict, settings: dict):
     facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
                        "command": shlex.join(["train_gpt.py", *map(published, argv)]), "sources": " ".join(sources)}
     for part in "train", "val":
-        files = find_files(getattr(data, f"{part}_files"))
+        files = find_files(getattr(config.data, f"{part}_files"))
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)
     facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
               if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
               and not key.startswith("TORCHELASTIC")}  # these variables differ between runs
+    facts |= {key: render(value) for key, value in flatten(config).items()}
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,
                  f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
                  f"Running Triton version {getattr(triton, '__version__', 'absent')}", gpus, rule,
-                 *(f"{key}: {published(str(value))}" for key, value in (facts | settings).items()), rule):
+                 *(f"{key}: {published(str(value))}" for key, value in facts.items()), rule):
         log.line(text, console=False)
+    log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
+    count = config.system.micro_batches
+    tokens = [str(stage.batch_tokens // count) for stage in config.schedule.stages]
+    log.line(f"tokens per micro-batch: {' '.join(tokens)}; micro-batches per rank: {count // machine['ranks']}")

@@ -58,7 +58,10 @@ def with_steps(schedule, costs, budget, extension=None):
 
 
 def round_batch(tokens, unit) -> int:
-    """The multiple of `unit` above the 2 ** k or 3 * 2 ** k that is nearest by ratio: these have many divisors."""
+    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`.
+
+    Such numbers have many divisors.
+    """
     nearest = min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
     return -(-nearest // unit) * unit
 
@@ -181,8 +184,8 @@ def check_config(config, world=1):
     require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
             f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"
             " which is the extension, must be 0, all others above 0")
-    require(total <= 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 1000000 steps,"
-            " the extension included")
+    require(total < 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 999999 steps,"
+            " the extension included")  # names of checkpoints have six digits
     starts = stage_starts(schedule)
     require(all(a < b for a, b in zip(starts, starts[1:-1])),
             f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one step")
@@ -252,12 +255,16 @@ def check_config(config, world=1):
                 + (f", one for each of {world} processes" if world == system.micro_batches > 1 else ""))
 
 
-def require_same_training(path, wanted, saved, free, overrides, preset):
-    """Raises UserError when a resumed run would train differently from the run of its checkpoint.
+# Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
+KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
 
-    path: the checkpoint. wanted, saved: the config of the arguments and of the checkpoint. free: the knobs that may
-    differ. overrides, preset: the arguments, for advice.
+
+def allowed_changes(path, wanted, saved, overrides, preset) -> dict[str, str]:
+    """The overrides of a resumed run. Raises UserError when they or the preset would change its training.
+
+    path: the checkpoint. wanted, saved: the config of the arguments and of the checkpoint.
     """
+    free = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS
     new, old = flatten(wanted), flatten(saved)
     if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
         new["micro_batches"] = old["micro_batches"]
@@ -268,3 +275,4 @@ def require_same_training(path, wanted, saved, free, overrides, preset):
         given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
         advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
+    return {key: text for key, text in overrides.items() if key in free}

@@ -28,7 +28,7 @@ import train_gpt as T
 from data import loader
 from data.checkpoint import load_checkpoint
 from data.files import UserError, atomic_write, data_root
-from data.knobs import parse_value, unknown_key
+from data.knobs import flatten, parse_value, render, unknown_key
 from data.machine import Runtime, choose_kernels, find_device
 from data.tokenizer import text_codec
 
@@ -47,9 +47,9 @@ def load_model(path, knobs):
     config = T.override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
                                  "resume": "", "profile": ""} | knobs)  # nothing is trained
     T.check_config(config)
-    T.check_weights(state, config.model)
     config, ops, _ = choose_kernels(config, device := find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
+    T.check_weights(state, model)
     model.load_state_dict(state["model"])
     return config, model
 
@@ -272,7 +272,7 @@ def export(model, config, path):
     ends = [0, *accumulate(x.nbytes for x in weights.values())]
     header = {label: {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
               for (label, x), start, end in zip(weights.items(), ends, ends[1:])}
-    header["__metadata__"] = {key: T.render(value) for key, value in T.flatten(config).items()}
+    header["__metadata__"] = {key: render(value) for key, value in flatten(config).items()}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with atomic_write(Path(path)) as file:
@@ -290,7 +290,7 @@ def arguments(argv, options, aliases):
 
     options: {option: default value}; aliases: {alias: knob of the trainer}. Raises UserError for an unknown key.
     """
-    values, knobs, known = dict(options), {}, T.flatten(T.Config())
+    values, knobs, known = dict(options), {}, flatten(T.Config())
     for key, text in T.read_arguments(argv).items():
         if key in options:
             values[key] = parse_value(key, text, type(options[key]), options[key])

@@ -18,6 +18,8 @@ import torch
 
 import train_gpt as T
 from data.files import UserError, atomic_write
+from data.knobs import flatten, render
+from data.rules import KEPT_KNOBS
 from records import compare, evaluate
 from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, ready, start  # noqa: F401 (two are fixtures)
 
@@ -213,22 +215,22 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config = T.PRESETS["cpu"]
-    assert T.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
-    free = {*vars(config.data), *vars(config.system)} - T.KEPT_KNOBS
+    assert KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
+    free = {*vars(config.data), *vars(config.system)} - KEPT_KNOBS
     monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     monkeypatch.setattr(T, "check_weights", lambda state, model: None)
-    for key, value in T.flatten(config).items():
+    for key, value in flatten(config).items():
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
-        overrides = {"resume": "x", key: T.render(other)}
+        overrides = {"resume": "x", key: render(other)}
         if key in free - {"resume"}:
             changed, step = T.resumed_config(overrides, None)
-            assert T.flatten(changed)[key] == other and step == 3
+            assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
                 T.resumed_config(overrides, None)
-            assert f"; {key} is {T.render(other)} here, {T.render(value)} there" in str(refused.value)
+            assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=short", "--train_tokens=5e7", "--muon_lr=0.02"]])

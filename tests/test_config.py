@@ -10,6 +10,7 @@ import torch
 import oracles
 import train_gpt as T
 from data.files import UserError
+from data.knobs import flatten, render
 from data.machine import Runtime
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
@@ -154,7 +155,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--model_dim=1536 --num_heads=12": "--model_dim=1536: --fp8_mlp takes .* at most 784; add --fp8_mlp=false",
     "--preset=record74 --fp8_qkv=1 --model_dim=1536 --num_heads=12": "--model_dim=1536: --fp8_qkv takes .* at most 784",
     "--dtype=float32": "--kernels=attention:torch",
-    "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 1000000 steps",
+    "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 999999 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
     "--stage2.share=0": "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0",
     "--stage4.share=1": "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last",
@@ -204,9 +205,9 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
 
 
 def test_parsing_leaves_the_presets_alone():
-    before = {name: T.flatten(config) for name, config in T.PRESETS.items()}
+    before = {name: flatten(config) for name, config in T.PRESETS.items()}
     T.parse_config(["--preset=cpu", "--stage1.lr_mul=7", "--seed=7"])
-    assert {name: T.flatten(config) for name, config in T.PRESETS.items()} == before
+    assert {name: flatten(config) for name, config in T.PRESETS.items()} == before
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
@@ -214,16 +215,16 @@ def test_parsing_leaves_the_presets_alone():
 def test_written_out_config_is_read_back(preset, base):
     """Every knob of a preset, as render writes it, turns any preset into that one."""
     config = T.parse_config([f"--preset={preset}"])
-    args = [f"--{key}={T.render(value)}" for key, value in T.flatten(config).items()]
+    args = [f"--{key}={render(value)}" for key, value in flatten(config).items()]
     assert T.parse_config([f"--preset={base}", *args]) == config
 
 
 def test_help_lists_every_knob(capsys):
     assert T.main(["--preset=cpu", "-h"]) == 0
     text = capsys.readouterr().out
-    for key, value in T.flatten(T.PRESETS["cpu"]).items():
+    for key, value in flatten(T.PRESETS["cpu"]).items():
         if not key.startswith("stage") or key == "stages":
-            assert f"\n  --{key}={T.render(value)}".rstrip() in text
+            assert f"\n  --{key}={render(value)}".rstrip() in text
     for field in dataclasses.fields(T.Stage):
         assert f"\n  --stage<n>.{field.name}=" in text
 

@@ -20,6 +20,7 @@ import torch
 import oracles
 import train_gpt as T
 from data.files import UserError
+from data.knobs import flatten
 from records import evaluate as E
 from test_checkpoint import train
 from test_run import FINAL_WINDOW, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
@@ -262,5 +263,5 @@ def test_export(trained, tmp_path, capsys):
         found = torch.frombuffer(bytearray(data[begin:stop]), dtype=dtype).reshape(entry["shape"])
         assert begin == end and dtype == want[label].dtype and torch.equal(found, want[label])  # no holes
         end = stop
-    assert end == len(data) and metadata.keys() == T.flatten(trained.config).keys()
+    assert end == len(data) and metadata.keys() == flatten(trained.config).keys()
     assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"

@@ -28,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
 import triton_kernels as kernels
 from data.files import UserError
+from data.knobs import flatten, render
 from data.machine import Runtime
+from data.rules import KEPT_KNOBS
 from oracles import write_shard
 
 STORED = Path(__file__).with_name("guard.json")
@@ -245,8 +247,8 @@ def short_run(args):
 
 def other_values(config):
     """{knob: another value, as text} of every knob that is learned; of a layer each field."""
-    free = {*vars(config.data), *vars(config.system)} - T.KEPT_KNOBS
-    for key, value in T.flatten(config).items():
+    free = {*vars(config.data), *vars(config.system)} - KEPT_KNOBS
+    for key, value in flatten(config).items():
         if isinstance(value, T.Layer):
             if not value.attention:  # the other fields need attention
                 yield from ((f"{key}.{field}", text) for field, text in (
@@ -254,13 +256,13 @@ def other_values(config):
                 continue
             for field, old in vars(value).items():
                 if field not in ("attention", "skip_from"):
-                    yield f"{key}.{field}", "0" if field == "input_from" else T.render(not old)
+                    yield f"{key}.{field}", "0" if field == "input_from" else render(not old)
         elif isinstance(value, bool):
             if key not in free:
-                yield key, T.render(not value)
+                yield key, render(not value)
         elif key not in {*free, "vocab_size", "train_tokens", "minutes"}:  # of the data; of a preset (test_length.py)
             other = tuple(2 * x or 0.5 for x in value) if isinstance(value, tuple) else 2 * value
-            yield key, SIZES.get(key) or T.render(other)
+            yield key, SIZES.get(key) or render(other)
 
 
 def test_every_learned_knob_moves_the_loss(tmp_path):

@@ -18,6 +18,7 @@ from torch.distributed.run import get_args_parser
 
 import test_guard
 import train_gpt as T
+from data.knobs import flatten
 from data import prepare
 from oracles import write_shard
 from records import compare, evaluate, repeat, rerun
@@ -254,7 +255,7 @@ def test_knobs_exist(name):
     scripts = "run.sh", "data/prepare.py", "tests/test_guard.py", *(ROOT / "records").glob("*.py")
     sources = "\n".join((ROOT / script).read_text() for script in scripts)
     launcher = {option.removeprefix("--") for action in get_args_parser()._actions for option in action.option_strings}
-    known = {*T.flatten(T.PRESETS["record"]), "preset", "check", "help", *launcher, *re.findall(r"--(\w+)", sources)}
+    known = {*flatten(T.PRESETS["record"]), "preset", "check", "help", *launcher, *re.findall(r"--(\w+)", sources)}
     known |= {f"layer{i}" for i in range(12)} | {f"layer{i}.{field}" for i in range(12) for field in vars(T.Layer())}
     known |= {f"stage{i}" for i in range(1, 6)}  # the worked example makes the fifth
     assert mentioned and {knob for knob in mentioned if knob.rstrip(".") not in known} == set()

@@ -23,6 +23,7 @@ import torch
 
 import oracles
 import train_gpt as T
+from data.knobs import flatten, render
 import triton_kernels as kernels
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard
@@ -148,7 +149,7 @@ def oracle_loss(model, val):
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
     data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "clock", "exchange", "files", "knobs", "loader",
-                                           "log", "machine", "rules", "tokenizer"))
+                                           "log", "machine", "minutes", "rules", "tokenizer"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
@@ -256,8 +257,8 @@ def test_logs_are_read_by_compare(runs):
         if name != "pair1":  # a sample comes from records/evaluate.py
             assert run.state["sources"] == run.sources, name
         assert log.source.startswith(run.sources["train_gpt.py"]) and run.sources["data/loader.py"] in log.source
-        config = T.flatten(T.parse_config(run.args, ranks))
-        assert log.facts.items() >= {key: T.published(T.render(value)) for key, value in config.items()}.items()
+        config = flatten(T.parse_config(run.args, ranks))
+        assert log.facts.items() >= {key: T.published(render(value)) for key, value in config.items()}.items()
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(ranks)
         assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
 
@@ -321,7 +322,8 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails):
 
 
 def test_out_of_memory_names_the_remedy(corpus, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr(T, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried 20 GiB.")))
+    error = torch.OutOfMemoryError("CUDA out of memory.\nTried 20 GiB.")
+    monkeypatch.setattr(T.Trainer, "step", Mock(side_effect=error))
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"], "memory.*--micro_batches")
 
 
@@ -357,9 +359,9 @@ def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
 
 def test_error_of_one_rank_is_the_only_one_told(corpus, tmp_path):
     """Rank 1 stops alone; rank 0, left in a collective, says nothing."""
-    hook = """def stop(*args):
+    hook = """def stop(*args, **options):
     raise T.UserError("rank 1 had enough")
-T.train_step = stop if os.environ["RANK"] == "1" else T.train_step"""
+T.Trainer.step = stop if os.environ["RANK"] == "1" else T.Trainer.step"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook))
     assert status != 0 and err == "error: rank 1: rank 1 had enough\n"
 
