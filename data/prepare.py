@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.files import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, data_root, find_files, read_shard)
+from data.knobs import flatten  # noqa: E402
 from data import loader  # noqa: E402
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
@@ -147,7 +148,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
 
     fitting = {"micro_batches": micro_batches, "val_tokens": val_tokens, "val_batch_tokens": piece,
                "tokens_per_doc": tokens_per_doc, "sample_tokens": 200, "sample_prompt": ""}
-    defaults = train_gpt.flatten(config)
+    defaults = flatten(config)
     arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
     return [f"--{key}={value}" for key, value in arguments.items()]
 
