@@ -14,8 +14,8 @@ McCormick, and all earlier records), which --preset=record74 keeps; the other pr
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
 Expected results: --preset=cpu reaches 1.28 nats per byte of the source of Python's library in 126 s of training on 2
-cores. --preset=short --train_tokens=20.5e6 reaches 3.408 in 19.2 s of training time on one H200, on a small corpus
-(commit a48cb18). --preset=record74 takes 74 s on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s
+cores. --preset=short --train_tokens=20.5e6 reaches 3.407 in 19.1 s of training time on one H200, on a small corpus
+(commit f07d56f). --preset=record74 takes 74 s on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s
 on one H200 and 57.5 s on one H100, on an older corpus of 40M tokens (the code before commit 5eb7088). No run has used
 FineWeb yet.
 
