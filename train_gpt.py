@@ -200,7 +200,7 @@ class Model:
 
     @property
     def dynamic_sizes(self) -> dict[int, dict[tuple[int, str], int]]:
-        """{dynamic layer: {(place, name): how many}}: to so many factors at this place its network adds."""
+        """{dynamic layer: {(place, name): number of factors to which its network adds}}."""
         sizes = [(i, name, size) for i, layer in enumerate(self.layers) for name, size in (
             ("x0", layer.embeds), ("bigram", layer.embeds), ("xsa", layer.xsa * self.num_heads)) if size]
         sizes += [(i, "mix", size) for i, size in self.mix_sizes.items()]
