@@ -70,8 +70,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Some images hold PyTorch without its bytecode, and forbid Python to write it. Every start would then translate 2300
-# files, so this file keeps the bytecode in its own folder. The processes of the compiler read the variable.
+# Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
+# translate 2300 files, so this file keeps their bytecode in its own folder. The processes of the compiler read the
+# environment variable.
 if sys.pycache_prefix is None and (spec := importlib.util.find_spec("torch")) and not os.path.exists(spec.cached or ""):
     sys.pycache_prefix, sys.dont_write_bytecode = str(Path(__file__).resolve().parent / "__pycache__"), False
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
@@ -933,8 +934,8 @@ class NorMuonAndAdam:
         # --average_blend also "average"
         self.state = {}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
-        # With --head_pairs: label of the bank -> (number of rows of two heads, indices of the Q and K matrices in the
-        # shard, indices of the V and O matrices)
+        # {label of the bank: (number of rows of two heads, indices of the Q and K matrices in the shard, indices of the
+        # V and O matrices)}; empty without --head_pairs
         self.head_pairs = {}
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())

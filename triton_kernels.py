@@ -4,7 +4,7 @@ Every operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, which ch
 kernel; a reference `<name>_ref`, which is plain PyTorch with the same contract; and a Triton kernel. Tests and
 benchmarks compare the kernel with the reference. CPU tensors take the reference, so the trainer runs without a GPU. If
 TRITON_INTERPRET=1 is set before the import, as the tests do, Triton's interpreter runs the kernels on CPU tensors.
-Operations that the interpreter gets wrong (products of bf16, FP8) still take the reference.
+The interpreter computes products of bf16 matrices, and FP8 codes, wrongly: such operations still take the reference.
 
 Conventions
   Importing this file only defines functions, and registers operators with torch.library. Launch parameters are in
@@ -2405,8 +2405,8 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # Pointer head: no token has the class c, the gate. Section 5 gives mass and sink_mass. The term k of the loss becomes
 #   -w_k ln p',  α = exp(z_c - lse),  p = exp(z_target - lse),
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
-# The gate's class has the probability α, but it is no token. Its probability goes to the copies (α mass_k), and what
-# the sink takes of it goes to the other classes in proportion: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its
+# The gate's class has the probability α, but no token has this class. So α goes to the copies (α mass_k), and the part
+# of α that the sink takes goes to the other classes in proportion: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its
 # gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
@@ -3090,8 +3090,8 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 # 8 elements per thread, moved in 16-byte accesses; small programs overlap best (1 % better than 2048, 3 % than 4096).
 MOMENTUM_LAUNCH = dict(BLOCK=1024, num_warps=4)
 # Programs walk over rows 256 columns at a time, which divides 768. The first launch only reads: 16 rows with 8 warps.
-# The second launch reads three tensors and writes two, with an average four and three: 4 rows with 4 warps, 8 elements
-# of each tensor per thread.
+# The second launch reads three tensors and writes two; with an average of the weights, it reads four and writes three.
+# A program takes 4 rows with 4 warps, and a thread takes 8 elements of each tensor.
 ROW_SQUARES_LAUNCH = dict(ROWS=16, BLOCK_C=256, num_warps=8)
 UPDATE_LAUNCH = dict(ROWS=4, BLOCK_C=256, num_warps=4)
 

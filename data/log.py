@@ -88,10 +88,11 @@ def revision(sources) -> str:
 
 
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict):
-    """Writes sources, versions, machine, command, data and settings; `./run.sh --rerun LOG` reads them.
+    """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
+    kernels and the sizes of the micro-batches.
 
-    argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the
-    number of ranks; choices: {operation: name of its implementation}.
+    argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the number of ranks;
+    choices: {operation: name of its implementation}.
     """
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout

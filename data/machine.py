@@ -146,7 +146,7 @@ def state_bytes(config, table) -> tuple[int, int, int]:
         # Adam has fp32 m and v, NorMuon fp32 m, perhaps a slow average, and an int16 mantissa, a lazy table only v.
         muon = 10 if config.optim.slow_momentum else 6
         state += size * (muon if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
-        state += 4 * size * (param.average > 0 and bool(config.optim.average_blend))
+        state += 4 * size * bool(param.average and config.optim.average_blend)
         codes += int(size * coded.get(param.label, 0))
     return weights, state, codes
 

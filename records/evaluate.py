@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 import train_gpt as T
 from data import loader
-from data.checkpoint import load_checkpoint
+from data.checkpoint import check_weights, load_checkpoint
 from data.files import UserError, atomic_write, data_root
 from data.knobs import flatten, parse_value, render, unknown_key
 from data.machine import Runtime, choose_kernels, find_device
@@ -49,7 +49,7 @@ def load_model(path, knobs):
     T.check_config(config)
     config, ops, _ = choose_kernels(config, device := find_device(config))
     model = T.GPT(config.model, ops, getattr(torch, config.system.dtype), device)
-    T.check_weights(state, model)
+    check_weights(state, model)
     model.load_state_dict(state["model"])
     return config, model
 
