@@ -1,8 +1,7 @@
 """Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
 
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
-the files that a run reads and writes, the rules of its settings, what a run needs of its machine, its clocks, and the
-exchange of sparse gradients. The code began as a rewrite of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
+the files that a run reads and writes, the rules of its settings, what a run needs of its machine, and its clocks. The code began as a rewrite of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
 McCormick, and all earlier records), which --preset=record74 keeps; the other presets add later ideas.
 
     ./run.sh                                                 set up everything, then do the best run for this machine
@@ -86,7 +85,6 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.checkpoint import check_weights, load_checkpoint, write_checkpoint
 from data.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.exchange import SparseRows, all_gather, all_reduce, reduce_scatter
 from data.files import UserError, one_line, should_report
 from data.knobs import config_from_dict, help_page, override, read_arguments
 from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data
@@ -448,10 +446,7 @@ class Param(NamedTuple):
     label: str  # name in the model, the optimizer, checkpoints
     shape: tuple[int, ...]
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
-    # replicated: every rank updates the whole parameter. sharded: every rank updates its part of the rows.
-    # sharded_sparse: like sharded; if every rank has one micro-batch, a rank sends only the gradient rows that its
-    # micro-batches of the last two steps touched.
-    comms: str
+    comms: str  # replicated: every rank updates the whole parameter; sharded: every rank updates its part of the rows
     reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
     update_order: int = 0  # the updates run in this order
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
@@ -519,7 +514,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         # init_weights sets embed to the transposed lm_head.
         Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, None), wd_mul=150.0,
               average=0.12),
-        Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded_sparse", reduce_order=4, update_order=2,
+        Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded", reduce_order=4, update_order=2,
               betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True, average=0.06),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
@@ -842,6 +837,17 @@ class GPT(nn.Module):
 
 # ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
 
+# torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(x, rt, op=dist.ReduceOp.SUM):
+    """Replace x by its sum over the ranks, or by what another `op` makes of it."""
+    if rt.world > 1:
+        dist.all_reduce(x, op=op)
+
+
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=None):
     """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. The numbers may be tensors of p's shape.
 
@@ -969,10 +975,6 @@ class NorMuonAndAdam:
             for label, part in self.replicated.split(flat).items():
                 self.state[label][key] = part  # so that state_dict and load_state_dict see the flat vectors
 
-        # The exchange of touched rows pays only where each rank has one micro-batch per step.
-        self.sparse = {label: SparseRows(label, self.params[label].size(0), rt) for label, row in self.table.items()
-                       if row.comms == "sharded_sparse" and rt.world == config.system.micro_batches > 1}
-
     def _as_matrices(self, label, tensor):
         """A view of a parameter-shaped tensor in the optimizer's shape: (n, R, C) for a bank, else unchanged."""
         per_row = len(self.table[label].matrix_lr)
@@ -997,20 +999,6 @@ class NorMuonAndAdam:
         full = data.new_empty(data.size(0) * self.rt.world, *data.shape[1:])
         all_gather(full, data)
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
-
-    def before_micro_step(self, plan, touched):
-        """Note which rows this rank touches, {table: rows on the host}. On Adam steps, begin to tell the other ranks
-        how many."""
-        for table, sparse in self.sparse.items():
-            sparse.touched[touched[table]] = True
-            if plan.adam:
-                sparse.send_counts()
-
-    def after_micro_step(self, plan):
-        """On Adam steps, send the touched rows, once the micro-step is launched."""
-        for sparse in self.sparse.values():
-            if plan.adam:
-                sparse.send_rows()
 
     @torch.no_grad()
     def step(self, plan):
@@ -1061,9 +1049,6 @@ class NorMuonAndAdam:
         part = grad = self.replicated.pack_grads() if name == "replicated" else self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
-        if name in self.sparse:
-            self.sparse[name].send_values(grad)
-            return lambda: self.sparse[name].receive(grad)
         if name == "replicated":
             work = dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)
         else:
@@ -1176,8 +1161,6 @@ class NorMuonAndAdam:
                     target.copy_(tensor if key == "grad" else self._shard(label, tensor))
             if hasattr(param, "touched"):
                 param.touched.copy_(param.grad.any(1))
-        for label, sparse in self.sparse.items():
-            sparse.touched = self.params[label].grad.any(1).cpu().numpy()
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -1453,10 +1436,8 @@ class Trainer:
             for number in range(micro_steps):
                 with trace_range("data"):
                     batch = loader.next_batch()
-                self.optimizer.before_micro_step(plan, batch.touched)
                 with trace_range("micro-step"):
                     loss = self.micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
-                self.optimizer.after_micro_step(plan)
             self.optimizer.step(plan)
             if plan.adam:
                 with trace_range("update head codes"):

@@ -81,7 +81,6 @@ class Batch(NamedTuple):
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
     row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; not for tables indexed by token id
-    touched: dict[str, np.ndarray]  # table -> the same ids on the host, for the exchange of touched rows
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
     pieces: dict[str, Tensor] = {}  # "tokens" or table -> (4, N + 1) int32, sorted_pieces of its ids; for training
 
@@ -94,7 +93,7 @@ class Batch(NamedTuple):
     def clone(self):
         """A batch whose tensors are copies."""
         row_ids, pieces = ({name: x.clone() for name, x in part.items()} for part in (self.row_ids, self.pieces))
-        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids, self.touched,
+        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids,
                      None if self.candidates is None else self.candidates.clone(), pieces)
 
 
@@ -114,11 +113,11 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     else:
         targets = on_device(targets)
     hashed = inputs if hash_ids is None else hash_ids[inputs]
-    touched = {"bigram_embed": bigram_hash(hashed, config.model.bigram_rows)}
+    row_ids = {"bigram_embed": bigram_hash(hashed, config.model.bigram_rows)}
     pieces = {} if row is None else {name: on_device(sorted_pieces(ids)) for name, ids in (
-        ("tokens", inputs), *touched.items())}
+        ("tokens", inputs), *row_ids.items())}
     return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),
-                 {table: on_device(rows) for table, rows in touched.items()}, touched, candidates, pieces)
+                 {table: on_device(rows) for table, rows in row_ids.items()}, candidates, pieces)
 
 
 class Shard:

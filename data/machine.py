@@ -88,13 +88,13 @@ def init_runtime(config) -> Runtime:
     (rank, world, _), device = rank_from_env(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # more OpenMP threads slow down the kernel launches
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo carries the row counts of SparseRows
     master = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
     with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
         if world > 1:
             socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
         # A rank that finds nothing in its compile cache may keep the other ranks waiting for minutes.
-        dist.init_process_group(backend, rank=rank, world_size=world, store=dist.HashStore() if world == 1 else None,
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world,
+                                store=dist.HashStore() if world == 1 else None,
                                 timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
         dist.barrier()
     return Runtime(rank, world, device)

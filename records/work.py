@@ -148,7 +148,7 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
     """
     micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
                       "token_ids": batch.tokens.unique().numel(),
-                      "touched": {table: np.unique(rows).size for table, rows in batch.touched.items()},
+                      "touched": {table: rows.unique().numel() for table, rows in batch.row_ids.items()},
                       "candidates": 0 if batch.candidates is None else batch.candidates.numel()}
                      for batch in batches]
     model, each, steps = config.model, len(batches) // len(plans), []

@@ -374,7 +374,7 @@ TABLE = {
     "attn_gate_bank": (*SMOOTH, 1, 1),
     "ve_gate_bank": (*SMOOTH, 1, 1),
     "lm_head": ("adam", "sharded", (0.5, None), 1, 150),
-    "bigram_embed": ("adam", "sharded_sparse", (0.75, None), 75, 5),
+    "bigram_embed": ("adam", "sharded", (0.75, None), 75, 5),
     "post_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
     "x0_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
     "bigram_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),

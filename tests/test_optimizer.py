@@ -211,7 +211,6 @@ def train(rt, steps, saved=None, head_pairs=False):
     every G.
     """
     config = small_config(head_pairs, lazy_tables=head_pairs, slow_momentum=0.5 * head_pairs)
-    # sparse exchange
     config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, rt, OPS)
@@ -219,7 +218,6 @@ def train(rt, steps, saved=None, head_pairs=False):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     for plan in (T.make_plan(config, step) for step in steps):
-        touched = set()
         for part in (0, 1):
             generator = torch.Generator().manual_seed(2 * plan.step + part)
             for label, param in model.named_parameters():
@@ -228,12 +226,9 @@ def train(rt, steps, saved=None, head_pairs=False):
                     rows = torch.randint(len(param), (300,), generator=generator).unique()
                     grad[torch.isin(torch.arange(len(param)), rows, invert=True)] = 0
                 if (plan.step + part) % rt.world == rt.rank:
-                    touched |= set(rows.tolist()) if label == "bigram_embed" else set()
                     param.grad += grad
                     if hasattr(param, "touched"):
                         param.touched |= grad.any(1)
-        optimizer.before_micro_step(plan, {"bigram_embed": np.array(sorted(touched), np.int32)})
-        optimizer.after_micro_step(plan)
         optimizer.step(plan)
     for label, param in model.named_parameters():  # what is behind a parameter
         assert not any(buffer.flatten()[param.numel():].any() for buffer in optimizer.buffers[label]), label

@@ -495,5 +495,5 @@ def test_two_ranks(data, tmp_path):
         assert [step["micro_batches"] for step in run["steps"]] == [[{
             "documents": [n for n in np.diff(batch.cu_seqlens).tolist() if n],
             "token_ids": len({*batch.tokens.tolist()}),
-            "touched": {"bigram_embed": len({*batch.touched["bigram_embed"].tolist()})}, "candidates": 0}]
+            "touched": {"bigram_embed": len({*batch.row_ids["bigram_embed"].tolist()})}, "candidates": 0}]
             for batch in batches]
