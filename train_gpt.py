@@ -135,19 +135,35 @@ RECORD74_LAYERS = (
     Layer(two_lanes=True, value_embed=True),
     Layer(two_lanes=True, value_embed=True, paired=True),
     Layer(two_lanes=True, value_embed=True, long=True))
-# records/2026-11-22_model and, for narrow layers, records/2026-11-23_attention have the gain of each change.
-LAYERS = (
-    Layer(narrow=True, paired=True, dynamic=True),
-    Layer(narrow=True, value_embed=True, xsa=True),
-    Layer(narrow=True, value_embed=True, paired=True),
-    Layer(long=True, xsa=True),
-    Layer(narrow=True, xsa=True, dynamic=True),
-    Layer(narrow=True, paired=True),
-    Layer(attention=False, skip_from=3),
-    Layer(narrow=True, xsa=True),
-    Layer(narrow=True, value_embed=True, xsa=True, input_from=7),
-    Layer(narrow=True, value_embed=True, paired=True, input_from=7),
-    Layer(value_embed=True, long=True, xsa=True, input_from=7, dynamic=True, mix=True))
+
+
+def wire(depth, narrow=True, paired=True) -> tuple[Layer, ...]:
+    """The layers of a model of `depth` layers, 3 or more.
+
+    The rules were read off 11 layers, for which records/2026-11-22_model and, for narrow layers,
+    records/2026-11-23_attention have the gain of each idea.
+    """
+    last = depth - 1
+    middle = min((depth + 1) // 2, depth - 2)  # has no attention; the stream of `source` bridges the gap
+    source = middle // 2  # looks far, so the skip carries what it saw
+    settled = min(middle + 1, depth - 2)  # later layers read the stream as it left this layer
+    layers = []
+    for i in range(depth):
+        if i == middle:
+            layers.append(Layer(attention=False, skip_from=source))
+            continue
+        is_long = i in (source, last)  # one look back halfway to the middle, one before the prediction
+        count = i - (i > middle)  # of earlier layers with attention
+        is_paired = paired and not is_long and (count == 0 or count % 3 == 2)  # pairs see 2 positions of each token
+        layers.append(Layer(
+            paired=is_paired, narrow=narrow and not is_long,  # a long layer keeps the channels that do not turn
+            long=is_long, xsa=not is_paired,
+            # Tables of values pay next to the embedding and next to the head.
+            value_embed=0 < i < min(3, middle) or i > max(settled, last - 3),
+            input_from=settled if i > settled else None,
+            # One network for the first third, one for what follows the long layer, one for the end.
+            dynamic=i in (0, last) or i == source + 1, mix=i == last))
+    return tuple(layers)
 
 
 @dataclass(frozen=True)
@@ -156,14 +172,20 @@ class Model:
 
     vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
     model_dim: int = 768  # D, width of the residual stream: heads * head width
-    num_heads: int = 6  # H, even, because a paired layer folds two heads into one
+    num_heads: int = 6  # H; paired layers fold two heads into one, so a model with an odd number has none of them
+    depth: int = 11  # another number builds the layers anew, by `wire`
     mlp_ratio: float = 4.0  # width of an MLP / D; the width is rounded to a multiple of 16
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
     bigram_normal: bool = False  # bigrams whose tokens differ in case, accents or spaces alone are one (PR 375)
     bigram_signs: bool = False  # multiply the row of each bigram by one of 8192 random rows of signs (PR 299, TrianX)
+    head_pairs: bool = False  # a matrix of Q or K, as Muon sees it, has two heads, not all heads (PR 253, samacqua)
     pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
+    # Rates and initial values of other sizes, as powers of 768 / D or 11 / layers. 0 has been tried alone so far.
+    head_lr_power: float = 0.0  # width: rate of head and embedding; 1 in muP (arXiv 2203.03466)
+    muon_wd_power: float = 0.0  # width: weight decay of the banks; 1 in arXiv 2512.05620, 2 by nanochat's sweeps
+    branch_power: float = 0.0  # depth: first factor of what a layer adds; .5 in depth-muP (arXiv 2310.02244)
 
     @property
     def bos_id(self):
@@ -189,6 +211,23 @@ class Model:
     @property
     def bigram_rows(self):
         return int(self.bigram_tables * self.padded_vocab)
+
+    @property
+    def qk_banks(self) -> list[tuple[list[int], dict[str, tuple[int, ...]]]]:
+        """[(layers, {bank: shape of its part of a layer})] for the layers with whole and for those with narrow heads.
+
+        The shape is (2 for Q and K, matrices, rows, D). A matrix has two heads with head_pairs, else all heads. A last
+        odd head is a matrix of its own, in a bank of its own.
+        """
+        banks, heads = [], 2 if self.head_pairs else self.num_heads
+        for name, narrow in ("", False), ("narrow_", True):
+            layers = [i for i in self.layers_with("attention") if self.layers[i].narrow == narrow]
+            width, D = self.head_dim // (1 + narrow), self.model_dim
+            shapes = {f"{name}qk_bank": (2, self.num_heads // heads, heads * width, D),
+                      f"{name}odd_qk_bank": (2, self.num_heads % heads, width, D)}
+            shapes = {label: shape for label, shape in shapes.items() if math.prod(shape)}
+            banks += [(layers, shapes)] if layers else []
+        return banks
 
     @property
     def mix_sizes(self) -> dict[int, int]:
@@ -268,7 +307,6 @@ class Optim:
     muon_wd: float = 1.2  # weight decay, multiplied by muon_lr ** 2 and by matrix_lr of the bank
     slow_momentum: float = 0.0  # share of a slower gradient average in Muon's momentum, after SLOW_START (PR 339)
     polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 4 or 5
-    head_pairs: bool = False  # Muon orthogonalises Q and K in groups of two adjacent heads (PR 253, samacqua)
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run then ends with a mixture of its last weights and
     # their averages.
@@ -331,7 +369,8 @@ class Config:
 
 
 RECORD74 = Config()
-MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, pointer=True, layers=LAYERS)
+LAYERS = wire(11)
+MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. Its settings come from the records short_runs,
 # sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and seconds of 2026-11-23.
 SHORT = Config(
@@ -345,7 +384,7 @@ SHORT = Config(
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
     Optim(adam_lr=0.0104, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, slow_momentum=0.56, polar_steps=4,
-          head_pairs=True, average_blend=0.5),
+          average_blend=0.5),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
     System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
@@ -356,7 +395,7 @@ PRESETS = {
     "record": Config(
         dataclasses.replace(MODEL, bigram_tables=7.5),
         Schedule(scheduled_steps=1260, split_stage=4, muon_momentum=(0.85, 0.93), sampled_frac=0.93),
-        Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, head_pairs=True),
+        Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. With
     # --train_tokens=0 it is `short`.
@@ -366,8 +405,7 @@ PRESETS = {
     # than `short`, and with whole heads of 16 channels, it learns more (records/2026-11-22_cpu, 2026-11-23_attention).
     # Its MLPs are 4 D wide; 3.33 D was not tried.
     "cpu": Config(
-        Model(vocab_size=257, model_dim=96, pointer=True,
-              layers=tuple(dataclasses.replace(layer, narrow=False) for layer in LAYERS)),
+        Model(vocab_size=257, model_dim=96, head_pairs=True, pointer=True, layers=wire(11, narrow=False)),
         Schedule(
             scheduled_steps=696, extension_steps=24, final_window=320, split_stage=4, cooldown_frac=0.7,
             muon_momentum=(0.85, 0.88), muon_warmup=0.2, muon_cooldown=0.03,
@@ -376,7 +414,7 @@ PRESETS = {
                 Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 96, 208, 0.75, (1.0,), (1.0,), share=0.0))),
-        Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, head_pairs=True, average_blend=0.5),
+        Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
         System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=180,
@@ -384,10 +422,24 @@ PRESETS = {
 }
 
 
+def with_wiring(preset, overrides) -> Config:
+    """The preset, with the layers that `wire` makes for the --depth and the --num_heads among the overrides."""
+    config = PRESETS[preset]
+    model = override(config, {key: overrides[key] for key in ("depth", "num_heads") if key in overrides}).model
+    if model.depth == 11 and (model.num_heads % 2 == 0 or preset == "record74"):
+        return config
+    if preset == "record74" or not 3 <= model.depth <= 24:
+        raise UserError(f"--depth={model.depth}: " + ("from 3 to 24 layers" if preset != "record74" else
+                                                      "record74 has 11 layers; take --preset=record"))
+    layers = wire(model.depth, any(layer.narrow for layer in model.layers), model.num_heads % 2 == 0)
+    return dataclasses.replace(config, model=dataclasses.replace(
+        config.model, layers=layers, backout_layer=layers[-1].input_from))
+
+
 def preset_config(preset, overrides, world) -> Config:
     """A preset with overrides, checked, and with the batches, rates and steps that --train_tokens or --minutes gives
     it for `world` ranks."""
-    config = override(PRESETS[preset], overrides)
+    config = override(with_wiring(preset, overrides), overrides)
     if 0 < config.system.micro_batches < world:
         config = with_system(config, micro_batches=world)
     check_config(config, world)
@@ -444,39 +496,47 @@ class Param(NamedTuple):
     """One parameter: its shape, initial values, update rule, and communication between ranks."""
 
     label: str  # name in the model, the optimizer, checkpoints
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a bank (..., R, C): matrices (R, C), each of which Muon orthogonalises
     optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
-    comms: str  # replicated: every rank updates the whole parameter; sharded: every rank updates its part of the rows
-    reduce_order: int = 2  # the reductions start in this order; all replicated parameters share one reduction
-    update_order: int = 0  # the updates run in this order
+    # (place in the order of the reductions, place in the order of the updates): every rank updates its part of the
+    # rows. None: every rank updates the whole parameter, and all such parameters share one reduction and one update.
+    sharded: tuple[int, int] | None = None
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
     betas: tuple[float, float | None] | None = None  # adam; None stands for table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr
-    wd_mul: float = 1.0  # adam: factor of adam_wd
+    wd_mul: float = 1.0  # factor of adam_wd or muon_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
-    matrix_lr: tuple[float, ...] = ()  # normuon: factor of muon_lr for each matrix of a layer
+    matrix_lr: tuple[float, ...] = (1.0,)  # normuon: factors of muon_lr, for one matrix of a bank after the other
     average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0: no average
+    tied_to: str = ""  # until the split, the parameter is the transpose of this one and has no update of its own
+    codes: tuple[str, float] = ("", 0.0)  # knob with which it has FP8 codes, and their bytes per weight
     dtype: torch.dtype = torch.bfloat16
+
+
+# The order of record 74 for all replicated parameters together: they are updated first, while the large reductions run.
+REPLICATED_ORDER = 2, 0
+
+
+def uniform(p, generator, bound=None):
+    """Fill p (..., D) with draws from -bound to bound; None: standard deviation 0.5 / D**0.5."""
+    bound = 3**0.5 * 0.5 * p.size(-1) ** -0.5 if bound is None else bound
+    p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
 
 
 @functools.cache  # `make_plan` asks for the table in every step
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
-    Q, K, V and O begin at random (PR 214, srashedll); the MLP's W2 begins at zero (muP-like). The reductions start in
-    the order of record 74. The small parameters are updated first, while the large reductions run. The tables are
-    updated before the banks, so that the gathers of the tables overlap with the orthogonalisation of the banks. lm_head
-    is updated before embed, which is a copy of lm_head while they are tied. A higher beta2 smooths the updates of
-    lambdas and gates (PR 177).
+    Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_attention`); the MLP's W2 begins at zero (muP-like).
+    The reductions start in the order of record 74. The tables are updated before the banks, so that the gathers of the
+    tables overlap with the orthogonalisation of the banks. lm_head is updated before embed, which is a copy of lm_head
+    while they are tied. A higher beta2 smooths the updates of lambdas and gates (PR 177).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
     fields = "attention", "value_embed", "skip_from", "xsa"
     with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
-    dynamic = model.dynamic_sizes
-    lanes_from = min(model.layers_with("two_lanes"), default=len(layers))
-
-    def uniform(p, generator, bound=3**0.5 * 0.5 * D**-0.5):  # this bound: standard deviation 0.5 / D**0.5
-        p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
+    dynamic, with_lanes = model.dynamic_sizes, model.layers_with("two_lanes")
+    head_lr, branch = (768 / D) ** model.head_lr_power, (11 / len(layers)) ** model.branch_power
 
     def fill_mlps(p, generator):
         """W1 of every MLP. Record 74 drew 12 MLPs, one of them without a layer. So values are drawn for a multiple of 4
@@ -486,57 +546,61 @@ def param_table(model: Model) -> tuple[Param, ...]:
         p[:, 0] = drawn[:len(p)]
 
     def fill_post(p, generator):
-        p.fill_(1.0)
-        p[lanes_from:, 0, 1] = 1.5  # the attention output enters lane 1 with this factor
+        p.fill_(branch)
+        if with_lanes:
+            p[with_lanes[0]:, 0, 1] *= 1.5  # the attention output enters lane 1
 
     def lambdas(label, shape, init, beta2, lr_mul):
-        return Param(label, shape, "adam", "replicated", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
+        return Param(label, shape, "adam", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
                      dtype=torch.float32)
 
     def gates(label, *shape, lr_mul=1.0, wd_mul=1.0):
-        return Param(label, (*shape, GATE_CHANNELS), "adam", "replicated", betas=(0.9, 0.99), lr_mul=lr_mul,
-                     wd_mul=wd_mul)
+        return Param(label, (*shape, GATE_CHANNELS), "adam", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
+
+    def bank(label, shape, order, matrix_lr=(1.0,), **others):
+        return Param(label, shape, "normuon", order, matrix_lr=matrix_lr, wd_mul=(768 / D) ** model.muon_wd_power,
+                     **others)
 
     table = [
-        # Each layer: Q, K, V, O, all (D, D).
-        Param("attn_bank", (len(with_attention), 4 * D, D), "normuon", "sharded", reduce_order=0, update_order=5,
-              init=uniform, matrix_lr=(1.0, 1.0, 1.0, 1.0), average=0.12),
+        *(bank(label, (len(numbers), *shape), (0, 5), average=0.12, codes=("fp8_qkv", 2.0))
+          for numbers, banks in model.qk_banks for label, shape in banks.items()),
+        # Each layer: V (H d, D) and O (D, H d); O has no codes.
+        bank("vo_bank", (len(with_attention), 2, D, D), (0, 5), average=0.12, codes=("fp8_qkv", 1.0)),
         # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
-        Param("mlp_bank", (len(layers), 2, model.mlp_dim, D), "normuon", "sharded", reduce_order=1, update_order=6,
-              init=fill_mlps, matrix_lr=(2.0, 4.0), average=0.06),
-        Param("value_embeds", (len(with_values) * V, D), "adam", "sharded", reduce_order=5, update_order=1,
-              init=lambda p, generator: p.normal_(generator=generator).mul_(0.01), betas=(0.75, None), lr_mul=75.0,
-              wd_mul=5.0, lazy=True, average=0.06),
+        bank("mlp_bank", (len(layers), 2, model.mlp_dim, D), (1, 6), (2.0, 4.0), init=fill_mlps, average=0.06,
+             codes=("fp8_mlp", 2.0)),
+        Param("value_embeds", (len(with_values) * V, D), "adam", (5, 1),
+              lambda p, generator: p.normal_(generator=generator).mul_(0.01), (0.75, None), lr_mul=75.0, wd_mul=5.0,
+              lazy=True, average=0.06),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200).
-        Param("lm_head", (D, V), "adam", "sharded", reduce_order=3, update_order=3,
-              init=lambda p, generator: p.normal_(std=0.005, generator=generator), betas=(0.5, None), wd_mul=150.0,
-              average=0.12),
-        # init_weights sets embed to the transposed lm_head.
-        Param("embed", (V, D), "adam", "sharded", reduce_order=6, update_order=4, betas=(0.5, None), wd_mul=150.0,
-              average=0.12),
-        Param("bigram_embed", (model.bigram_rows, D), "adam", "sharded", reduce_order=4, update_order=2,
-              betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True, average=0.06),
+        Param("lm_head", (D, V), "adam", (3, 3), lambda p, generator: p.normal_(std=0.005, generator=generator),
+              (0.5, None), lr_mul=head_lr, wd_mul=150.0, average=0.12),
+        Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=head_lr, wd_mul=150.0, average=0.12,
+              tied_to="lm_head"),
+        Param("bigram_embed", (model.bigram_rows, D), "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0,
+              lazy=True, average=0.06),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
-        lambdas("sa_lambdas", (len(layers), 2), lambda p, _: p.copy_(torch.tensor([0.5, 1.0])), 0.99, 5.0),
-        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam", "replicated",
+        lambdas("sa_lambdas", (len(layers), 2), lambda p, _: p.copy_(torch.tensor([0.5, branch])), 0.99, 5.0),
+        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam",
               init=lambda p, generator: uniform(p, generator, D**-0.5), betas=(0.9, 0.99), lr_mul=0.25),
         Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "adam",
-              "replicated", betas=(0.9, 0.99), lr_mul=0.25, dtype=torch.float32),
+              betas=(0.9, 0.99), lr_mul=0.25, dtype=torch.float32),
         lambdas("xsa_lambdas", (len(with_xsa), H), 0.0, 0.99, 1.0),
         lambdas("mix_lambdas", (sum(model.mix_sizes.values()),), 0.0, 0.99, 1.0),
         lambdas("smear_lambda", (1,), 0.0, 0.99, 5.0),
         lambdas("backout_lambda", (int(model.backout_layer is not None),), 0.5, 0.99, 5.0),
         lambdas("skip_lambda", (len(with_skip),), -1.5, 0.99, 5.0),
-        lambdas("post_lambdas", (len(layers), 2, 2), fill_post, 0.95, 1.0),  # (attention, MLP) x (lane 0, lane 1)
+        # (attention, MLP) x (lane 0, lane 1); with one lane only that of the MLP
+        lambdas("post_lambdas", (len(layers), *((2, 2) if with_lanes else (1,))), fill_post, 0.95, 1.0),
         lambdas("x0_lambdas", (len(layers),), 0.0, 0.95, 1.0),
         lambdas("bigram_lambdas", (len(layers),), 0.05, 0.95, 1.0),
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
         # pointer_weights holds three matrices: for queries, for keys, and for what a token adds to the next key. The
         # third begins at zero.
-        Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam", "replicated",
+        Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam",
               init=lambda p, generator: uniform(p[:2], generator), betas=(0.9, 0.99)),
         lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,),
                 lambda p, generator: p.normal_(std=POINTER_WIDTH**-0.5, generator=generator), 0.99, 1.0),
@@ -616,6 +680,58 @@ class Output(NamedTuple):
     point: kernels.Point | None  # where the pointer head looks
 
 
+class LayerWeights(NamedTuple):
+    """What `GPT.layers` reads of the parameters in one layer. All fields are in the dtype of the activations, but for
+    the lambdas of skip (fp32), resid and post (bf16)."""
+
+    W1: Tensor  # (mlp_dim, D)
+    W2: Tensor  # (mlp_dim, D)
+    resid: tuple[Tensor, Tensor]  # 0-D factors of the lanes before attention and before the MLP
+    post: dict[str, Tensor]  # 0-D factors of the outputs of attention and MLP in each lane: attn0, attn1, mlp0, mlp1
+    qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k; times a lambda
+    out: Tensor | None = None  # (D, H d), times a lambda
+    gate: Tensor | None = None  # (H, GATE_CHANNELS), of the output of attention
+    value_gate: Tensor | None = None  # (H, GATE_CHANNELS)
+    skip: tuple[Tensor, Tensor] | None = None  # 0-D lambda and gate (1, GATE_CHANNELS) of the skip
+
+
+class Factors:
+    """factors(place, name): the factors of x0, bigram and mix (each 0-D or (n,)) and of xsa (H,) at a layer or at the
+    end; behind a dynamic layer, which adds to them, a row for every token."""
+
+    def __init__(self, model):
+        config, dtype = model.config, model.dtype
+        self.constants = {(i, name): factor for name, row in (
+            ("x0", model.x0_lambdas), ("bigram", model.bigram_lambdas)) for i, factor in enumerate(
+                row.bfloat16().unbind(0))}  # K6
+        if model.with_xsa:
+            self.constants |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
+        if sizes := config.mix_sizes:
+            self.constants |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
+        self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
+        self.additions = {}  # (place, name) -> what the networks add to these factors, (N, number)
+        if sizes := config.dynamic_sizes:
+            rows = [sum(counts.values()) for counts in sizes.values()]
+            weights = model.dynamic_in.to(dtype).unbind(0), model.dynamic_out.to(dtype).split(rows)
+            self.networks = dict(zip(sizes, zip(sizes.values(), *weights)))
+
+    def run_network(self, i, stream):
+        """Run the network of layer i on a stream (N, D)."""
+        counts, W_in, W_out = self.networks[i]
+        outputs = 0.1 * F.linear(F.gelu(F.linear(stream, W_in)), W_out)
+        self.additions.update(zip(counts, outputs.split(list(counts.values()), 1)))
+
+    def __call__(self, place, name):
+        constant, addition = self.constants[place, name], self.additions.get((place, name))
+        return constant if addition is None else constant + addition
+
+
+def mixture(factors, sources):
+    """Sum of the sources (N, D), each times its column of factors (n,) or (N, n)."""
+    columns = factors.to(sources[0].dtype).split(1, -1)
+    return sum(factor * source for factor, source in zip(columns, sources, strict=True))
+
+
 class GPT(nn.Module):
     """The parameters of `param_table` and a flat forward pass."""
 
@@ -623,6 +739,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.table, self.fp8_mlps, self.fp8_projections = param_table(config), None, None
+        self.touched = {}  # table -> (rows,) bool, which the backward pass of `lookup` sets for its rows
         fields = "attention", "value_embed", "skip_from", "xsa"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
         for param in self.table:
@@ -636,14 +753,33 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Draw the initial values in the order of `param_table`; the embedding begins as the transposed head."""
+        """Draw the initial values, after those of attention in the order of `param_table`; the embedding begins as the
+        transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
+        self.init_attention(generator)
         for param in self.table:
             tensor = self.get_parameter(param.label)
-            tensor.fill_(0.0 if callable(param.init) else param.init)
             if callable(param.init):
+                tensor.zero_()
                 param.init(tensor, generator)
+            elif param.optim == "adam":
+                tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
+
+    def init_attention(self, generator):
+        """Record 74 draws Q, K, V and O of a layer as four matrices (D, D). A narrow head takes the first half of its
+        rows of Q and K."""
+        H, d, D = self.config.num_heads, self.config.head_dim, self.config.model_dim
+        drawn = torch.empty(len(self.with_attention), 4, H, d, D, device=self.embed.device)
+        uniform(drawn, generator)
+        self.vo_bank.copy_(drawn[:, 2:].flatten(2, 3))
+        for layers, banks in self.config.qk_banks:
+            qk, first = drawn[[self.with_attention.index(i) for i in layers], :2], 0
+            for label, (_, matrices, rows, _) in banks.items():
+                width = d // (1 + self.config.layers[layers[0]].narrow)
+                heads = matrices * rows // width
+                self.get_parameter(label).copy_(qk[:, :, first:first + heads, :width].reshape(-1, 2, matrices, rows, D))
+                first += heads
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32}, pieces: see Batch -> Output."""
@@ -663,125 +799,121 @@ class GPT(nn.Module):
         A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
         tables. This is a side effect, so `lookup` is not compiled.
         """
+        def rows(table, count, ids):
+            return kernels.lookup(self.get_parameter(table), count, ids, self.ops.embedding_grad,
+                                  self.touched.get(table))
+
         pieces = pieces or {}
         token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
         bigram_ids = kernels.SortedIds(row_ids["bigram_embed"], pieces.get("bigram_embed"))
-        [token_embed] = kernels.lookup(self.embed, 1, token_ids, self.ops.embedding_grad)
-        [bigram] = kernels.lookup(self.bigram_embed, 1, bigram_ids, self.ops.embedding_grad)
+        [token_embed] = rows("embed", 1, token_ids)
+        [bigram] = rows("bigram_embed", 1, bigram_ids)
         values = ()
         if self.with_values:
-            values = kernels.lookup(self.value_embeds, len(self.with_values), token_ids, self.ops.embedding_grad)
+            values = rows("value_embeds", len(self.with_values), token_ids)
         if self.config.bigram_signs:
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
             bigram = bigram * self.signs[F.pad(ids[1:] ^ ids[:-1], (1, 0)) % SIGN_ROWS]
         return [token_embed, bigram, *values]
 
+    def projections(self, vs) -> list[tuple[list[int], Tensor]]:
+        """[(layers, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of the heads of q and k.
+
+        vs: the matrix V of each layer with attention.
+        """
+        vs, found = dict(zip(self.with_attention, vs)), []
+        for layers, banks in self.config.qk_banks:
+            qk = torch.cat([self.get_parameter(label).to(vs[layers[0]].dtype).flatten(2, 3) for label in banks], 2)
+            found.append((layers, torch.cat((qk.flatten(1, 2), torch.stack([vs[i] for i in layers])), 1)))
+        return found
+
+    def weights_of_layers(self) -> list[LayerWeights]:
+        """The weights of every layer, in the dtype of the activations.
+
+        Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add a
+        bank of zeros per layer (PR 233). The lambdas scale the weights, which is cheaper than to scale x (PR 166). One
+        product scales the weights of many layers, so that one product also makes the gradients of their lambdas.
+        """
+        config, dtype = self.config, self.dtype
+        def scaled(weights, layers, column):
+            lambdas = torch.stack([self.sa_lambdas[i, column] for i in layers])
+            return zip(layers, (lambdas[:, None, None] * weights).to(dtype).unbind(0))
+
+        vs, os = self.vo_bank.to(dtype).unbind(1)
+        found = {"out": dict(scaled(os, self.with_attention, 1)), "qkv": {}}
+        for layers, weights in self.projections(vs.unbind(0)):
+            found["qkv"].update(scaled(weights, layers, 0))
+        matrices = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, config.model_dim).unbind(0)
+        found["W1"], found["W2"] = (dict(enumerate(matrices[k::2])) for k in (0, 1))
+        found["gate"] = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
+        if self.with_values:
+            found["value_gate"] = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
+        if self.with_skip:
+            skips = zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))
+            found["skip"] = dict(zip(self.with_skip, skips))
+        resid = self.resid_lambdas.bfloat16().view(-1).unbind(0)  # K6
+        found["resid"] = dict(enumerate(zip(resid[0::2], resid[1::2])))
+        # Columns are unbound before rows, so that a column that no layer uses has one gradient of zeros, not one per
+        # layer.
+        columns = self.post_lambdas.bfloat16().view(len(config.layers), -1).unbind(1)
+        names = ("attn0", "attn1", "mlp0", "mlp1") if len(columns) == 4 else ("mlp0",)
+        found["post"] = dict(enumerate(dict(zip(names, row)) for row in zip(*(column.unbind(0) for column in columns))))
+        return [LayerWeights(**{name: by_layer[i] for name, by_layer in found.items() if i in by_layer})
+                for i in range(len(config.layers))]
+
+    def attention(self, i, w: LayerWeights, inputs, ve, cu_seqlens, attn: AttentionSettings, xsa):
+        """Output of the attention of layer i (N, D). inputs: of `attention_input`; ve (N, D) or None: value embeddings;
+        xsa: the factors of the heads, or None."""
+        layer, (x, codes) = self.config.layers[i], inputs
+        rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
+        codes = codes and self.fp8_projections(i, codes, self.sa_lambdas[i, 0])
+        y, v = self.ops.attention(x, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
+                                  attn.long_window if layer.long else attn.short_window, scale, layer.paired,
+                                  layer.long, layer.narrow, codes, layer.xsa)
+        if layer.xsa:
+            y, v = (u.to(torch.promote_types(self.dtype, torch.float32)) for u in (y, v))
+            part = torch.tanh(xsa) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
+            y = (y - part[..., None] * v).to(self.dtype)
+        return F.linear(y.flatten(1), w.out)
+
+    def attention_input(self, stream):
+        """Stream (N, D) -> RMS-normed stream and, in FP8, its codes."""
+        x = rms_norm(stream)
+        if not (self.fp8_projections and torch.is_grad_enabled()):  # only training uses FP8
+            return x, None
+        return x, kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
+
+    def mlp(self, i, w: LayerWeights, stream, factor=None):
+        """Output of the MLP of layer i (N, D) for the RMS-normed stream, times a 0-D factor."""
+        x = rms_norm(stream)
+        if self.fp8_mlps and torch.is_grad_enabled():
+            return self.fp8_mlps(i, x, w.W1, w.W2, factor)
+        return self.ops.mlp(x, w.W1, w.W2 if factor is None else factor * w.W2)
+
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
         """The compiled part of the forward pass: the result of `lookup` -> (final stream (N, D) after its norm, and
-        with the pointer head the result of `pointer_inputs`)."""
-        config, dtype, ops = self.config, self.dtype, self.ops
-        e, bigram, *values = (x.to(dtype) for x in embeddings)
-        N, D = e.shape
-        # Only training uses FP8.
-        fp8_mlps, fp8_projections = (self.fp8_mlps, self.fp8_projections) if torch.is_grad_enabled() else (None, None)
-
-        # Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add
-        # a bank of zeros per layer (PR 233). The lambdas scale the weights, which is cheaper than to scale x (PR 166).
-        # One product scales the weights of all layers, so that one product also makes the gradients of all lambdas.
-        lambdas = torch.stack([self.sa_lambdas[i] for i in self.with_attention])[..., None, None]
-        bank = self.attn_bank.to(dtype)
-        qkv_weights = dict(zip(self.with_attention, (lambdas[:, 0] * bank[:, :3 * D]).to(dtype).unbind(0)))
-        out_weights = dict(zip(self.with_attention, (lambdas[:, 1] * bank[:, 3 * D:]).to(dtype).unbind(0)))
-        matrices = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, D).unbind(0)
-        attn_gates = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
-        values, value_gates, skips = dict(zip(self.with_values, values)), {}, {}  # by layer
-        if self.with_values:
-            value_gates = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
-        if self.with_skip:  # layer -> (lambda, gate)
-            skips = dict(zip(self.with_skip, zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))))
-        skip_sources, skip_streams = {layer.skip_from for layer in config.layers}, {}
-        input_sources, inputs = {layer.input_from for layer in config.layers}, {}
-        x0_factors, bigram_factors, resid = (p.bfloat16().view(-1).unbind(0) for p in (  # K6
-            self.x0_lambdas, self.bigram_lambdas, self.resid_lambdas))
-        # Columns are unbound before rows: a column that no layer uses then has one gradient of zeros, not one per
-        # layer.
-        columns = self.post_lambdas.bfloat16().view(-1, 4).unbind(1)
-        post = list(zip(*(column.unbind(0) for column in columns)))
-        constants = {(i, name): factor for name, row in (("x0", x0_factors), ("bigram", bigram_factors))
-                     for i, factor in enumerate(row)}
-        if self.with_xsa:
-            constants |= zip([(i, "xsa") for i in self.with_xsa], self.xsa_lambdas.unbind(0))
-        if sizes := config.mix_sizes:
-            constants |= zip([(i, "mix") for i in sizes], self.mix_lambdas.split(list(sizes.values())))
-        networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
-        additions = {}  # (place, name) -> what the networks add to these factors, (N, number)
-        if sizes := config.dynamic_sizes:
-            rows = [sum(numbers.values()) for numbers in sizes.values()]
-            weights = self.dynamic_in.to(dtype).unbind(0), self.dynamic_out.to(dtype).split(rows)
-            networks = dict(zip(sizes, zip(sizes.values(), *weights)))
-
-        def add_to_factors(i, stream):
-            """Run the network of layer i on a stream (N, D)."""
-            numbers, W_in, W_out = networks[i]
-            outputs = 0.1 * F.linear(F.gelu(F.linear(stream, W_in)), W_out)
-            additions.update(zip(numbers, outputs.split(list(numbers.values()), 1)))
-
-        def factors(place, name):
-            """0-D or (number,), or for each token (N, number)."""
-            constant, addition = constants[place, name], additions.get((place, name))
-            return constant if addition is None else constant + addition
-
-        def mixture(numbers, sources):
-            """Sum of the sources (N, D), each times its factor."""
-            return sum(factor * source for factor, source in zip(numbers.to(dtype).split(1, -1), sources, strict=True))
+        with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
+        config, layers = self.config, self.config.layers
+        e, bigram, *values = (x.to(self.dtype) for x in embeddings)
+        values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
-        gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(dtype)))
+        gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
 
-        def attention_input(stream):
-            """Stream (N, D) -> RMS-normed stream and, in FP8, its codes."""
-            x = rms_norm(stream)
-            return x, kernels.both_layouts(x.detach(), kernels.X8_SCALE, kernels.E4M3) if fp8_projections else None
-
-        def attention(stream, i, layer):
-            """Stream (N, D) -> output of the attention block (N, D)."""
-            x, x_codes = attention_input(stream) if layer.input_from is None else inputs[layer.input_from]
-            # A narrow layer uses half of each head's query and key weights. The gradient of the other half is zero.
-            qkv_weight = kernels.packed_projection(qkv_weights[i], config.num_heads, layer.narrow)
-            rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
-            window, number = attn.long_window if layer.long else attn.short_window, self.with_attention.index(i)
-            codes = fp8_projections(number, x_codes, self.sa_lambdas[i, 0]) if fp8_projections else None
-            y, v = ops.attention(x, qkv_weight, rotary, values.get(i), value_gates.get(i), attn_gates[i],
-                                 cu_seqlens, window, scale, layer.paired, layer.long, layer.narrow, codes, layer.xsa)
-            if layer.xsa:
-                y, v = (u.to(torch.promote_types(dtype, torch.float32)) for u in (y, v))
-                part = torch.tanh(factors(i, "xsa")) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
-                y = (y - part[..., None] * v).to(dtype)
-            return F.linear(y.flatten(1), out_weights[i])
-
-        def mlp(x, i, factor=None):
-            """RMS-normed stream (N, D) -> output of the MLP of layer i (N, D), times a 0-D factor."""
-            W1, W2 = matrices[2 * i:2 * i + 2]
-            if fp8_mlps:
-                return fp8_mlps(i, x, W1, W2, factor)
-            return ops.mlp(x, W1, W2 if factor is None else factor * W2)
-
-        lane0, lane1 = x0, None
-        for i, layer in enumerate(config.layers):
-            # Factors of the stream, and of the outputs of attention and MLP in each lane. Before the lanes split, the
-            # output of attention has no factor here, and that of the MLP has mlp0.
-            resid_attn, resid_mlp = resid[2 * i:2 * i + 2]
-            attn0, attn1, mlp0, mlp1 = post[i]
+        lane0, lane1 = x0, None  # lane 1 begins where a layer has two lanes
+        skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
+        skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
+        for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
             trace_mark(f"layer {i}")
             if layer.dynamic:
-                add_to_factors(i, lane0)
+                factors.run_network(i, lane0)
             if i == 0:
                 first = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add it before their MLPs
             if layer.skip_from is not None:
-                skip_lambda, skip_gate = skips[i]
+                skip_lambda, skip_gate = w.skip
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
-                lane0 = lane0 + gate * skip_streams[layer.skip_from]
+                lane0 = lane0 + gate * skips[layer.skip_from]
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.mix:
@@ -789,34 +921,42 @@ class GPT(nn.Module):
                 for_value, for_lane = factors(i, "mix").chunk(2, -1)
                 values[i] = values[i] + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
+
+            # Attention. Before the lanes split, its output has no factor here, since one is in `w.out`.
+            resid_attn, resid_mlp = w.resid
             if layer.attention:
-                a = attention(lane0, i, layer)
-                lane0 = resid_attn * lane0 + (a if lane1 is None else attn0 * a)
+                read = self.attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]
+                xsa = factors(i, "xsa") if layer.xsa else None
+                a = self.attention(i, w, read, values.get(i), cu_seqlens, attn, xsa)
+                lane0 = resid_attn * lane0 + (a if lane1 is None else w.post["attn0"] * a)
                 if lane1 is not None:
-                    lane1 = resid_attn * lane1 + attn1 * a  # K5
+                    lane1 = resid_attn * lane1 + w.post["attn1"] * a  # K5
             elif layer.embeds:
                 lane0 = resid_attn * lane0
             if layer.embeds:
                 injected = factors(i, "x0") * x0
                 lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
             if i in skip_sources:
-                skip_streams[i] = lane0
-            if lane1 is None:  # the factor scales W2, which saves two passes over (N, D) in the backward pass
-                lane0 = resid_mlp * lane0 + mlp(rms_norm(lane0), i, mlp0)
+                skips[i] = lane0
+
+            # MLP. With one lane, the factor scales W2, which saves two passes over (N, D) in the backward pass.
+            if lane1 is None:
+                lane0 = resid_mlp * lane0 + self.mlp(i, w, lane0, w.post["mlp0"])
             else:
-                m = mlp(rms_norm(lane1), i)
-                lane0 = resid_mlp * lane0 + mlp0 * m
-                lane1 = resid_mlp * lane1 + mlp1 * m
+                m = self.mlp(i, w, lane1)
+                lane0 = resid_mlp * lane0 + w.post["mlp0"] * m
+                lane1 = resid_mlp * lane1 + w.post["mlp1"] * m
             if i in input_sources:
-                inputs[i] = attention_input(lane0)
+                inputs[i] = self.attention_input(lane0)
             if i == config.backout_layer:
                 backout = lane0
+
         x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
         if config.backout_layer is not None:
             x = x - self.backout_lambda[0] * backout
         if config.mix_sizes:
-            sources = first, backout, before_mix, values[self.with_values[0]], *skip_streams.values()
-            x = x + mixture(factors(len(config.layers), "mix"), sources)
+            sources = first, backout, before_mix, values[self.with_values[0]], *skips.values()
+            x = x + mixture(factors(len(layers), "mix"), sources)
         x = rms_norm(x)
         return (x, *self.pointer_inputs(x, cu_seqlens)) if config.pointer else (x,)
 
@@ -923,15 +1063,16 @@ class NorMuonAndAdam:
     """
 
     def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
-        self.params, self.config, self.rt, self.ops = dict(named_params), config.optim, rt, ops
+        self.params, self.optim, self.rt, self.ops = dict(named_params), config.optim, rt, ops
         self.table = {param.label: param for param in param_table(config.model)}
         if set(self.table) != set(self.params):
             differing = sorted(set(self.table) ^ set(self.params))
             raise ValueError(f"param_table needs one row per parameter; differing: {differing}")
         # The orders contain the name "replicated" once, for all replicated parameters together.
-        rows = {"replicated" if row.comms == "replicated" else row.label: row for row in self.table.values()}
-        self.reduce_order = sorted(rows, key=lambda name: rows[name].reduce_order)
-        self.update_order = sorted(rows, key=lambda name: rows[name].update_order)
+        orders = {label: row.sharded for label, row in self.table.items() if row.sharded}
+        orders["replicated"] = REPLICATED_ORDER
+        self.reduce_order, self.update_order = (sorted(orders, key=lambda name: orders[name][k]) for k in (0, 1))
+        self.copies = {row.tied_to: label for label, row in self.table.items() if row.tied_to}  # parameter -> its copy
         self.adam_update = compiler(adam_update)
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
@@ -940,36 +1081,30 @@ class NorMuonAndAdam:
         # --average_blend also "average"
         self.state = {}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
-        # {label of the bank: (number of rows of two heads, indices of the Q and K matrices in the shard, indices of the
-        # V and O matrices)}; empty without --head_pairs
-        self.head_pairs = {}
+        self.touched = {}  # label of a lazy table -> (rows,) bool, True at least where the gradient is not zero
         for label, row in self.table.items():
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
             self.buffers[label] = self._pad(label, full), self._pad(label, torch.zeros_like(full))
             param.data, param.grad = (buffer[:len(full)].view_as(param) for buffer in self.buffers[label])
             shard = self.shards[label] = self._shard(label, self.buffers[label][0])
             m = torch.zeros_like(shard, dtype=torch.float32)
-            if row.lazy and self.config.lazy_tables:
+            if row.lazy and self.optim.lazy_tables:
                 self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
                 if rt.world == 1:  # all ranks touch rows of a shard, so several ranks look at the reduced gradient
-                    param.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
+                    self.touched[label] = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
             elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
                 mantissa = torch.zeros_like(shard, dtype=torch.int16)
                 self.state[label] = {"m": m, "v": torch.zeros_like(m[:, :, :1]), "mantissa": mantissa}
-                if self.config.slow_momentum:
+                if self.optim.slow_momentum:
                     self.state[label]["slow"] = torch.zeros_like(m)
-                rates = torch.tensor(row.matrix_lr * param.size(0), device=rt.device)
+                rates = torch.tensor(row.matrix_lr, device=rt.device).repeat(len(full) // len(row.matrix_lr))
                 self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
-                if label == "attn_bank" and self.config.head_pairs:
-                    is_qk = (torch.arange(len(shard)) + rt.rank * len(shard)) % 4 < 2  # of Q, K, V, O
-                    qk, vo = (where.nonzero()[:, 0].to(rt.device) for where in (is_qk, ~is_qk))
-                    self.head_pairs[label] = 2 * config.model.head_dim, qk, vo
-            if row.average and self.config.average_blend:
+            if row.average and self.optim.average_blend:
                 self.state[label]["average"] = torch.zeros_like(m)
 
-        replicated = {label: row for label, row in self.table.items() if row.comms == "replicated"}
+        replicated = {label: row for label, row in self.table.items() if not row.sharded}
         self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
         for key, flat in self.replicated.state.items():
             for label, part in self.replicated.split(flat).items():
@@ -977,23 +1112,22 @@ class NorMuonAndAdam:
 
     def _as_matrices(self, label, tensor):
         """A view of a parameter-shaped tensor in the optimizer's shape: (n, R, C) for a bank, else unchanged."""
-        per_row = len(self.table[label].matrix_lr)
-        return tensor.view(tensor.size(0) * per_row, -1, tensor.size(-1)) if per_row else tensor
+        return tensor.flatten(0, -3) if self.table[label].optim == "normuon" else tensor
 
     def _pad(self, label, full):
         """A tensor in the optimizer's shape, padded with zeros to a multiple of the number of ranks."""
-        missing = 0 if self.table[label].comms == "replicated" else -len(full) % self.rt.world
+        missing = -len(full) % self.rt.world if self.table[label].sharded else 0
         return torch.cat((full, full.new_zeros(missing, *full.shape[1:]))) if missing else full
 
     def _shard(self, label, full):
         """This rank's part of a full tensor, padded or not."""
-        if self.table[label].comms == "replicated":
+        if not self.table[label].sharded:
             return full
         return self._pad(label, full).chunk(self.rt.world)[self.rt.rank]
 
     def _unshard(self, label, part):
         """The full tensor, without padding, from the parts of all ranks."""
-        if self.table[label].comms == "replicated" or self.rt.world == 1:
+        if not self.table[label].sharded or self.rt.world == 1:
             return part
         data = part.contiguous().view(torch.uint8)  # NCCL does not know int16
         full = data.new_empty(data.size(0) * self.rt.world, *data.shape[1:])
@@ -1003,15 +1137,17 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def step(self, plan):
         """Update the parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their gradients."""
-        def is_updated(name):
-            return name in self.matrix_lr or plan.adam and not (name == "embed" and plan.tied)
+        copies = self.copies if plan.tied else {}
 
-        # Phase 1: start the reductions. While tied, the gradient of the embedding is added to that of the head.
+        def is_updated(name):
+            return name in self.matrix_lr or plan.adam and name not in copies.values()
+
+        # Phase 1: start the reductions. While tied, the gradient of the copy is added to that of its original.
         reductions = {}
         for name in filter(is_updated, self.reduce_order):
             with trace_range(f"reduce {name}"):
-                if name == "lm_head" and plan.tied:
-                    self.ops.transpose_add(self.params["embed"].grad, self.params["lm_head"].grad)
+                if name in copies:
+                    self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = self._start_reduction(name)
 
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
@@ -1025,24 +1161,23 @@ class NorMuonAndAdam:
                 with trace_range(f"gather {name}"):
                     gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
 
-        # Phase 3: wait for the gathers. While tied, the embedding is a copy of the transposed head.
-        if plan.adam and plan.tied:
+        # Phase 3: wait for the gathers. While tied, the copies follow their originals.
+        for name, copy in copies.items() if plan.adam else ():
             if self.rt.world > 1:
-                with trace_range("wait gather lm_head"):
-                    gathers.pop("lm_head").wait()
-            with trace_range("update embed"):
-                self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
+                with trace_range(f"wait gather {name}"):
+                    gathers.pop(name).wait()
+            with trace_range(f"update {copy}"):
+                self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
         for name, work in gathers.items():
             with trace_range(f"wait gather {name}"):
                 work.wait()
         with trace_range("zero gradients"):
             for label, param in self.params.items():
-                is_zero = hasattr(param, "touched")  # update_rows has made the gradient zero
-                if label in self.matrix_lr or plan.adam and not is_zero:
+                if label in self.matrix_lr or plan.adam and label not in self.touched:  # update_rows zeroes those
                     param.grad.zero_()  # in place, because CUDA graphs add to this memory
-        if plan.split:  # the embedding gets an optimizer state of its own, a copy of the head's state (PR 200)
-            for key, part in self.state["embed"].items():
-                part.copy_(self._shard("embed", self._unshard("lm_head", self.state["lm_head"][key]).t()))
+        for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
+            for key, part in self.state[copy].items():
+                part.copy_(self._shard(copy, self._unshard(name, self.state[name][key]).t()))
 
     def _start_reduction(self, name):
         """Start averaging a gradient over the ranks. Returns a function that waits and gives this rank's part."""
@@ -1064,25 +1199,12 @@ class NorMuonAndAdam:
         state, shard = self.state[label], self.shards[label]
         X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY, state.get("slow"),
                                            plan.momentum_decay, plan.slow_rate, plan.slow_share)
-        y = self._orthogonalise(label, X, scale)
-        lr = self.config.muon_lr * plan.lr_factor
+        y = kernels.polar_express(X, scale, self.ops, self.optim.polar_steps)
+        lr, wd = self.optim.muon_lr * plan.lr_factor, self.optim.muon_wd * self.table[label].wd_mul
         rate = plan.average_rates.get(label, 0.0)
         self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
-                              self.config.muon_wd * lr,  # the kernel multiplies by lr and the rate of the matrix
-                              self.config.muon_beta2, state["average"] if rate else None, rate)
-
-    def _orthogonalise(self, label, X, scale):
-        """Matrices (n, R, C), each replaced by its polar factor. With --head_pairs, every two heads of Q and K are a
-        matrix of their own. scale: see `kernels.polar_express`."""
-        steps = self.config.polar_steps
-        if label not in self.head_pairs:
-            return kernels.polar_express(X, scale, self.ops, steps)
-        rows, qk, vo = self.head_pairs[label]
-        X[vo] = kernels.polar_express(X[vo], scale[vo], self.ops, steps)
-        pairs = X[qk].view(-1, rows, X.size(2))
-        pairs = kernels.polar_express(pairs, kernels.polar_scale(pairs, kernels.POLAR_SAFETY), self.ops, steps)
-        X[qk] = pairs.view(len(qk), *X.shape[1:])
-        return X
+                              wd * lr,  # the kernel multiplies by lr and the rate of the matrix
+                              self.optim.muon_beta2, state["average"] if rate else None, rate)
 
     def _update_adam(self, name, plan, grad):
         if name == "replicated":
@@ -1091,14 +1213,14 @@ class NorMuonAndAdam:
         else:
             p, state, row = self.shards[name], self.state[name], self.table[name]
             (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
-            beta2 = self.config.table_beta2 if beta2 is None else beta2
+            beta2 = self.optim.table_beta2 if beta2 is None else beta2
         t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
-        lr, eps = self.config.adam_lr * plan.lr_factor * lr_mul, self.config.adam_eps
-        weight_decay, rate = lr * lr * self.config.adam_wd * wd_mul, plan.average_rates.get(name, 0.0)
+        lr, eps = self.optim.adam_lr * plan.lr_factor * lr_mul, self.optim.adam_eps
+        weight_decay, rate = lr * lr * self.optim.adam_wd * wd_mul, plan.average_rates.get(name, 0.0)
         average = state["average"] if rate else None
         if "last" in state:
             step_size = lr * (1 - beta2**t) ** 0.5
-            touched = self.params[name].touched if self.rt.world == 1 else (grad != 0).any(1)
+            touched = self.touched[name] if self.rt.world == 1 else (grad != 0).any(1)
             self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
                                  average, rate)
             return
@@ -1112,10 +1234,9 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def compile_kernels(self, plan):
         """Launch the Triton kernels of `step`, for `kernels.only_compiling`."""
-        if plan.adam and plan.tied:
-            head, embed = self.params["lm_head"], self.params["embed"]
-            self.ops.transpose_add(embed.grad, head.grad)
-            self.ops.transpose_copy(head.detach(), embed.detach())
+        for name, copy in self.copies.items() if plan.adam and plan.tied else ():
+            self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
+            self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
         for label, state in self.state.items():
             grad = self._shard(label, self.buffers[label][1])
             if label in self.matrix_lr:
@@ -1128,12 +1249,12 @@ class NorMuonAndAdam:
         """Replace the last weights by their mixture with the averages (--average_blend). All ranks must call this.
         Training cannot go on afterwards."""
         for label, state in self.state.items():
-            if "average" in state and not (label == "embed" and plan.tied):
-                blend_weights(self.shards[label], state, self.config.average_blend, lambda x: all_reduce(x, self.rt))
+            if "average" in state and not (plan.tied and self.table[label].tied_to):
+                blend_weights(self.shards[label], state, self.optim.average_blend, lambda x: all_reduce(x, self.rt))
                 if self.rt.world > 1:
                     all_gather(self.buffers[label][0], self.shards[label])
-        if plan.tied:
-            self.ops.transpose_copy(self.params["lm_head"].detach(), self.params["embed"].detach())
+        for name, copy in self.copies.items() if plan.tied else ():
+            self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
 
     def state_dict(self):
         """{label: its entries of self.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
@@ -1159,8 +1280,8 @@ class NorMuonAndAdam:
                     target.zero_()
                 else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
                     target.copy_(tensor if key == "grad" else self._shard(label, tensor))
-            if hasattr(param, "touched"):
-                param.touched.copy_(param.grad.any(1))
+            if label in self.touched:
+                self.touched[label].copy_(param.grad.any(1))
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -1381,12 +1502,12 @@ class Trainer:
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
+        self.model.touched = self.optimizer.touched
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
             self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:
-            narrow = [layer.narrow for layer in config.model.layers if layer.attention]
-            self.model.fp8_projections = kernels.Fp8Projections(self.model.attn_bank, narrow, config.model.num_heads,
-                                                                1 / self.micro_steps)
+            self.model.fp8_projections = kernels.Fp8Projections(
+                lambda: self.model.projections(self.model.vo_bank.detach()[:, 0]), 1 / self.micro_steps)
         # The Triton attention is opaque to the compiler. The compiler traces the plain attention, with Python numbers.
         self.static_settings = ops.attention is not kernels.attention_block
         number = (lambda x: x) if self.static_settings else torch.tensor

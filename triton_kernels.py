@@ -157,7 +157,7 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 # ======================================================================================================================
 # 1  Embedding tables: a lookup whose gradients go straight into the gradient buffer, and an update of some rows
 #
-#   lookup(table, num_tables, sorted_ids, embedding_grad)      P tensors (N, D): rows ids[t] of each table
+#   lookup(table, num_tables, sorted_ids, add, touched)        P tensors (N, D): rows ids[t] of each table
 #   embedding_grad(grad, sorted_ids, upstream)                 grad[ids[t]] += Σ_t upstream[t]
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #
@@ -345,8 +345,8 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, num_tables, sorted_ids, add):
-        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.add = table, num_tables, sorted_ids, add
+    def forward(ctx, table, num_tables, sorted_ids, add, touched):
+        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.add, ctx.touched = table, num_tables, sorted_ids, add, touched
         return tuple(part.index_select(0, sorted_ids.ids) for part in table.chunk(num_tables))
 
     @staticmethod
@@ -356,19 +356,19 @@ class _Lookup(torch.autograd.Function):
             ctx.table.grad = torch.zeros_like(ctx.table)
         for grad, dy in zip(ctx.table.grad.chunk(ctx.num_tables), upstream):
             ctx.add(grad, ctx.sorted_ids, dy)
-        if hasattr(ctx.table, "touched"):
-            ctx.table.touched.view(ctx.num_tables, -1).index_fill_(1, ctx.sorted_ids.ids.long(), True)
-        return None, None, None, None
+        if ctx.touched is not None:
+            ctx.touched.view(ctx.num_tables, -1).index_fill_(1, ctx.sorted_ids.ids.long(), True)
+        return (None,) * 5
 
 
-def lookup(table, num_tables, sorted_ids, embedding_grad):
+def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids; see the banner above.
 
     `table` is a leaf. The backward pass adds to `table.grad` through the function `embedding_grad`, so
-    torch.autograd.grad does not see this gradient. If the table has an attribute `touched`, (rows,) bool, the backward
-    pass sets it to True for the rows.
+    torch.autograd.grad does not see this gradient. The backward pass also sets `touched`, (rows of the table,) bool or
+    None, to True for the rows.
     """
-    return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad)
+    return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad, touched)
 
 
 # ======================================================================================================================
@@ -966,8 +966,11 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
         # From here on, operations of q and k alone, or of v alone, are masked. A branch on `part` would keep Triton
         # from joining the loop over tiles and the loop over K into one pipelined loop.
         if NARROW:
-            part = tl.minimum(head // (H // 2), 2)
-            h = tl.where(part == 2, head - H, head % (H // 2) * 2)  # of q and k the first of two heads
+            part = tl.minimum(2 * head // H, 2)
+            h = tl.where(part == 2, head - H, 2 * head % H)  # of q and k the first of two heads
+            next_part, next_h = part, h + 1
+            if H % 2:  # one tile has the last head of q and the first of k
+                next_part, next_h = tl.minimum((2 * head + 1) // H, 2), (2 * head + 1) % H
         else:
             part, h = head // H, head % H
         t = first + tl.arange(0, BLOCK_M)
@@ -977,7 +980,7 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
         if NARROW:
             rstd = tl.rsqrt(tl.sum(lo * lo, 1) / (D // 2) + _RMS_EPS)
             second_rstd = tl.rsqrt(tl.sum(hi * hi, 1) / (D // 2) + _RMS_EPS)
-            tl.store(Rstd + (part * N + t) * H + h + 1, second_rstd, mask=(t < N) & (part < 2))
+            tl.store(Rstd + (next_part * N + t) * H + next_h, second_rstd, mask=(t < N) & (part < 2))
         else:
             rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + _RMS_EPS)
         tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
@@ -1009,7 +1012,11 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
         if OFFSET:
             tl.store(out + D // 2, hi, mask=(t == 0)[:, None] & (part == 1))
             out += tl.where(part == 1, H * D, 0)
-        tl.store(out + D // 2, hi, mask=inside)
+        if NARROW and H % 2:
+            second = Qk + next_part.to(tl.int64) * stride_part + c + (token * H + next_h) * (D // 2)
+            tl.store(tl.where(part == 2, out + D // 2, second), hi, mask=inside)
+        else:
+            tl.store(out + D // 2, hi, mask=inside)
 
 
 @triton.jit
@@ -1252,9 +1259,9 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
     rows = 2 * width + d
     if D * x.element_size() % 16:
         raise ValueError(f"attention_block: rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}")
-    if N == 0 or weight.shape != (H * rows, D) or (paired or narrow) and H % 2:
+    if N == 0 or weight.shape != (H * rows, D) or paired and H % 2:
         raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v)"
-                         f" weight must be ({rows} H, {D}), H even in paired and narrow layers, got"
+                         f" weight must be ({rows} H, {D}), H even in paired layers, got"
                          f" {tuple(weight.shape)}")
     if narrow and (offset or d < 32):
         raise ValueError("attention_block: a narrow layer has no offset, and d is at least 32; got"
@@ -1609,7 +1616,7 @@ def mlp(x, W1, W2):
 #   A scale is static (a constant), exact (from the largest value of this tensor), or delayed (from that of the last
 #   step).
 #   product           operands (scale)                            result
-#   pre = x W1ᵀ       x e4m3 (2⁻⁴), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
+#   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
 #   y = post W2       post, W2 e4m3 (exact, times factor)         bf16, with fast accumulation
 #   dW2 = postᵀ g     post, g e5m2 (2⁻⁶ · loss_scale)             bf16, then times factor
 #   dpost = g W2ᵀ     g, W2                                       dpre = 2 dpost √post, e5m2 codes (delayed)
@@ -1626,8 +1633,8 @@ def mlp(x, W1, W2):
 # write both layouts of post and dpre, which never exist in bf16. The compiler makes the codes of x in the pass of the
 # norm, so x does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes transposes them.
 #
-# Scales: an RMS-normed x of 768 channels is at most √768 = 27.7, below 448 · 2⁻⁴ = 28; data/rules.py refuses more than
-# 784 channels. The loss is a sum over tokens times loss_scale, so the static scale of g carries loss_scale. The scale
+# Scales: an RMS-normed x of D channels is at most √D, so x8_scale(D) is the least power of two whose 448-fold is not
+# below √D (D = 768: 27.7 and 448 · 2⁻⁴ = 28). The loss is a sum over tokens times loss_scale, so the static scale of g carries loss_scale. The scale
 # of a weight is its maximum / 448, after every update. The scales of post and dpre come from their maxima over all
 # micro-steps of the last step, times HEADROOM. A scale stays as it is if its maximum is zero or not finite: W2 may
 # start at 0, and then dpre is 0.
@@ -1641,7 +1648,7 @@ def mlp(x, W1, W2):
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
 # PR 363 (Warpscale).
 
-X8_SCALE, G8_SCALE = 2.0**-4, 2.0**-6  # static, of the input and of the output's gradient; the latter times loss_scale
+G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
 HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that of the step before by this factor
 # Least scales of weights, post and dpre; they keep the division by a scale finite.
 WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
@@ -1664,6 +1671,11 @@ MLP_CODES_HOPPER = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_war
 MLP_CODES_LAUNCH = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)
 
 
+def x8_scale(D) -> float:
+    """Static scale of the codes of an RMS-normed stream of D channels."""
+    return 2.0**math.ceil(math.log2(D**0.5 / E4M3_MAX))
+
+
 def quantise_both_ref(x, scale, dtype):
     """Codes of x (..., M, N), divided by scale (...), in `dtype`, and their transpose (..., N, M)."""
     limit = FP8_MAX[dtype]
@@ -1678,20 +1690,19 @@ def _saturate(x, DTYPE: tl.constexpr):
     return tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
-def quantise_weights_ref(x, rows):
-    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices that consist of rows
-    of x (R, N); rows (matrices, M): the numbers of these rows. A scale is the largest weight of its matrix / 448."""
-    weights = x[rows]
-    largest = torch.linalg.vector_norm(weights, math.inf, (-2, -1)).float()
+def quantise_weights_ref(x):
+    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices x (matrices, M, N).
+    A scale is the largest weight of its matrix / 448."""
+    largest = torch.linalg.vector_norm(x, math.inf, (-2, -1)).float()
     scales = (largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR)
-    return scales, *quantise_both_ref(weights, scales, E4M3)
+    return scales, *quantise_both_ref(x, scales, E4M3)
 
 
 @triton.jit
-def _largest_kernel(X, Rows, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _largest_kernel(X, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Largest (matrices, blocks): the largest |x| of BLOCK_M rows of a matrix."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.load(Rows + tl.program_id(1) * M + m, mask=m < M, other=0).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * M + m
     largest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, N, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -1701,7 +1712,7 @@ def _largest_kernel(X, Rows, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, blocks, columns, stride_i, stride_j,
+def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, blocks, columns, stride_i, stride_j,
                              BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """One tile of one matrix. Scales (matrices / columns, columns)."""
     matrix = tl.program_id(1)
@@ -1713,46 +1724,44 @@ def _quantise_weights_kernel(X, Rows, Largest, Scales, Codes, CodesT, M, N, bloc
     tiles = tl.cdiv(N, BLOCK_N)
     m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.load(Rows + matrix * M + m, mask=m < M, other=0).to(tl.int64)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    x = tl.load(X + row[:, None] * N + n[None, :], mask=inside).to(tl.float32)
-    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
     first = matrix.to(tl.int64) * M * N
+    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
+    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
     tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _quantise_weights(x, rows, scales, codes, codes_t):
+def _quantise_weights(x, scales, codes, codes_t):
     """Launch the kernels; the interpreter is exact only for values that FP8 holds."""
-    (matrices, M), N, launch = rows.shape, x.size(1), QUANTISE_WEIGHTS_LAUNCH
+    (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
     blocks = triton.cdiv(M, LARGEST_LAUNCH["BLOCK_M"])
     largest = torch.empty(matrices, blocks, device=x.device)
-    _largest_kernel[(blocks, matrices)](x, rows, largest, M, N, **LARGEST_LAUNCH)
+    _largest_kernel[(blocks, matrices)](x, largest, M, N, **LARGEST_LAUNCH)
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     _quantise_weights_kernel[(tiles, matrices)](
-        x, rows, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(),
+        x, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(),
         BLOCKS=triton.next_power_of_2(blocks), **launch)
 
 
-def quantise_weights(x, rows, scales, codes, codes_t):
+def quantise_weights(x, scales, codes, codes_t):
     """quantise_weights_ref in place, on a GPU with two reads of the weights.
 
-    x (R, N) bf16; rows (matrices, M) int32; scales (layers, matrices of a layer) fp32, in the order of the matrices;
-    codes (matrices, M, N) and codes_t (matrices, N, M) e4m3. All but scales are contiguous. Raises a ValueError if an
+    x (matrices, M, N) bf16; scales (layers, matrices of a layer) fp32, in the order of the matrices; codes
+    (matrices, M, N) and codes_t (matrices, N, M) e4m3. All but scales are contiguous. Raises a ValueError if an
     argument is wrong.
     """
-    (matrices, M), N = rows.shape, x.size(1)
-    _check("quantise_weights", "x", x, (len(x), N), torch.bfloat16, x.device)  # Triton 3.6 gave wrong tiles for fp32
-    _check("quantise_weights", "rows", rows, (matrices, M), torch.int32, x.device)
+    matrices, M, N = x.shape
+    _check("quantise_weights", "x", x, x.shape, torch.bfloat16, x.device)  # Triton 3.6 gave wrong tiles for fp32
     _check("quantise_weights", "scales", scales, (len(scales), matrices // len(scales)), torch.float32, x.device, False)
     _check("quantise_weights", "codes", codes, (matrices, M, N), E4M3, x.device)
     _check("quantise_weights", "codes_t", codes_t, (matrices, N, M), E4M3, x.device)
     if _takes_ref(x):
-        wanted, *both = quantise_weights_ref(x, rows)
+        wanted, *both = quantise_weights_ref(x)
         for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
             target.copy_(new)
     else:
-        _quantise_weights(x, rows, scales, codes, codes_t)
+        _quantise_weights(x, scales, codes, codes_t)
     torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
 
 
@@ -1968,7 +1977,7 @@ def _(g, g_t, factor, x8_t, post, post_t, codes, codes_t, scales, dpre_max, i):
 class _MlpFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i, loss_scale):
-        x8, x8_t = both_layouts(x, X8_SCALE, E4M3)
+        x8, x8_t = both_layouts(x, x8_scale(x.size(1)), E4M3)
         y, *post = _mlp_fp8(x8, factor, codes, codes_t, scales, post_max, i)
         ctx.save_for_backward(W2, factor, x8_t, *post, codes, codes_t, scales)
         ctx.dpre_max = dpre_max  # not saved: the backward pass of a later layer changes it in between
@@ -1998,7 +2007,6 @@ class Fp8Mlps:
 
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
-        self.rows = torch.arange(bank[..., 0].numel(), dtype=torch.int32, device=device).view(2 * count, -1)
         self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
         # In the order of _mlp_scales. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
@@ -2018,7 +2026,7 @@ class Fp8Mlps:
         With another number of ranks, the loss has another scale."""
         state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
         ratio = self.loss_scale / state["loss_scale"]
-        for column, value in ((0, X8_SCALE), (3, state["post_scale"]), (4, G8_SCALE * self.loss_scale),
+        for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]), (4, G8_SCALE * self.loss_scale),
                               (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
         self.post_max.zero_()
@@ -2034,8 +2042,8 @@ class Fp8Mlps:
         scales.copy_(torch.where(usable, (maxima * self.per_maximum).maximum(self.floors), scales))
         self.post_max.zero_()
         self.dpre_max.zero_()
-        quantise_weights(self.bank.view(-1, self.bank.size(-1)), self.rows, self.scales[:, 1:3, 0],
-                         self.codes.flatten(0, 1), self.codes_t.flatten(0, 1))
+        quantise_weights(self.bank.flatten(0, 1), self.scales[:, 1:3, 0], self.codes.flatten(0, 1),
+                         self.codes_t.flatten(0, 1))
 
     def __call__(self, i, x, W1, W2, factor=None):
         """Raises a ValueError if an argument is wrong."""
@@ -2050,11 +2058,11 @@ class Fp8Mlps:
 
 # ---- The projection of the attention block in FP8, for training -----------------------------------------------------
 #
-#   codes = Fp8Projections(bank, narrow, num_heads, loss_scale)(i, both_layouts(x, X8_SCALE, E4M3), factor)
-#   y, v = attention_block(x, factor · packed_projection(bank[i], ...), ..., codes)
+#   codes = Fp8Projections(weights, loss_scale)(layer, both_layouts(x, x8_scale(D), E4M3), factor)
+#   y, v = attention_block(x, factor · weight of the layer, ..., codes)
 #
 #   product            operands (scale)                                  result
-#   qkv = x Wᵀ         x e4m3 (2⁻⁴), W e4m3 (exact, times factor)        fp32, for norm and rotation in the kernel
+#   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)        fp32, for norm and rotation in the kernel
 #   dx = dqkv W        dqkv e5m2 (2⁻⁶ · loss_scale), W                   bf16, then the gradients of the gates are added
 #   dW = dqkvᵀ x       dqkv, x                                           bf16, gradient of factor · W
 #
@@ -2097,53 +2105,34 @@ class _ProductOfCodes(torch.autograd.Function):
         return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 7
 
 
-def packed_projection(weights, num_heads, narrow):
-    """The weight of attention_block, (..., 2 H w + H d, D), from matrices whose first 3D rows are those of q, k and v.
-
-    A narrow layer uses the first half of each head of q and k.
-    """
-    D = weights.size(-1)
-    if not narrow:
-        return weights[..., :3 * D, :]
-    heads = weights[..., :2 * D, :].unflatten(-2, (2 * num_heads, -1))
-    return torch.cat((heads[..., :heads.size(-2) // 2, :].flatten(-3, -2), weights[..., 2 * D:3 * D, :]), -2)
-
-
 class Fp8Projections:
-    """codes = projections(i, both_layouts(x, X8_SCALE, E4M3), factor): the ProjectionCodes of x and of factor times the
-    projection of matrix i; factor: 0-D. No gradient goes through codes, so x is detached.
+    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), factor): the ProjectionCodes of x and of factor
+    times the projection of a layer; factor: 0-D. No gradient goes through codes, so x is detached.
 
-    bank (matrices, 4D, D) bf16, as packed_projection takes it. narrow: for each matrix in use, whether its layer is
-    narrow; the bank may have more matrices. loss_scale: the factor of the sum over tokens in the loss. Call `refresh`
-    after every change of the bank. All tensors keep their addresses, because CUDA graphs read them.
+    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w.
+    loss_scale: the factor of the sum over tokens in the loss. Call `refresh` after every change of the weights. All
+    tensors keep their addresses, because CUDA graphs read them.
     """
 
-    def __init__(self, bank, narrow, num_heads, loss_scale):
-        self.bank, device = bank.detach(), bank.device
-        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (X8_SCALE, G8_SCALE * loss_scale))
-        # kinds: rows of the bank, scales and codes, once for all narrow matrices and once for all other matrices.
-        # matrices: number of a matrix -> its own codes and scale.
-        self.kinds, self.matrices = [], {}
-        # packed_projection packs the numbers of rows as it packs rows of weights; it needs their width, D.
-        row_numbers = torch.arange(bank[..., 0].numel(), dtype=torch.int32, device=device).view(len(bank), -1, 1)
-        for kind in set(narrow):
-            numbers = [i for i, other in enumerate(narrow) if other == kind]
-            rows = packed_projection(row_numbers[numbers].expand(-1, -1, bank.size(2)), num_heads, kind)[..., 0]
-            codes, codes_t = (torch.empty(len(numbers), *shape, dtype=E4M3, device=device)
-                              for shape in ((rows.size(1), bank.size(2)), (bank.size(2), rows.size(1))))
-            scales = torch.ones(len(numbers), 4, device=device)[:, :1]  # 16 bytes apart, as in Fp8Mlps
-            self.kinds.append((rows.contiguous(), scales, codes, codes_t))
-            self.matrices |= zip(numbers, zip(codes, codes_t, scales[:, 0]))
+    def __init__(self, weights, loss_scale):
+        self.weights, self.kinds, self.layers = weights, [], {}
+        for layers, weight in weights():
+            (n, rows, D), device = weight.shape, weight.device
+            codes, codes_t = (torch.empty(n, *shape, dtype=E4M3, device=device) for shape in ((rows, D), (D, rows)))
+            scales = torch.ones(n, 4, device=device)[:, :1]  # 16 bytes apart, as in Fp8Mlps
+            self.kinds.append((scales, codes, codes_t))
+            self.layers |= zip(layers, zip(codes, codes_t, scales[:, 0]))
+        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (x8_scale(D), G8_SCALE * loss_scale))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self):
-        """Quantise the bank again."""
-        for rows, scales, codes, codes_t in self.kinds:
-            quantise_weights(self.bank.view(-1, self.bank.size(2)), rows, scales, codes, codes_t)
+        """Quantise the weights again."""
+        for (_, weight), kind in zip(self.weights(), self.kinds):
+            quantise_weights(weight, *kind)
 
-    def __call__(self, i, inputs, factor):
-        codes, codes_t, scale = self.matrices[i]
+    def __call__(self, layer, inputs, factor):
+        codes, codes_t, scale = self.layers[layer]
         x8, x8_t = inputs
         return ProjectionCodes(x8, codes, self.x_scale, scale * factor.detach(), x8_t, codes_t, self.grad_scale)
 
@@ -3065,7 +3054,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #   polar_express(X, scale, ops, steps)
 #       X ← aX + (bP + cPP)X,  P = XXᵀ,  4 or 5 times           by the products of section 7
 #
-#   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)     R >= C
+#   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
 #       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10))                      rows normalised, norm of the matrix kept
 #       w ← w − [y' w ≥ 0] w weight_decay lr' − y' lr',  lr' = lr matrix_lr
@@ -3283,8 +3272,8 @@ def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, ave
 
     Raises a ValueError if an argument is wrong.
     """
-    if y.ndim != 3 or y.shape[1] < y.shape[2]:
-        raise ValueError(f"normuon_tail: y must be (n, R, C) with R >= C, got shape {tuple(y.shape)}")
+    if y.ndim != 3:
+        raise ValueError(f"normuon_tail: y must be (n, R, C), got shape {tuple(y.shape)}")
     n, R, C = y.shape
     for name, tensor, shape, dtype in (
             ("p_bits", p_bits, y.shape, torch.int16), ("mantissa", mantissa, y.shape, torch.int16),

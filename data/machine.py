@@ -138,8 +138,6 @@ def state_bytes(config, table) -> tuple[int, int, int]:
     """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and of the
     FP8 codes of banks."""
     weights = state = codes = 0
-    # Bytes per weight: the codes have two layouts; O, a quarter of the bank of attention, has no codes.
-    coded = {"mlp_bank": 2 * config.system.fp8_mlp, "attn_bank": 1.5 * config.system.fp8_qkv}
     for param in table:
         size = math.prod(param.shape)
         weights += size * param.dtype.itemsize
@@ -147,7 +145,8 @@ def state_bytes(config, table) -> tuple[int, int, int]:
         muon = 10 if config.optim.slow_momentum else 6
         state += size * (muon if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
         state += 4 * size * bool(param.average and config.optim.average_blend)
-        codes += int(size * coded.get(param.label, 0))
+        knob, per_weight = param.codes
+        codes += int(size * per_weight) if knob and getattr(config.system, knob) else 0
     return weights, state, codes
 
 

@@ -147,9 +147,11 @@ def check_config(config, world=1):
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     stages, layers, total = schedule.stages, model.layers, schedule.scheduled_steps + schedule.extension_steps
 
-    require(model.model_dim % (8 * model.num_heads) == 0 and model.num_heads % 2 == 0,
-            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the number of heads must be even, and their"
-            " width a multiple of 8")
+    require(model.model_dim % (8 * model.num_heads) == 0,
+            f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the width of a head must be a multiple of 8")
+    require(model.num_heads % 2 == 0 or not model.layers_with("paired"),
+            f"--num_heads={model.num_heads}: the paired layers {render(tuple(model.layers_with('paired')))} need an even"
+            " number of heads; --layer0.paired=false makes another layer of the first")
     require(2 <= model.vocab_size <= 65536,
             f"--vocab_size={model.vocab_size}: must be 2 to 65536, as shards hold 16-bit tokens")
     require(model.bigram_rows >= 2,
@@ -223,21 +225,17 @@ def check_config(config, world=1):
     require(system.device in ("cuda", "cpu"), f"--device={system.device}: cuda or cpu")
     require(system.dtype in ("bfloat16", "float32"), f"--dtype={system.dtype}: bfloat16 or float32")
     plain = system.device == "cpu" or system.kernels == "torch"
-    require(plain or model.mlp_dim >= model.model_dim or "normuon_tail:torch" in system.kernels,
-            f"--mlp_ratio={model.mlp_ratio}: NorMuon's kernel needs MLPs at least as wide as the model; add"
-            " --kernels=normuon_tail:torch")
     plain_attention = plain or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
             f"--dtype={system.dtype}: the attention kernel is made for bfloat16; add --kernels=attention:torch")
     for knob in "fp8_mlp", "fp8_qkv":
         require(not getattr(system, knob) or system.dtype != "bfloat16" or system.kernels == "torch"
-                or model.model_dim % 16 == 0 and model.model_dim <= 784,
-                f"--model_dim={model.model_dim}: --{knob} takes multiples of 16 channels, at most 784; add"
-                f" --{knob}=false")
+                or model.model_dim % 16 == 0,
+                f"--model_dim={model.model_dim}: --{knob} takes multiples of 16 channels; add --{knob}=false")
     least = 32 if model.layers_with("narrow") else 16
-    require(plain_attention or model.head_dim >= least and model.head_dim & (model.head_dim - 1) == 0,
+    require(plain_attention or least <= model.head_dim <= 128 and model.head_dim & (model.head_dim - 1) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the attention kernel takes heads of {least}"
-            f" or more channels, a power of two{', in models with narrow layers' * (least == 32)}; or add"
+            f" to 128 channels, a power of two{', in models with narrow layers' * (least == 32)}; or add"
             " --kernels=attention:torch")
     require(data.data_end in ("wrap", "stop"), f"--data_end={data.data_end}: wrap or stop")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
