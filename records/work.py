@@ -119,10 +119,9 @@ def calls(run):
             yield "quantise_weights", 2 * F * D * len(layers)
         if run.get("fp8_qkv"):
             yield from (("quantise_weights", size) for size in projections.values())
-        for n, R, C in run.get("polar", run["banks"]):
+        for n, R, C in run["banks"]:
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
-        for n, R, C in run["banks"]:
             yield from (("fused_momentum", n * R * C, run["slow_momentum"]), ("normuon_tail", n * R * C))
         if step["adam"]:
             yield from [("quantise", D * V)] * fp8
@@ -130,15 +129,6 @@ def calls(run):
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
             yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
-
-
-def polar_shapes(optimizer, label):
-    """[n, R, C] of the matrices of a bank that this rank orthogonalises, one for each call of `polar_express`."""
-    n, R, C = optimizer.shards[label].shape
-    if label not in optimizer.head_pairs:
-        return [[n, R, C]]
-    rows, qk, vo = optimizer.head_pairs[label]
-    return [[len(vo), R, C], [len(qk) * R // rows, rows, C]]
 
 
 def describe(config, rt, plans, batches, optimizer, head, limits):
@@ -167,7 +157,6 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "polar_steps": config.optim.polar_steps, "slow_momentum": config.optim.slow_momentum > 0,
             "lazy_tables": [label for label, state in optimizer.state.items() if "last" in state],
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
-            "polar": [shape for label in optimizer.matrix_lr for shape in polar_shapes(optimizer, label)],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}
 
 

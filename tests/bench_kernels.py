@@ -43,7 +43,7 @@ STAGES = CONFIG.schedule.stages[:3]
 MICRO = CONFIG.system.micro_batches  # per step on one GPU
 TOKENS = [stage.batch_tokens // MICRO for stage in STAGES]
 BANKS = {param.label: param.shape[0] for param in T.param_table(CONFIG.model) if param.label.endswith("bank")}
-BANK = 4 * BANKS["attn_bank"], 2 * BANKS["mlp_bank"]  # matrices
+BANK = 4 * BANKS["vo_bank"], 2 * BANKS["mlp_bank"]  # matrices
 KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed)
                 for layer in CONFIG.model.layers if layer.attention)
 NARROW = {(paired, False, True, value): 0 for paired, value in product((False, True), repeat=2)}
@@ -270,7 +270,7 @@ def fp8_projection_cases():
     one = torch.ones((), device=DEVICE)
     for N in TOKENS:
         x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)
-        x8, x8_t = tk.both_layouts(x, tk.X8_SCALE, tk.E4M3)
+        x8, x8_t = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
         for narrow, value in product((False, True), repeat=2):
             width = HEAD // 2 if narrow else HEAD
             weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
@@ -305,7 +305,7 @@ def fp8_cases():
     for N in TOKENS:
         shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
         x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
-        (x8, x8_t), (g8, g8_t) = (tk.both_layouts(x, tk.X8_SCALE, tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2))
+        (x8, x8_t), (g8, g8_t) = (tk.both_layouts(x, tk.x8_scale(D), tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2))
         yield Case("transpose_copy", f"{N}x{D} bytes", partial(tk.transpose_copy, x8, x8_t),
                    **needs("transpose_bytes", N * D), calls=2 * MICRO * count)
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]

@@ -17,7 +17,7 @@ RMS_EPS = 2.0 ** -23
 GATE = 12  # channels that a gate reads
 
 # One row per layer:
-# (attn_bank row, window, paired, key offset, (value table, gate channels of x, gate channels of ve))
+# (number among the layers with attention, window, paired, key offset, (value table, gate channels of x, gate channels of ve))
 LAYERS = [
     (0, "S", True, False, None),
     (1, "S", False, False, (0, 6, 6)),
@@ -128,23 +128,24 @@ def attend(q, k, v, cu, window, scale):
     return torch.stack(heads, dim=1)
 
 
-def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None):
+def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=None, narrow=None, number=None):
     """Attention of layer i, a row of LAYERS, on the normalised x (N, D); ve: its value embedding (N, D); xsa: a, (H,)
-    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each
-    head."""
+    or (N, H); narrow: (frequencies, scale) of a layer whose queries and keys have only the first half of each head;
+    number: of the layer among those with as wide queries and keys (None: all layers with attention)."""
     row, window, paired, key_offset, value = layer
     window = S if window == "S" else L
     N, D = x.shape
     d = D // H
-    W = params["attn_bank"][row]  # (4D, D)
+    kind = "" if narrow is None else "narrow_"
+    banks = [params[label][row if number is None else number] for label in (f"{kind}qk_bank", f"{kind}odd_qk_bank")
+             if label in params]  # each (2, matrices, rows, D)
     sa = params["sa_lambdas"][i]
 
-    q = (x @ (sa[0] * W[0:D]).T).reshape(N, H, d)
-    k = (x @ (sa[0] * W[D:2 * D]).T).reshape(N, H, d)
-    v = (x @ (sa[0] * W[2 * D:3 * D]).T).reshape(N, H, d)
+    q, k = (rms((x @ (sa[0] * torch.cat([bank[part].reshape(-1, D) for bank in banks])).T).reshape(N, H, -1))
+            for part in (0, 1))
+    v = (x @ (sa[0] * params["vo_bank"][row, 0]).T).reshape(N, H, d)
     if narrow is not None:
-        (freqs, attn_scale), q, k = narrow, q[:, :, :d // 2], k[:, :, :d // 2]
-    q, k = rms(q), rms(k)
+        freqs, attn_scale = narrow
 
     t, h = torch.arange(N, device=x.device)[:, None], torch.arange(H, device=x.device)[None, :]
     tau = 2 * t + h % 2 if paired else t + 0 * h
@@ -169,8 +170,7 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     if xsa is not None:
         along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (N, H)
         y = y - (torch.tanh(xsa) * along)[:, :, None] * v
-    W_out = W[3 * D:4 * D].reshape(D, H, d)[:, :, :y.shape[2]]
-    return y.reshape(N, -1) @ (sa[1] * W_out.reshape(D, -1)).T
+    return y.reshape(N, -1) @ (sa[1] * params["vo_bank"][row, 1]).T
 
 
 def mlp(params, i, x):
@@ -204,6 +204,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         return p if lambda_dtype is None else p.to(lambda_dtype).to(p.dtype)
 
     rho, pi = lambdas("resid_lambdas"), lambdas("post_lambdas")
+    pi = pi if pi.dim() == 3 else pi[:, :, None].expand(-1, 2, 2)  # with one lane, the MLP alone has a factor
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
     smear_lambda, backout_lambda = params["smear_lambda"][0], params["backout_lambda"][0]
 
@@ -268,9 +269,10 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
             lane0 = lane0 + weighted(m[..., 3:], sources)
         a = None
         if layer[0] is not None:
+            number = sum(layers[j][0] is not None and (j in narrow) == (i in narrow) for j in range(i))
             a = attention(params, i, layer, rms(left[input_from[i]] if i in input_from else lane0), ves.get(i), cu,
                           xsa=factor(i, "xsa") if i in xsa else None, narrow=narrow_state if i in narrow else None,
-                          **settings)
+                          number=number, **settings)
             if lane1 is not None:
                 lane1 = rho[i, 0] * lane1 + pi[i, 0, 1] * a
                 a = pi[i, 0, 0] * a
@@ -520,8 +522,8 @@ ADAM_TABLE = {
 
 # label: learning-rate multipliers of the matrices of one bank, repeated along the bank
 NORMUON_TABLE = {
-    "attn_bank": (1, 1, 1, 1),  # Q, K, V, O
-    "mlp_bank": (2, 4),  # W1, W2
+    "qk_bank": (1,), "narrow_qk_bank": (1,), "odd_qk_bank": (1,), "narrow_odd_qk_bank": (1,),
+    "vo_bank": (1, 1), "mlp_bank": (2, 4),  # V, O; W1, W2
 }
 
 
@@ -535,14 +537,9 @@ def polar_express(X):
     return X
 
 
-def polar_of_scaled(u):
-    return polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
+def normuon_step(state, g, mu, lrs, wd, slow=None):
+    """One step of master weights w (c, R, C), in place; lrs one rate per matrix, wd = lambda.
 
-
-def normuon_step(state, g, mu, lrs, wd, pair_rows=None, slow=None):
-    """One step of master weights w (c, R, C), in place; R >= C, lrs one rate per matrix, wd = lambda.
-
-    pair_rows: the matrices are Q, K, V, O of the layers, and of Q and K every so many rows are a matrix of their own.
     slow: (decay of m, rate of the slow average s, its share in the averaged gradient), if there is one.
     """
     w, m, v = state["w"], state["m"], state["v"]
@@ -553,10 +550,7 @@ def normuon_step(state, g, mu, lrs, wd, pair_rows=None, slow=None):
     if slow:
         state["s"].copy_((1 - rate) * state["s"] + rate * g)
     u = (1 - mu) * g + mu * ((1 - share) * m + share * state.get("s", 0.0))
-    y = polar_of_scaled(u)
-    if pair_rows:
-        for j in (j for j in range(len(u)) if j % 4 in (0, 1)):
-            y[j] = torch.cat([polar_of_scaled(part) for part in u[j].split(pair_rows)])
+    y = polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
     # 4
     q, n = (y * y).mean(2, keepdim=True), w.shape[2]
     norm = torch.sqrt(n * q.sum((1, 2), keepdim=True))
@@ -591,38 +585,37 @@ def adam_step(state, g, lr, beta1, beta2, wd_mul):
 class OracleOptimizer:
     """The optimizer of the whole model on one rank. The banks are the master weights, and nothing is rounded.
 
-    `params` holds the current weights under their labels; `states` the Adam and NorMuon states. pair_rows: rows of two
-    heads, if their parts of Q and K are orthogonalised by themselves.
+    `params` holds the current weights under their labels; `states` the Adam and NorMuon states.
     """
 
-    def __init__(self, params, pair_rows=None):
-        assert set(params) == set(ADAM_TABLE) | set(NORMUON_TABLE)
+    def __init__(self, params):
+        assert set(ADAM_TABLE) < set(params) <= set(ADAM_TABLE) | set(NORMUON_TABLE)
         self.params = {label: p.detach().double().clone().contiguous() for label, p in params.items()}
         self.states = {}
-        for label in NORMUON_TABLE:
-            w = self._matrices(label, self.params[label])
+        self.banks = [label for label in NORMUON_TABLE if label in params]
+        for label in self.banks:
+            w = self._matrices(self.params[label])
             m, s, v = (torch.zeros_like(x) for x in (w, w, w[:, :, :1]))
             self.states[label] = dict(w=w, m=m, s=s, v=v)
         for label in ADAM_TABLE:
             p = self.params[label]
             self.states[label] = dict(p=p, m=torch.zeros_like(p), v=torch.zeros_like(p), t=0)
         self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}
-        self.tied, self.pair_rows = True, pair_rows
+        self.tied = True
 
-    def _matrices(self, label, tensor):
-        """Optimizer view, (40, D, D) of attn_bank and (22, F, D) of mlp_bank; shares storage."""
-        D = tensor.shape[-1]
-        return tensor.view(-1, D, D) if label == "attn_bank" else tensor.view(-1, tensor.shape[-2], D)
+    def _matrices(self, tensor):
+        """Optimizer view (matrices, R, C); shares storage."""
+        return tensor.view(-1, *tensor.shape[-2:])
 
     @torch.no_grad()
     def step(self, grads, step, s, mu, split_step, slow=None):
         """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`."""
         assert split_step % 2 == 1
-        for label, muls in NORMUON_TABLE.items():
-            g = self._matrices(label, grads[label].double().contiguous())
+        for label in self.banks:
+            muls = NORMUON_TABLE[label]
+            g = self._matrices(grads[label].double().contiguous())
             lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
-            normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s,
-                         self.pair_rows if label == "attn_bank" else None, slow)
+            normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s, slow)
 
         for label in ADAM_TABLE:
             self.sums[label] += grads[label].double()

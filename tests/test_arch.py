@@ -71,7 +71,7 @@ def compile_all(arch):
         x = bench.rand(1024, 768)
         tk._quantise_kernel[(1,)](x, x.to(tk.E4M3), x.numel(), 1.0, **tk.QUANTISE_LAUNCH)
         one, W = torch.ones(()), bench.rand(3072, 768, dtype=tk.E4M3)
-        tk._quantise_weights(x, torch.zeros(1, 3072, dtype=torch.int32), torch.ones(1, 1), W, W.mT.contiguous())
+        tk._quantise_weights(x[None], torch.ones(1, 1), W, W.mT.contiguous())
         post, _ = tk._relu_square_codes(x.to(tk.E4M3), W, *[one] * 4)
         tk._relu_square_codes(x.to(tk.E5M2), W, *[one] * 4, post, one)
         ve, gate, rotary = bench.rand(1024, 768), bench.rand(1024, 6), bench.rand(2048, 32, 2)

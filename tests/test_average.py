@@ -26,7 +26,7 @@ def test_rates():
     config = T.parse_config(["--preset=record74", BLEND])
     plans, total = [T.make_plan(config, step) for step in range(1491)], 1490
     assert not any(T.make_plan(T.RECORD74, step).average_rates for step in (1000, 1489))
-    for label, fraction, period in ("attn_bank", 0.12, 1), ("mlp_bank", 0.06, 1), ("lm_head", 0.12, 2):
+    for label, fraction, period in ("vo_bank", 0.12, 1), ("mlp_bank", 0.06, 1), ("lm_head", 0.12, 2):
         rates = {plan.step: plan.average_rates[label] for plan in plans[:-1] if label in plan.average_rates}
         start = -(-total * (1 - 3 * fraction) // 1)
         assert list(rates) == [step for step in range(int(start), total) if period == 1 or step % 2]

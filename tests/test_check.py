@@ -337,7 +337,7 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
 
 
 @pytest.mark.parametrize("free, micro_batches",
-                         [(27500, 4), (26500, 8), (19000, 16), (12287, 32), (11200, 64), (10500, 128), (8000, 128)])
+                         [(27500, 4), (26500, 8), (19000, 16), (12287, 32), (11100, 64), (10400, 128), (8000, 128)])
 def test_single_takes_what_fits(gpus, free, micro_batches):
     gpus.free = free
     status, rows = gpus.check("--preset=single", "--val_tokens=65536")

@@ -282,7 +282,7 @@ def test_any_stages_and_layers(corpus, tmp_path, capsys):
     refused."""
     run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=4")
     saved = torch.load(run.saved[STEPS], weights_only=True)
-    assert saved["model"]["attn_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
+    assert saved["model"]["vo_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
     for label in "dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas":
         assert saved["model"][label].any() and saved["optimizer"][label]["v"].any(), label
     assert evaluate.main([str(run.saved[STEPS]), "--device=cpu"]) == 0

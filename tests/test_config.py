@@ -1,6 +1,7 @@
 """What is decided before anything runs: knobs, schedules, rotary states, the parameter table, the initial weights."""
 
 import dataclasses
+import functools
 import io
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 import oracles
 import train_gpt as T
 from data.files import UserError
-from data.knobs import flatten, render
+from data.knobs import flatten, parse_value, render
 from data.machine import Runtime
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
@@ -148,12 +149,13 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--data_end=loop": "--data_end=loop: wrap or stop",
     # numbers that do not fit together
     "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
-    "--preset=record74 --model_dim=960": "heads of 16 or more channels, a power of two; or add",
-    "--model_dim=96 --layer0.narrow=1": "heads of 32 or more channels, a power of two, in models with narrow layers",
+    "--preset=record74 --model_dim=960": "heads of 16 to 128 channels, a power of two; or add",
+    "--model_dim=96 --layer0.narrow=1": "heads of 32 to 128 channels, a power of two, in models with narrow layers",
     "--layer3.narrow=1": "--layer3.narrow=True: only for a layer with attention that is not long",
     "--layer6.narrow=1": "--layer6.narrow=True: only for a layer with attention that is not long",
-    "--model_dim=1536 --num_heads=12": "--model_dim=1536: --fp8_mlp takes .* at most 784; add --fp8_mlp=false",
-    "--preset=record74 --fp8_qkv=1 --model_dim=1536 --num_heads=12": "--model_dim=1536: --fp8_qkv takes .* at most 784",
+    "--model_dim=24 --num_heads=1 --kernels=attention:torch": "--fp8_mlp takes multiples of 16 .* --fp8_mlp=false",
+    "--preset=record74 --num_heads=3 --model_dim=384": "the paired layers 0,2,5,9 need an even number of heads",
+    "--preset=record74 --depth=8": "record74 has 11 layers", "--depth=2": "from 3 to 24 layers",
     "--dtype=float32": "--kernels=attention:torch",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 999999 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
@@ -162,7 +164,6 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--stage2.mtp_end=1": "--stage2.mtp_start and mtp_end need the same length",
     "--backout_layer=11": "--backout_layer=11: must be 0 to 10, or none",
     "--mlp_ratio=0": "--mlp_ratio=0.0: an MLP of 0 channels",
-    "--mlp_ratio=0.5": "--mlp_ratio=0.5: NorMuon.s kernel needs MLPs at least as wide as the model; add --kernels=",
     "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
     "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
     "--preset=record74 --layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
@@ -364,32 +365,33 @@ def test_view_tables_are_long_enough_and_rounded_last():
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
 
-# optimizer, communication, betas, lr_mul, wd_mul
-SMOOTH = "adam", "replicated", (0.9, 0.99)
+# optimizer, orders if it is sharded, betas, lr_mul, wd_mul
+SMOOTH = "adam", None, (0.9, 0.99)
 TABLE = {
-    "attn_bank": ("normuon", "sharded", None, 1, 1),
-    "mlp_bank": ("normuon", "sharded", None, 1, 1),
+    "qk_bank": ("normuon", (0, 5), None, 1, 1),
+    "vo_bank": ("normuon", (0, 5), None, 1, 1),
+    "mlp_bank": ("normuon", (1, 6), None, 1, 1),
     "sa_lambdas": (*SMOOTH, 5, 0), "smear_lambda": (*SMOOTH, 5, 0), "backout_lambda": (*SMOOTH, 5, 0),
     "skip_lambda": (*SMOOTH, 5, 0), "smear_gate": (*SMOOTH, 0.01, 0), "skip_gate": (*SMOOTH, 0.05, 0),
     "attn_gate_bank": (*SMOOTH, 1, 1),
     "ve_gate_bank": (*SMOOTH, 1, 1),
-    "lm_head": ("adam", "sharded", (0.5, None), 1, 150),
-    "bigram_embed": ("adam", "sharded", (0.75, None), 75, 5),
-    "post_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
-    "x0_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
-    "bigram_lambdas": ("adam", "replicated", (0.9, 0.95), 1, 0),
-    "resid_lambdas": ("adam", "replicated", (0.9, 0.95), 5, 0),
-    "value_embeds": ("adam", "sharded", (0.75, None), 75, 5),
-    "embed": ("adam", "sharded", (0.5, None), 1, 150),
+    "lm_head": ("adam", (3, 3), (0.5, None), 1, 150),
+    "bigram_embed": ("adam", (4, 2), (0.75, None), 75, 5),
+    "post_lambdas": ("adam", None, (0.9, 0.95), 1, 0),
+    "x0_lambdas": ("adam", None, (0.9, 0.95), 1, 0),
+    "bigram_lambdas": ("adam", None, (0.9, 0.95), 1, 0),
+    "resid_lambdas": ("adam", None, (0.9, 0.95), 5, 0),
+    "value_embeds": ("adam", (5, 1), (0.75, None), 75, 5),
+    "embed": ("adam", (6, 4), (0.5, None), 1, 150),
 }
 
 
 def test_parameter_table():
     table = T.param_table(RECORD74.model)
-    assert {row.label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for row in table} == TABLE
+    assert {row.label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul) for row in table} == TABLE
     assert len(table) == len(TABLE)
-    rates = {row.label: row.matrix_lr for row in table if row.matrix_lr}
-    assert rates == {"attn_bank": (1, 1, 1, 1), "mlp_bank": (2, 4)}
+    assert {row.label: row.matrix_lr for row in table if row.matrix_lr != (1,)} == {"mlp_bank": (2, 4)}
+    assert {row.label: row.tied_to for row in table if row.tied_to} == {"embed": "lm_head"}
     assert RECORD74.optim == T.Optim(adam_lr=0.008, adam_eps=1e-10, adam_wd=0.005, muon_lr=0.023, muon_beta2=0.95,
                                      muon_wd=1.2)
 
@@ -398,7 +400,7 @@ def test_parameters_of_features_that_record74_lacks():
     config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
                              "--layer8.mix=1", "--pointer=1"]).model
     rows = {row.label: row for row in T.param_table(config) if row.label not in TABLE}
-    assert {label: (row.optim, row.comms, row.betas, row.lr_mul, row.wd_mul) for label, row in rows.items()} == {
+    assert {label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul) for label, row in rows.items()} == {
         "dynamic_in": (*SMOOTH, 0.25, 1), "dynamic_out": (*SMOOTH, 0.25, 1), "xsa_lambdas": (*SMOOTH, 1, 0),
         "mix_lambdas": (*SMOOTH, 1, 0), "pointer_weights": (*SMOOTH, 1, 1), "pointer_sink": (*SMOOTH, 1, 0),
         "pointer_gain": (*SMOOTH, 1, 0)}
@@ -473,7 +475,8 @@ def test_random_weights(weights):
     """Each matrix by itself, so that none is left out or repeated."""
     bound = 3**0.5 * 0.5 * 96**-0.5
     assert 3**0.5 * 0.5 * 768**-0.5 == pytest.approx(0.03125, rel=1e-15)
-    matrices = [*weights["attn_bank"].view(40, 96, 96), *weights["mlp_bank"][:, 0]]
+    matrices = [*weights["qk_bank"].flatten(0, 2), *weights["vo_bank"].flatten(0, 1), *weights["mlp_bank"][:, 0]]
+    assert len(matrices) == 51
     assert all(uniform(matrix, bound) for matrix in matrices)
     tables = [*weights["value_embeds"].view(5, 2048, 96), weights["lm_head"]]
     assert all(normal(table, 0.01) for table in tables[:5]) and normal(tables[5], 0.005)
@@ -486,7 +489,52 @@ def test_seed_decides_the_weights(weights):
     for label, p in small_model(3).named_parameters():
         assert torch.equal(p, weights[label]), label
     other = small_model(4)
-    assert not torch.equal(other.attn_bank, weights["attn_bank"]) and not torch.equal(other.embed, weights["embed"])
+    assert not torch.equal(other.vo_bank, weights["vo_bank"]) and not torch.equal(other.embed, weights["embed"])
+
+
+def test_values_are_those_of_whole_matrices():
+    """Record 74 draws four matrices for each layer with attention. Narrow heads, pairs and odd heads take their rows of
+    Q and K from them."""
+    model = T.GPT(T.parse_config(["--preset=single", "--model_dim=96", "--num_heads=3", "--kernels=torch"]).model,
+                  None, FP32, CPU)
+    model.init_weights(5)
+    bound, d = 3**0.5 * 0.5 * 96**-0.5, 32
+    drawn = torch.empty(10, 4, 96, 96).uniform_(-bound, bound, generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(model.vo_bank, drawn[:, 2:])
+    whole, narrow = [3, 9], [0, 1, 2, 4, 5, 6, 7, 8]  # among the layers with attention
+    for rows, name, w in (whole, "", 32), (narrow, "narrow_", 16):
+        heads = drawn[rows, :2].view(-1, 2, 3, d, 96)[:, :, :, :w]
+        pairs, odd = (model.get_parameter(f"{name}{label}qk_bank") for label in ("", "odd_"))
+        assert torch.equal(pairs, heads[:, :, :2].reshape(-1, 2, 1, 2 * w, 96))
+        assert torch.equal(odd, heads[:, :, 2:])
+
+
+WIRED = (
+    "narrow paired dynamic", "narrow value_embed xsa", "narrow value_embed paired", "long xsa", "narrow xsa dynamic",
+    "narrow paired", "attention=False skip_from=3", "narrow xsa", "narrow value_embed xsa input_from=7",
+    "narrow value_embed paired input_from=7", "value_embed long xsa input_from=7 dynamic mix")
+
+
+def test_wiring():
+    """At depth 11 it is what records/2026-11-22_model found. Other depths keep its shape."""
+    parse = functools.partial(parse_value, "layer", kind=T.Layer, example=T.Layer())
+    assert T.wire(11) == T.LAYERS == T.parse_config(["--depth=11"]).model.layers == tuple(map(parse, WIRED))
+    for depth in range(3, 25):
+        for heads in "6", "3":
+            model = T.parse_config([f"--depth={depth}", f"--num_heads={heads}", "--preset=cpu"]).model
+            assert len(model.layers) == depth and len(model.layers_with("skip_from")) == 1
+            assert model.layers[-1].long and model.layers[-1].mix and model.backout_layer < depth - 1
+            assert bool(model.layers_with("paired")) == (heads == "6" and depth > 3)
+
+
+@pytest.mark.parametrize("label, key, power", [
+    ("lm_head", "lr_mul", "head_lr"), ("embed", "lr_mul", "head_lr"), ("vo_bank", "wd_mul", "muon_wd")])
+def test_powers_of_the_size(label, key, power):
+    """They change nothing at width 768 and depth 11."""
+    def found(*args):
+        model = T.parse_config(["--preset=single", f"--{power}_power=2", *args]).model
+        return next(getattr(row, key) for row in T.param_table(model) if row.label == label)
+    assert found() == 1 and found("--model_dim=384", "--num_heads=6") == 4
 
 
 # ---- Log ------------------------------------------------------------------------------------------------------------

@@ -38,22 +38,22 @@ def unrounded(monkeypatch):
 def block_inputs(kind, N, device, dtype):
     """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes).
 
-    weight is FACTOR times the packed matrix 1 of the bank.
+    weight is FACTOR times that of layer 1.
     """
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
     D = H * d
-    bank = (torch.randn(3, 4 * D, D) * D**-0.5).to(device, BF16)
-    bank[:, 0, 0] = 0.875  # the largest value, so that the scale is a power of two and ties are ties
-    projections = tk.Fp8Projections(bank, [False, kind[2]], H, LOSS_SCALE)
+    weights = (torch.randn(1, 2 * D // (1 + kind[2]) + D, D) * D**-0.5).to(device, BF16)
+    weights[:, 0, 0] = 0.875  # the largest value, so that the scale is a power of two and ties are ties
+    projections = tk.Fp8Projections(lambda: [([1], weights)], LOSS_SCALE)
     factor = torch.tensor(FACTOR, device=device, dtype=BF16)
-    weight = (factor * tk.packed_projection(bank[1], H, kind[2])).to(dtype)
+    weight = (factor * weights[0]).to(dtype)
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
     ve = torch.randn(N, D, device=device).to(dtype) if value else None
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
     args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype), cu, WINDOW,
             SCALE, *kind)
-    return args, projections, projections(1, tk.both_layouts(x.detach(), tk.X8_SCALE, E4M3), factor)
+    return args, projections, projections(1, tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3), factor)
 
 
 def block_run(block, args, codes, upstream, dtype):
@@ -168,7 +168,7 @@ def test_kernels_of_the_projection(kind, N, tma, device, monkeypatch):
     dve, dgate = tk.project_backward(*grads, qk, rstd, table, ve, gate, *kind[:2], dqkv, dqkv_t, scale)
     assert torch.equal(dqkv.float(), dqkv_t.float().T)
 
-    qkv = (codes.x8.double() / 16) @ (codes.w8.double() * codes.w_scale.double()).T
+    qkv = (codes.x8.double() * codes.x_scale.double()) @ (codes.w8.double() * codes.w_scale.double()).T
     outs, (wanted, *others) = plain(qkv, table, ve, gate, kind, grads, FP64)
     wanted = (wanted / scale.double()).clamp(-limit, limit)
     assert ON_GPU or 0.01 < (wanted.abs() == limit).double().mean() < 0.99
@@ -211,7 +211,7 @@ def test_compiled(kind, device, unrounded):
 
     def block(x, weight, *others):
         *others, factor, empty = others
-        inputs = tk.both_layouts(x.detach(), tk.X8_SCALE, E4M3)
+        inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
         return tk.attention_block(x, weight, *others, projections(1, inputs, factor))
 
     compiled = torch.compile(block, fullgraph=True, backend=backend)
@@ -240,7 +240,7 @@ def test_graph(device):
     factor = torch.tensor(FACTOR, device=device)
 
     def step():
-        inputs = tk.both_layouts(args[0].detach(), tk.X8_SCALE, E4M3)
+        inputs = tk.both_layouts(args[0].detach(), tk.x8_scale(args[0].size(1)), E4M3)
         return block_run(tk.attention_block, args, projections(1, inputs, factor), grads, BF16)
 
     with torch.cuda.graph(graph, stream=stream):
@@ -288,26 +288,15 @@ def test_both_layouts(dtype, scale, device):
 
 
 def test_refresh(device):
-    """Codes of every kind by the definition, at the same addresses after the bank has changed. Rows that no projection
-    reads and a matrix that no layer uses change nothing."""
-    D, H, d = 64, 2, 32
-    kinds = [True, False, True, True, False]
-    bank = torch.randn(6, 4 * D, D).to(device, BF16)
-    bank[:, 3 * D:] = 1e3
-    bank[5] = torch.nan
-    for i, narrow in enumerate(kinds):
-        if narrow:
-            bank[i, :2 * D].view(2, H, d, D)[:, :, d // 2:] = 1e3
-    bank[1, :3 * D] = 0
-    projections, one = tk.Fp8Projections(bank, kinds, H, LOSS_SCALE), torch.ones((), device=device)
-    addresses = [t.data_ptr() for i in range(5) for t in projections.matrices[i]]
-    inputs = tk.both_layouts(bank[0, :16], tk.X8_SCALE, E4M3)
+    """Codes of both widths by the definition, at the same addresses after the weights have changed."""
+    kinds = [(numbers, torch.randn(len(numbers), rows, 64).to(device, BF16))
+             for numbers, rows in (([1, 4], 192), ([0, 2, 3], 128))]
+    kinds[0][1][0] = 0
+    projections, one = tk.Fp8Projections(lambda: kinds, LOSS_SCALE), torch.ones((), device=device)
+    addresses = [t.data_ptr() for i in range(5) for t in projections.layers[i]]
+    inputs = tk.both_layouts(kinds[0][1][1, :16], tk.x8_scale(64), E4M3)
     for _ in range(2):
-        for i, narrow in enumerate(kinds):
-            parts = bank[i, :3 * D].view(3, H, d, D).double()
-            width = d // (1 + narrow)
-            weight = torch.cat([parts[part, h, :size] for part, size in enumerate((width, width, d)) for h in range(H)])
-            assert torch.equal(tk.packed_projection(bank[i], H, narrow).double(), weight)
+        for i, weight in ((i, weight.double()) for numbers, weights in kinds for i, weight in zip(numbers, weights)):
             codes = projections(i, inputs, -2 * one)
             scale = (weight.abs().max().float() / 448).clamp(min=1e-12)
             assert torch.equal(codes.w_scale, -2 * scale)
@@ -315,10 +304,11 @@ def test_refresh(device):
             assert torch.stack(near).any(0).all() and codes.w8.float().abs().max() == 448 * (i != 1)
             assert torch.equal(bits(codes.w8_t), bits(codes.w8).mT)
             assert codes.x8 is inputs[0] and codes.x8_t is inputs[1]
-        assert codes.x_scale == 2**-4 and codes.grad_scale == LOSS_SCALE / 64
-        assert addresses == [t.data_ptr() for i in range(5) for t in projections.matrices[i]]
-        assert all(projections.matrices[i][2].data_ptr() % 16 == 0 for i in range(5))
-        bank.mul_(-2)
+        assert codes.x_scale == 2**-5 and codes.grad_scale == LOSS_SCALE / 64
+        assert addresses == [t.data_ptr() for i in range(5) for t in projections.layers[i]]
+        assert all(projections.layers[i][2].data_ptr() % 16 == 0 for i in range(5))
+        for _, weights in kinds:
+            weights.mul_(-2)
         projections.refresh()
 
 
@@ -372,7 +362,7 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
     for first, second, third, *shared in passes:
         assert len({first, second, third, *shared}) == 4 and len(set(shared)) == 1
     losses = [[float(x) for x in re.findall(r"val_loss:([\d.]+)", run.text)] for run in (plain, fp8)]
-    assert losses[0][0] == losses[1][0] and "p attn_bank" in differing(fp8.saved[4], plain.saved[4])
+    assert losses[0][0] == losses[1][0] and "p vo_bank" in differing(fp8.saved[4], plain.saved[4])
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
     resumed = train(corpus, tmp_path / "resumed", "--fp8_qkv=true", f"--resume={fp8.saved[2]}")
     assert differing(resumed.saved[4], fp8.saved[4]) == []

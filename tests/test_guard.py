@@ -223,7 +223,7 @@ SIZES = {  # knobs for which twice as much would not do
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
     "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5",
     "slow_momentum": "0.5", "average_blend": "0.5",
-    "sampled_frac": "0", "final_window": "16"}
+    "sampled_frac": "0", "final_window": "16", "head_lr_power": "1", "muon_wd_power": "1", "branch_power": "1"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all; layer 1 reads what left layer 0 anyway
 NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share", "layer1.input_from"}
@@ -260,7 +260,7 @@ def other_values(config):
         elif isinstance(value, bool):
             if key not in free:
                 yield key, render(not value)
-        elif key not in {*free, "vocab_size", "train_tokens", "minutes"}:  # of the data; of a preset (test_length.py)
+        elif key not in {*free, "vocab_size", "train_tokens", "minutes", "depth"}:  # of the data; of a preset
             other = tuple(2 * x or 0.5 for x in value) if isinstance(value, tuple) else 2 * value
             yield key, SIZES.get(key) or render(other)
 

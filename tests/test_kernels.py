@@ -373,7 +373,7 @@ def tail_arguments(**changes):
     ("fused_momentum", (t(1, 2, 3), t(1, 2, 3), 0.9, 1.0, t(1, 2, 3, dtype=BF16)),
      "slow must be contiguous torch.float32 .* torch.bfloat16"),
     ("fused_momentum", (t(1, 3, 2).mT, t(1, 2, 3), 0.9, 1.0), r"grad must be contiguous .* strides \(6, 1, 2\)"),
-    ("normuon_tail", tail_arguments(y=t(1, 2, 3)), r"\(n, R, C\) with R >= C, got shape \(1, 2, 3\)"),
+    ("normuon_tail", tail_arguments(y=t(2, 3)), r"y must be \(n, R, C\), got shape \(2, 3\)"),
     ("normuon_tail", tail_arguments(v=t(1, 1, 2)), r"v must be .* shape \(1, 3, 1\) .* got .* shape \(1, 1, 2\)"),
     ("normuon_tail", tail_arguments(p_bits=t(1, 3, 2, dtype=BF16)), "p_bits must be contiguous torch.int16"),
     ("normuon_tail", tail_arguments(average=t(1, 3, 2, dtype=BF16)), "average must be contiguous torch.float32"),

@@ -188,7 +188,7 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
         pieces = {"tokens": tokens[:-1].numpy(), "bigram_embed": hashed.numpy()}
         pieces = {name: torch.from_numpy(tk.sorted_pieces(rows)).to(device) for name, rows in pieces.items()}
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), torch.from_numpy(ids), cu)),
-                        {"bigram_embed": hashed.to(device)}, {},
+                        {"bigram_embed": hashed.to(device)},
                         None if candidates is None else torch.from_numpy(candidates).to(device), pieces)
         assert (batch.candidates is None) == (i == 4 or n == 208)
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())

@@ -215,7 +215,7 @@ def test_communication_and_overlap():
         rec.event(kind, name, start, end - start, stream, stream=stream, correlation=rec.launch())
 
     rec.range(
-        "step 5", lambda: rec.range("update attn_bank", lambda: at("a", 0, 10, 7), lambda: at("b", 30, 40, 7)),
+        "step 5", lambda: rec.range("update qk_bank", lambda: at("a", 0, 10, 7), lambda: at("b", 30, 40, 7)),
         lambda: rec.range("update mlp_bank", lambda: at("c", 8, 12, 8)),
         lambda: rec.range("reduce mlp_bank", lambda: at("ncclDevKernel_ReduceScatter_Sum_bf16(args)", 5, 15, 20),
                           lambda: at("ncclDevKernel_Broadcast(args)", 14, 18, 21)),
@@ -224,7 +224,7 @@ def test_communication_and_overlap():
     rec.event("kernel", "no launch recorded", 40, 2, 7, stream=7)  # counts with the kernel before it on its stream
     result = trace.analyse(rec.trace())
     assert {region: [round(1000 * ms, 6) for ms in numbers] for region, numbers in result["regions"].items()} == {
-        "update attn_bank": [22, 0, 0, 0], "update mlp_bank": [2, 0, 0, 0],
+        "update qk_bank": [22, 0, 0, 0], "update mlp_bank": [2, 0, 0, 0],
         "reduce mlp_bank": [0, 14, 6, 0], "gather mlp_bank": [0, 15, 10, 2]}
     assert [round(1000 * ms, 6) for ms in result["split"].values()] == [0, 0, 24, 0, 16, 2]
     assert round(1000 * result["ms"], 6) == 42 and round(1000 * result["communication"], 6) == 28
@@ -305,7 +305,7 @@ def test_work_by_counting():
     assert found["XXT"] == [(8 * 2 * 256**3 * tiles, 8 * 2 * 2 * 256**2)] * 15
     narrow = dict(attention=True, paired=False, long=False, value_embed=False, narrow=True)
     found = {}
-    for name, *sizes in work.calls(RUN | dict(layers=[narrow], mlp_dim=512, polar=[[4, 128, 256]])):
+    for name, *sizes in work.calls(RUN | dict(layers=[narrow], mlp_dim=512, banks=[[4, 128, 256]])):
         found.setdefault(name, []).append(work.WORK[name][1](*sizes))
     near = [2 * pairs(lengths, 3) for lengths in documents]
     assert found["attend"] == [(2 * (64 + 128) * n, 3 * stream) for n in near]  # q and k are half a (N, D) each
