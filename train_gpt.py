@@ -336,6 +336,7 @@ class System:
     val_every: int = 250  # steps between validations
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
+    combo_kernels: bool = False  # the compiler joins small kernels; an option that the public track does not allow
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
     fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
@@ -387,7 +388,7 @@ SHORT = Config(
           average_blend=0.5),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
-    System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
+    System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
     # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). `single` has
@@ -1477,8 +1478,8 @@ class Trainer:
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
-        # combo_kernels: the compiler puts small kernels that do not need each other into one.
-        compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options={"combo_kernels": True})
+        options = {"combo_kernels": True} if config.system.combo_kernels else None
+        compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
         compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
