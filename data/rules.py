@@ -109,9 +109,8 @@ def fit_length(config, by_hand, made_for, world):
             raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps"
                             f" of {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
     for key in {"muon_warmup", "muon_cooldown"} - by_hand:
-        if (old := getattr(schedule, key)) >= 1:  # a number of steps
-            new = round(old * schedule.scheduled_steps / native.scheduled_steps)
-            schedule = dataclasses.replace(schedule, **{key: new})
+        if (steps := getattr(schedule, key)) >= 1:  # as a part of the run it fits the steps of `with_minutes`, too
+            schedule = dataclasses.replace(schedule, **{key: round(steps / stage_starts(native)[-1], 4)})
     schedule = dataclasses.replace(schedule, train_tokens=0 if schedule.minutes else total_tokens(schedule))
     return dataclasses.replace(config, schedule=schedule)
 

@@ -10,7 +10,8 @@ import pytest
 import train_gpt as T
 from data.files import UserError
 from data.knobs import flatten, render
-from data.rules import total_tokens
+from data.machine import with_system
+from data.rules import SECONDS_PER_TOKEN, stage_starts, total_tokens, with_minutes
 from records import compare, rerun
 from test_checkpoint import train
 from test_run import corpus, finish, start  # noqa: F401 (corpus is a fixture)
@@ -53,7 +54,34 @@ def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset]
     tokens = total_tokens(config.schedule)
     fitted = T.parse_config([f"--preset={preset}", f"--train_tokens={tokens}"], world)
-    assert fitted == dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, train_tokens=tokens))
+    plans = [[T.make_plan(with_system(c, micro_batches=8), step) for step in range(stage_starts(c.schedule)[-1] + 1)]
+             for c in (config, fitted)]
+    assert plans[0] == plans[1]
+    # Muon's warm-up and cool-down become parts of the run, which are the same numbers of steps.
+    own = {key: getattr(config.schedule, key) for key in ("muon_warmup", "muon_cooldown", "train_tokens")}
+    assert dataclasses.replace(fitted, schedule=dataclasses.replace(fitted.schedule, **own)) == config
+
+
+@pytest.mark.parametrize("preset, world", [("record74", 1), ("record", 8), ("short", 1)])
+def test_minutes_on_a_slow_machine(preset, world):
+    """Muon's momentum rises and falls over the same parts of the run, however few steps the measured time allows."""
+    args = f"--preset={preset}", "--micro_batches=8"
+
+    def course(config):  # highest and last momentum; parts of the run at which the highest begins and ends
+        total = stage_starts(config.schedule)[-1]
+        momenta = [T.make_plan(config, step).momentum for step in range(total + 1)]
+        peak = max(momenta)
+        return peak, momenta[-1], momenta.index(peak) / total, 1 - momenta[::-1].index(peak) / total
+
+    def slow(*more):  # 6.3 times slower than the machine of the estimate
+        config = T.parse_config([*args, "--minutes=5", *more], world)
+        per_token = 6.3 * SECONDS_PER_TOKEN["cuda"] / world
+        return with_minutes(config, [stage.batch_tokens * per_token for stage in config.schedule.stages])
+
+    assert slow().schedule.scheduled_steps < 800
+    assert course(slow()) == pytest.approx(course(T.parse_config([*args, "--train_tokens=0"], world)), abs=2e-3)
+    by_hand = slow("--muon_warmup=100", "--muon_cooldown=9").schedule
+    assert (by_hand.muon_warmup, by_hand.muon_cooldown) == (100, 9)
 
 
 def test_more_gpus_take_larger_batches():
@@ -62,8 +90,7 @@ def test_more_gpus_take_larger_batches():
     assert batches == [32768, 49152, 65536, 65536]
     assert schedule("--train_tokens=396e6", world=8).stages == T.RECORD74.schedule.stages
     s = schedule("--preset=record", "--train_tokens=396e6")  # on one GPU
-    steps = T.PRESETS["record"].schedule.scheduled_steps
-    assert s.stages[0].batch_tokens == 65536 and s.muon_warmup == round(300 * s.scheduled_steps / steps)
+    assert s.stages[0].batch_tokens == 65536 and s.muon_warmup == round(300 / 1300, 4)
 
 
 def test_single_is_a_longer_short():
