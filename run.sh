@@ -27,7 +27,7 @@ usage() {
 
 Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torch 2.11 or newer. It installs
         requirements.txt into an active virtualenv without torch. Otherwise it makes .venv here, once. With an NVIDIA
-        GPU it installs the versions for GPUs in requirements.txt.
+        driver older than 580 it installs the build of torch with CUDA 12.6, which runs with 525 and newer.
 GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run with
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
 Data    cpu: Python's library sources, made in seconds; all other presets: FineWeb, 2 GB, downloaded once to
@@ -61,9 +61,20 @@ if nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null || [ -e /dev/nvidia0 ]; t
 
 # --- Python -----------------------------------------------------------------------------------------------------------
 
-# Prints the requirements. pip cannot ask for a GPU, so comments in requirements.txt hold the versions for GPUs.
-requirements() {
-  if [ $gpu = yes ]; then sed 's/.*# GPU: //' requirements.txt; else cat requirements.txt; fi
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=""
+major=${driver%%.*}
+case "$major" in "" | *[!0-9]*) major=580 ;; esac  # no driver, or none that tells its version
+
+# Installs requirements.txt with the Python $1. (No run has used the build with CUDA 12.6.)
+install() {
+  if [ "$major" -lt 525 ]; then
+    say "the NVIDIA driver $driver is too old for torch, which needs 580 or, with CUDA 12.6, 525"
+  elif [ "$major" -lt 580 ]; then
+    say "the NVIDIA driver $driver is older than 580: installing torch with CUDA 12.6"
+    "$1" -m pip install "$(grep '^torch==' requirements.txt)" --index-url https://download.pytorch.org/whl/cu126 >&2 ||
+      return
+  fi
+  "$1" -m pip install -r requirements.txt >&2
 }
 
 # Prints one line: old (Python), none (no torch), torch-old, or ready followed by the packages of $2 that are missing.
@@ -97,7 +108,7 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       [ -n "$missing" ] || break
       say "installing$missing for $(command -v "$python")"
       # Only one try: a machine without a network can train on existing data without tiktoken and huggingface_hub.
-      "$python" -m pip install --quiet --retries 1 -c <(requirements) $missing >&2 && break
+      "$python" -m pip install --quiet --retries 1 -c requirements.txt $missing >&2 && break
       case "$missing" in
         *numpy* | *triton* | *pytest*)
           die "could not install$missing; install by hand, or activate a virtualenv and start again" ;;
@@ -109,7 +120,7 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       [ "$candidate" = "${VIRTUAL_ENV:-}/bin/python" ] || continue
       python=$candidate
       say "installing requirements.txt into $VIRTUAL_ENV"
-      "$python" -m pip install -r <(requirements) >&2 ||
+      install "$python" ||
         die "could not install requirements.txt into $VIRTUAL_ENV; pip's lines above say why"
       break ;;
   esac
@@ -118,14 +129,14 @@ done
 if [ -z "$python" ]; then
   [ -z "$outdated" ] || say "$outdated has a torch older than 2.11 and is left as it is; using .venv"
   python=.venv/bin/python
-  stamp=$(requirements | cksum)
+  stamp=$(cksum <requirements.txt)
   if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
     [ -n "$base" ] || die "no Python 3.10 or newer on PATH; install one and start again"
     say "installing requirements.txt into .venv; this takes minutes, once"
     "$base" -m venv .venv >&2 ||
       die "could not make .venv with $(command -v "$base");" \
         "its venv module may be a package of its own (Debian: python3-venv)"
-    "$python" -m pip install -r <(requirements) >&2 ||
+    install "$python" ||
       die "could not install requirements.txt into .venv; pip's lines above say why; start again when that is solved"
     echo "$stamp" >.venv/installed
   fi
@@ -156,7 +167,7 @@ if [ "$preset" != cpu ] && [ $gpu = yes ]; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') ||
     die "torch cannot be imported; the lines above say why"
   [ "$gpus" -gt 0 ] ||
-    say "this machine has GPUs, but torch sees none (CPU build, old driver, or CUDA_VISIBLE_DEVICES):" \
+    say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}, or CUDA_VISIBLE_DEVICES):" \
       "training on the CPU"
 fi
 procs=1
@@ -175,13 +186,27 @@ if [ -z "$preset$resume" ]; then  # a checkpoint contains all settings of its ru
   set -- "--preset=$preset" "$@"
 fi
 
+# A wrong argument must not cost a download. The trainer would say the same later.
+check_arguments() {
+  "$python" -c 'if 1:
+    import sys, train_gpt
+    try:
+        train_gpt.parse_config(sys.argv[2:], int(sys.argv[1]))
+    except train_gpt.UserError as error:
+        sys.exit(f"error: {error}")' "$procs" "$@"
+}
+
 # If these files exist, prepare.py need not start. It makes this shard of Python's library last.
 case "$data$preset" in
   given*) ;;
   cpu) [ -e data/stdlib/stdlib_val_000000.bin ] || "$python" data/prepare.py stdlib ;;
   *)
     for shard in val_000000 train_00000{1..9}; do
-      [ -e data/fineweb10B/fineweb_$shard.bin ] || { "$python" data/prepare.py fineweb; break; }
+      [ -e data/fineweb10B/fineweb_$shard.bin ] || {
+        check_arguments "$@"
+        "$python" data/prepare.py fineweb
+        break
+      }
     done ;;
 esac
 [ $mode != data ] || exit 0

@@ -36,6 +36,7 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
+        But it turns by the rotary row 2t + h mod 2: of 6 heads, head 1 of token 3 has position 6 and the angle of row 7.
     K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
     K6  GPT.layers rounds x0_lambdas, bigram_lambdas, resid_lambdas and post_lambdas to bf16 (1.1 ** 0.5 becomes
         1.046875).
@@ -85,7 +86,7 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.checkpoint import check_weights, load_checkpoint, write_checkpoint
 from data.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.files import UserError, one_line, should_report
+from data.files import UserError, claim_report, one_line
 from data.knobs import config_from_dict, help_page, override, read_arguments
 from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data
 from data.log import Log, loaded_sources, published, write_header
@@ -283,7 +284,7 @@ class Schedule:
     final_window: int = 2560  # long window of the last validation, without a rotary update (K10)
     split_stage: int = 3  # untie head and embed after the first odd step of this stage (PR 175, PR 178, varunneal)
     cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
-    lr_floor: float = 0.15  # factor of the learning rate at the end of the cool-down and after it
+    lr_floor: float = 0.15  # factor of all learning rates after the cool-down, in place of lr_mul and not times it
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
     muon_cooldown: int | float = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
@@ -423,6 +424,9 @@ PRESETS = {
 }
 
 
+MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
+
+
 def with_wiring(preset, overrides) -> Config:
     """The preset, with the layers that `wire` makes for the --depth and the --num_heads among the overrides."""
     config = PRESETS[preset]
@@ -444,8 +448,7 @@ def preset_config(preset, overrides, world) -> Config:
     if 0 < config.system.micro_batches < world:
         config = with_system(config, micro_batches=world)
     check_config(config, world)
-    gpus = 1 if preset in ("single", "short", "cpu") else 8  # for which the batches of the preset were chosen
-    return fit_length(config, overrides.keys(), (PRESETS[preset].schedule, gpus), world)
+    return fit_length(config, overrides.keys(), (PRESETS[preset].schedule, MADE_FOR[preset]), world)
 
 
 def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
@@ -1366,6 +1369,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     return StepPlan(
         step=step, stage=index, micro_batch_tokens=tokens,
         max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
+        # Beside a slow average, the fast one forgets as fast as at the first step: the two then see different spans.
         momentum=momentum, momentum_decay=low if slow_share else momentum,
         slow_rate=min(1.0, 1 / (SLOW_PERIOD * total)), slow_share=slow_share,
         average_rates=average_rates(config, step, total),
@@ -1623,7 +1627,8 @@ class Trainer:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         self.synchronize()
         with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
-            kernels_ready = pool.submit(self.compile_kernels) if self.rt.device.type == "cuda" else None
+            ahead = self.rt.device.type == "cuda" and kernels.can_only_compile()
+            kernels_ready = pool.submit(self.compile_kernels) if ahead else None
             for batch in islice(self.validation, 1):  # a rank may have none
                 # With static settings, every stage has a compiled graph of its own.
                 for attn in self.attn if self.static_settings else self.attn[-1:]:
@@ -1633,6 +1638,8 @@ class Trainer:
         self.synchronize()
         self.watch.lap("evaluation")
         self.warm_up_steps(seen := set())
+        if self.model.fp8_projections and self.rt.device.type == "cuda":
+            kernels.check_codes(self.rt.device, self.config.model.num_heads, self.config.model.head_dim)
         if self.config.schedule.minutes:
             self.fit_minutes()
             self.warm_up_steps(seen)
@@ -1768,7 +1775,8 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
     config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
-    write_header(log, argv, sources, config, machine, choices)
+    if rt.rank == 0:
+        write_header(log, argv, sources, config, machine, choices)
     resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
     try:
@@ -1842,7 +1850,7 @@ def main(argv) -> int:
             raise
     finally:
         gc.enable()
-    if should_report(local):
+    if claim_report(local):
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1
 

@@ -88,13 +88,18 @@ def _takes_ref(*tensors, any_dtype=False):
     return tensors[0].device.type == "cpu" and not interpreted
 
 
+def can_only_compile() -> bool:
+    """Whether this Triton has what `only_compiling` needs. Without it, kernels compile one by one at their launch."""
+    return hasattr(getattr(triton, "JITFunction", None), "run") and hasattr(triton, "AsyncCompileMode")
+
+
 @contextmanager
 def only_compiling():
     """In this context, a launch of a kernel by this thread compiles and loads the kernel and does not run it. Eight
     threads compile side by side. Leaving the context waits for them.
 
     What the kernels would have written is undefined. The backward pass runs in this thread, so its kernels compile,
-    too.
+    too. The names that this needs (`can_only_compile`) are not public; Triton 3.6 has them.
     """
     run, device, this_thread = triton.JITFunction.run, torch.cuda.current_device(), threading.get_ident()
 
@@ -989,9 +994,8 @@ def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stri
         lo = _rotated(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         if NARROW:
             second_rstd = tl.where(part < 2, second_rstd, 1.0)[:, None]
-            # In tiles of q and k, `hi` has the row of `lo`, so its angles are the same. The row is written differently,
-            # so that the compiler does not see this and does not keep the angles in registers: it spills 16 instead of
-            # 136 bytes (sm_90, not timed).
+            # In unpaired layers `hi` turns by the angles of `lo`. Its row is written differently, so that the compiler
+            # loads the angles again and does not keep them in registers: it spills 16 instead of 136 bytes (sm_90).
             row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
             hi = _rotated(hi * second_rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
         else:
@@ -2137,6 +2141,26 @@ class Fp8Projections:
         return ProjectionCodes(x8, codes, self.x_scale, scale * factor.detach(), x8_t, codes_t, self.grad_scale)
 
 
+def check_codes(device, H, d):
+    """Raise a RuntimeError unless the kernels that store e5m2 codes in two layouts store the same codes in both, for H
+    heads of width d. One compiler stored codes before they were computed (see _store_qkv_grad)."""
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, device=device).to(dtype)
+
+    one, largest = torch.ones((), device=device), torch.zeros((), device=device)
+    a, b, post = random(16, 128, dtype=E5M2), random(128, 128, dtype=E4M3), random(16, 128).abs().to(E4M3)
+    pairs = {"the MLP": relu_square_codes(a, b, one, one, one, largest, post, one)}
+    dqkv = torch.zeros(16, 3 * H * d, dtype=E5M2, device=device)
+    pairs["attention"] = dqkv, torch.zeros_like(dqkv.view(torch.uint8).T.contiguous()).view(E5M2)
+    heads = [random(16, H, d) for _ in range(3)]
+    project_backward(*heads, random(2, 17, H, d), torch.ones(2, 16, H, device=device), random(16, d // 4, 2), None,
+                     None, False, False, *pairs["attention"], one)
+    for name, (codes, codes_t) in pairs.items():
+        if not torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).T):
+            raise RuntimeError(f"the FP8 kernels of {name} store wrong codes with Triton {triton.__version__}; train"
+                               " with --fp8_mlp=false --fp8_qkv=false")
+
+
 # ======================================================================================================================
 # 5  Pointer: how much attention falls on earlier copies of the target
 #
@@ -2420,7 +2444,10 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # ======================================================================================================================
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
-# real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale
+# Real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale. The constants are those of
+# record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±1.6
+# saturate; they begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the largest gradient that one term
+# of the loss can have. The codes of the gradient were e4m3 at first, whence the 448; e5m2 reaches 128 times as far.
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
 
 

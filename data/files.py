@@ -56,8 +56,8 @@ def atomic_write(path):
             partial.unlink()
 
 
-def should_report(local) -> bool:
-    """Whether this process should print why the run ends. Of the processes on one machine, one is enough.
+def claim_report(local) -> bool:
+    """Claim to print why the run ends; True for the first process of a machine that asks. One report is enough.
 
     local: rank on this machine.
     """

@@ -110,10 +110,10 @@ def most_documents(lengths: np.ndarray, tokens: int) -> int:
 def training_arguments(name: str, separator: int) -> list[str]:
     """The trainer's arguments for the shards of data/NAME: a preset, and changes that fit the preset to the amount of
     text and the lengths of the documents. Raises UserError when there is too little text."""
-    preset = "cpu" if separator == BYTE_SEPARATOR else "record"
+    preset = "cpu" if separator == BYTE_SEPARATOR else "single"
     import train_gpt  # only this command needs it, for the presets
-    config = train_gpt.PRESETS[preset]
-    data, stages, micro_batches = config.data, config.schedule.stages, config.system.micro_batches
+    config = train_gpt.parse_config([f"--preset={preset}"])
+    data, stages, least = config.data, config.schedule.stages, config.system.micro_batches or 4  # 0: at least 4 of single
     arguments = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
 
     # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an
@@ -121,6 +121,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
     max_doc_len, train_files = min(stage.max_doc_len for stage in stages), find_files(arguments["train_files"])
     lengths = [np.minimum(loader.Shard(path, config.model).lengths, max_doc_len) for path in train_files]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
+    micro_batches = least
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
         micro_batches *= 2
     if longest <= largest // micro_batches:
@@ -146,8 +147,8 @@ def training_arguments(name: str, separator: int) -> list[str]:
         if len(n) and (most := most_documents(n, tokens + 1)) >= loader.cu_seqlens_size(tokens, tokens_per_doc):
             tokens_per_doc = max(1, tokens // (most + 1))
 
-    fitting = {"micro_batches": micro_batches, "val_tokens": val_tokens, "val_batch_tokens": piece,
-               "tokens_per_doc": tokens_per_doc, "sample_tokens": 200, "sample_prompt": ""}
+    fitting = {"micro_batches": config.system.micro_batches if micro_batches == least else micro_batches,
+               "val_tokens": val_tokens, "val_batch_tokens": piece, "tokens_per_doc": tokens_per_doc, "sample_tokens": 200, "sample_prompt": ""}
     defaults = flatten(config)
     arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
     return [f"--{key}={value}" for key, value in arguments.items()]

@@ -72,9 +72,10 @@ def fit_length(config, by_hand, made_for, world):
     The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
     tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
     time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
-    root of tokens times fixed cost. The rates grow with batch ** 0.35 (records/2026-11-22_short_runs has the numbers,
-    records/2026-11-22_lengths the check at three lengths). table_beta2 keeps its half-life in tokens: .975 gained .020
-    in runs of 12288 to 36864 tokens per step, and lost .006 with 131072 (records/2026-11-22_lengths).
+    root of tokens times fixed cost. The rates, lr_floor among them, grow with batch ** 0.35
+    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths the check at three lengths). table_beta2
+    keeps its half-life in tokens: .975 gained .020 in runs of 12288 to 36864 tokens per step, and lost .006 with 131072
+    (records/2026-11-22_lengths).
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for).
@@ -100,6 +101,9 @@ def fit_length(config, by_hand, made_for, world):
         ratio = total_tokens(dataclasses.replace(native, stages=tuple(stages))) / total_tokens(native)  # of the batches
         beta2 = round(config.optim.table_beta2 ** ratio, 4)
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, table_beta2=beta2))
+    if not by_hand & {"lr_floor", f"stage{len(stages)}.lr_mul"}:
+        floor = round(schedule.lr_floor * stages[-1].lr_mul / schedule.stages[-1].lr_mul, 4)
+        schedule = dataclasses.replace(schedule, lr_floor=floor)
     schedule = dataclasses.replace(schedule, stages=tuple(stages))
     if "scheduled_steps" not in by_hand:
         extension = schedule.extension_steps if "extension_steps" in by_hand else None
@@ -206,6 +210,10 @@ def check_config(config, world=1):
                 f"--{key}={value}: must be a whole number of steps, or from 0 to below 1, a part of the run")
     for key in "table_beta2", "muon_beta2", "slow_momentum":
         require(0 <= getattr(config.optim, key) < 1, f"--{key}={getattr(config.optim, key)}: must be from 0 to below 1")
+    # Steps may exceed a short run: record 74's warm-up in 149 steps is a yardstick (records/2026-11-22_baselines).
+    require(sum(value for value in (schedule.muon_warmup, schedule.muon_cooldown) if value < 1) <= 1,
+            f"--muon_warmup={schedule.muon_warmup} --muon_cooldown={schedule.muon_cooldown}: parts of one run, so their"
+            " sum must be at most 1")
     require(config.optim.polar_steps in (4, 5), f"--polar_steps={config.optim.polar_steps}: must be 4 or 5")
     blend = config.optim.average_blend
     require(0 <= blend <= 1, f"--average_blend={blend}: must be from 0 (last weights) to 1 (averages)")

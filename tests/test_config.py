@@ -139,6 +139,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_lr=-0.1": "--muon_lr=-0.1: must be 0 or more",
     "--lr_floor=-0.1": "--lr_floor=-0.1: must be 0 or more",
     "--stage2.lr_mul=-1": "--stage2.lr_mul=-1.0: must be 0 or more",
+    "--preset=short --muon_warmup=0.6 --muon_cooldown=0.5": "parts of one run, so their sum must be at most 1",
     "--muon_cooldown=-1": "--muon_cooldown=-1: must be 0 or more",
     "--muon_warmup=x": "--muon_warmup=x: expected a number",
     "--cooldown_frac=1.5": "cooldown_frac",

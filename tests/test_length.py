@@ -46,6 +46,7 @@ def test_rule(preset, world):
         for a, b in zip(shorter.stages, longer.stages):
             assert a.batch_tokens <= b.batch_tokens and a.lr_mul <= b.lr_mul
             assert b.lr_mul / a.lr_mul == pytest.approx((b.batch_tokens / a.batch_tokens) ** 0.35, rel=1e-3)
+        assert longer.lr_floor / shorter.lr_floor == pytest.approx(b.lr_mul / a.lr_mul, rel=5e-3)
     assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
 
 
@@ -100,6 +101,7 @@ def test_single_is_a_longer_short():
         assert single == T.parse_config(["--preset=short", *(more or ["--train_tokens=340e6"])], world)
     s = schedule("--preset=single")
     assert s.stages[0].batch_tokens == 131072 and (s.scheduled_steps, s.extension_steps) == (2518, 76)
+    assert s.lr_floor == 0.2437  # as large a part of lr_mul, 1.2184, as .15 of .75
     assert T.parse_config(["--preset=short", "--train_tokens=340e6", "--table_beta2=0.9"]).optim.table_beta2 == 0.9
     by_hand = [f"--stage{i}.batch_tokens=65536" for i in range(1, 5)]
     assert T.parse_config(["--preset=short", "--train_tokens=340e6", *by_hand]).optim.table_beta2 == round(0.98**2, 4)
@@ -111,6 +113,9 @@ def test_pieces_set_by_hand_stay():
     assert [stage.batch_tokens for stage in s.stages] == [49152, 8192, 49152, 49152]
     assert s.stages[1].lr_mul == 0.75 and s.stages[2].lr_mul == 0.123456 and s.extension_steps == 6
     assert abs(total_tokens(s) - 50e6) < 65536
+    for knob in "lr_floor", "stage4.lr_mul", "stage4.batch_tokens":
+        s = schedule("--preset=short", "--train_tokens=340e6", f"--{knob}={'65536' if 'batch' in knob else '0'}")
+        assert s.lr_floor == (0 if knob == "lr_floor" else 0.15)
     s = schedule("--preset=short", "--train_tokens=50e6", "--scheduled_steps=300")
     assert s.scheduled_steps == 300 and s.train_tokens == total_tokens(s)  # which the log shows
 

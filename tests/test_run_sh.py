@@ -22,7 +22,6 @@ if [ "$1" = -c ]; then
 fi
 line="$(basename "$(dirname "$(dirname "$0")")")/$(basename "$0")"
 for argument in "$@"; do
-  case "$argument" in /dev/fd/*) cat "$argument" >"$CALLS.installed"; argument=requirements ;; esac
   line="$line|$argument"
 done
 echo "$line" >>"$CALLS"
@@ -41,6 +40,10 @@ open(os.environ["CALLS"] + ".imported", "w")
 class cuda:
     device_count = staticmethod(lambda: int(os.environ["TORCH_GPUS"]))
 """
+TRAINER = """class UserError(Exception): pass
+def parse_config(argv, world):
+    if "--learning_rate=3" in argv: raise UserError("unknown key --learning_rate")
+"""
 
 
 class Machine:
@@ -58,7 +61,10 @@ class Machine:
         self.executable(self.repo / "run.sh", text.replace("/dev/nvidia0", "../nvidia0"))
         for name in ("python3", "python"):  # both, so that no real one further down PATH is found
             self.executable(bin / name, PYTHON)
-        self.executable(bin / "nvidia-smi", '#!/bin/sh\nfor i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n')
+        self.executable(bin / "nvidia-smi", (
+            '#!/bin/sh\n[ "$1" = -L ] || exec echo "${DRIVER:-580.65.06}"\n'
+            'for i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n'))
+        (self.repo / "train_gpt.py").write_text(TRAINER)
         self.env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "CALLS": str(folder / "calls"),
                     "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "TORCH_GPUS": "0"}
 
@@ -95,13 +101,13 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path):
     machine = Machine(tmp_path)
-    machine.site("system", "2.13.0+cpu")
+    machine.site("system", "2.11.0+cpu")
     return machine
 
 
 STDLIB, FINEWEB = (f"system/python3|data/prepare.py|{name}" for name in ("stdlib", "fineweb"))
 IN_VENV = ".venv/python"
-VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements"]
+VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements.txt"]
 
 
 def train(procs, *arguments, python="system/python3") -> str:
@@ -187,19 +193,19 @@ def test_data_that_is_there_is_not_prepared_again(machine):
 def test_missing_packages_are_installed(machine):
     """Training needs numpy and triton, and goes on without the others."""
     machine.site("system", "2.11.0", ["numpy", "huggingface_hub", "triton"])
-    pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements|"
+    pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|"
     assert machine.run("test", "-k", "a or b") == [
         pip + "tiktoken|pytest|pytest-xdist", "system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"]
     assert machine.run(PIP_STATUS="1") == [pip + "tiktoken", STDLIB, train(1, "--preset=cpu")]
     assert "could not install tiktoken; going on without" in machine.err
-    machine.site("system", "2.13.0", ["tiktoken", "huggingface_hub", "triton"])
+    machine.site("system", "2.11.0", ["tiktoken", "huggingface_hub", "triton"])
     assert machine.run(PIP_STATUS="1", status=1) == [pip + "numpy"]
     assert "could not install numpy; install by hand" in machine.err
 
 
 def test_without_a_recent_torch_a_venv_is_made_once(machine):
     machine.site("system", "2.10.1")
-    machine.site("dotvenv", "2.13.0")
+    machine.site("dotvenv", "2.11.0")
     start = train(1, "--preset=cpu", python=IN_VENV)
     assert machine.run(PIP_STATUS="1", status=1) == VENV
     assert machine.err.splitlines()[-1].startswith("run.sh: could not install requirements.txt into .venv")
@@ -234,7 +240,7 @@ def test_an_active_virtualenv(machine, virtualenv):
     """It comes first. Without torch it gets the requirements, with an old torch it stays as it is."""
     machine.site("active", None, [])
     python = "active env/python"
-    pip, start = f"{python}|-m|pip|install|-r|requirements", train(1, "--preset=cpu", python=python)
+    pip, start = f"{python}|-m|pip|install|-r|requirements.txt", train(1, "--preset=cpu", python=python)
     assert machine.run(PIP_STATUS="1", status=1, **virtualenv) == [pip]
     assert "could not install requirements.txt into" in machine.err
     assert machine.run(DATA_PATH="/x", **virtualenv) == [pip, start]
@@ -242,21 +248,34 @@ def test_an_active_virtualenv(machine, virtualenv):
     assert machine.run(DATA_PATH="/x", **virtualenv) == [start] and not (machine.repo / ".venv").exists()
     machine.site("active", "2.4.0")
     machine.site("system", None)
-    machine.site("dotvenv", "2.13.0")
+    machine.site("dotvenv", "2.11.0")
     assert machine.run(DATA_PATH="/x", **virtualenv) == [
         f"{python}|-m|venv|.venv", VENV[1], train(1, "--preset=cpu", python=IN_VENV)]
     assert "active env/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
 
 
-def test_a_gpu_gets_the_versions_that_were_measured(machine):
+def test_the_versions_are_those_that_were_measured():
     log = next(ROOT.glob("records/2026-11-21_h100/*.txt")).read_text()
-    measured = dict(re.findall(r"^Running (?:Py)?([Tt]orch|Triton) (?:version )?([\d.]+)", log.lower(), re.M | re.I))
+    measured = re.findall(r"^Running (?:PyTorch|Triton version) ([\d.]+)", log, re.M)
+    text = (ROOT / "requirements.txt").read_text()
+    assert [re.search(rf"^{name}==([\d.]+)", text, re.M)[1] for name in ("torch", "triton")] == measured
+
+
+@pytest.mark.parametrize("driver, words", [
+    ("580.65.06", ""), ("570.86.10", "driver 570.86.10 is older than 580: installing torch with CUDA 12.6"),
+    ("470.1", "driver 470.1 is too old for torch, which needs 580 or, with CUDA 12.6, 525")])
+def test_an_old_driver_gets_another_build(machine, driver, words):
     machine.site("system", None)
     machine.site("dotvenv", "2.11.0")
-    for gpu in "0", "1":
-        machine.run("--preset=cpu", SMI_GPUS=gpu)
-        installed = dict(re.findall(r"^([\w-]+)==([\d.]+)", (machine.folder / "calls.installed").read_text(), re.M))
-        assert [installed[name] == measured[name] for name in ("torch", "triton")] == [gpu == "1"] * 2
+    first = f"{IN_VENV}|-m|pip|install|torch==2.11.0|--index-url|https://download.pytorch.org/whl/cu126"
+    calls = machine.run("--preset=cpu", SMI_GPUS="1", DRIVER=driver)
+    assert calls[:3] == [VENV[0], *[first] * ("570" in driver), VENV[1], STDLIB.replace("system/python3", IN_VENV)][:3]
+    assert words in machine.err and ("driver" in machine.err) == bool(words)
+
+
+def test_a_wrong_argument_costs_no_download(machine):
+    assert machine.run("--preset=short", "--learning_rate=3", status=1) == []
+    assert machine.err == "error: unknown key --learning_rate\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
