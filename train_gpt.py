@@ -94,7 +94,7 @@ from data.machine import (
     capability, check_start, choose_kernels, error_message, init_runtime, is_out_of_memory, rank_from_env,
     restart_with_more_micro_batches, state_bytes, with_system)
 from data.minutes import seconds_per_step
-from data.rules import allowed_changes, check_config, fit_length, stage_starts, with_minutes
+from data.rules import allowed_changes, check_config, fit_length, momentum_steps, stage_starts, with_minutes
 from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
@@ -396,7 +396,8 @@ PRESETS = {
     # fewer rows of bigrams, to fit a GPU of 12 GB.
     "record": Config(
         dataclasses.replace(MODEL, bigram_tables=7.5),
-        Schedule(scheduled_steps=1260, split_stage=4, muon_momentum=(0.85, 0.93), sampled_frac=0.93),
+        Schedule(scheduled_steps=1260, split_stage=4, muon_momentum=(0.85, 0.93), muon_warmup=0.2308,
+                 muon_cooldown=0.0385, sampled_frac=0.93),
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. With
@@ -1358,7 +1359,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     decay_start = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
     t = min(1.0, max(0.0, (step - decay_start) / (schedule.scheduled_steps - decay_start)))  # K11
     low, high = schedule.muon_momentum
-    warmup, cooldown = (round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
+    warmup, cooldown = momentum_steps(schedule)
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     momentum = low + (high - low) * warmth
     slow_share = config.optim.slow_momentum if step >= SLOW_START * total else 0.0

@@ -148,7 +148,8 @@ def training_arguments(name: str, separator: int) -> list[str]:
             tokens_per_doc = max(1, tokens // (most + 1))
 
     fitting = {"micro_batches": config.system.micro_batches if micro_batches == least else micro_batches,
-               "val_tokens": val_tokens, "val_batch_tokens": piece, "tokens_per_doc": tokens_per_doc, "sample_tokens": 200, "sample_prompt": ""}
+               "val_tokens": val_tokens, "val_batch_tokens": piece, "tokens_per_doc": tokens_per_doc,
+               "sample_tokens": 200, "sample_prompt": ""}
     defaults = flatten(config)
     arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
     return [f"--{key}={value}" for key, value in arguments.items()]

@@ -13,6 +13,7 @@ import train_gpt as T
 from data.files import UserError
 from data.knobs import flatten, parse_value, render
 from data.machine import Runtime
+from data.rules import momentum_steps
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
 RECORD, RECORD74 = T.PRESETS["record"], T.PRESETS["record74"]
@@ -139,7 +140,6 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_lr=-0.1": "--muon_lr=-0.1: must be 0 or more",
     "--lr_floor=-0.1": "--lr_floor=-0.1: must be 0 or more",
     "--stage2.lr_mul=-1": "--stage2.lr_mul=-1.0: must be 0 or more",
-    "--preset=short --muon_warmup=0.6 --muon_cooldown=0.5": "parts of one run, so their sum must be at most 1",
     "--muon_cooldown=-1": "--muon_cooldown=-1: must be 0 or more",
     "--muon_warmup=x": "--muon_warmup=x: expected a number",
     "--cooldown_frac=1.5": "cooldown_frac",
@@ -157,6 +157,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--model_dim=24 --num_heads=1 --kernels=attention:torch": "--fp8_mlp takes multiples of 16 .* --fp8_mlp=false",
     "--preset=record74 --num_heads=3 --model_dim=384": "the paired layers 0,2,5,9 need an even number of heads",
     "--preset=record74 --depth=8": "record74 has 11 layers", "--depth=2": "from 3 to 24 layers",
+    "--muon_warmup=0.7 --muon_cooldown=0.4": r"--muon_warmup=0.7 --muon_cooldown=0.4: 910 and 520 steps, .* only 1300",
+    "--preset=record74 --scheduled_steps=300": "--muon_warmup=300 --muon_cooldown=50: 300 and 50 steps, .* only 340",
     "--dtype=float32": "--kernels=attention:torch",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 999999 steps",
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
@@ -257,6 +259,8 @@ def test_momentum_over_fractions_of_the_run():
 
     assert momenta("--muon_warmup=0.2", "--muon_cooldown=0.05") == momenta("--muon_warmup=20", "--muon_cooldown=5")
     assert momenta("--muon_warmup=0", "--muon_cooldown=0") == [0.95] * 101
+    assert max(momenta("--muon_warmup=101")) < 0.95  # a trial that ends within the warm-up of a longer run
+    assert momentum_steps(RECORD.schedule) == momentum_steps(RECORD74.schedule) == (300, 50)
     assert momenta("--muon_warmup=20", "--muon_cooldown=5")[10:100:89] == pytest.approx([0.9, 0.87])
 
 

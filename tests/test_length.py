@@ -50,7 +50,7 @@ def test_rule(preset, world):
     assert 0.8 < found[-1].stages[0].batch_tokens / found[0].stages[0].batch_tokens / (1e10 / 1e6) ** 0.5 < 1.3
 
 
-@pytest.mark.parametrize("preset, world", [("record74", 8), ("short", 1), ("cpu", 1)])
+@pytest.mark.parametrize("preset, world", [("record74", 8), ("record", 8), ("short", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset]
     tokens = total_tokens(config.schedule)
@@ -58,7 +58,7 @@ def test_own_length_changes_nothing(preset, world):
     plans = [[T.make_plan(with_system(c, micro_batches=8), step) for step in range(stage_starts(c.schedule)[-1] + 1)]
              for c in (config, fitted)]
     assert plans[0] == plans[1]
-    # Muon's warm-up and cool-down become parts of the run, which are the same numbers of steps.
+    # Muon's warm-up and cool-down in steps become parts of the run, which are the same numbers of steps.
     own = {key: getattr(config.schedule, key) for key in ("muon_warmup", "muon_cooldown", "train_tokens")}
     assert dataclasses.replace(fitted, schedule=dataclasses.replace(fitted.schedule, **own)) == config
 
@@ -91,7 +91,7 @@ def test_more_gpus_take_larger_batches():
     assert batches == [32768, 49152, 65536, 65536]
     assert schedule("--train_tokens=396e6", world=8).stages == T.RECORD74.schedule.stages
     s = schedule("--preset=record", "--train_tokens=396e6")  # on one GPU
-    assert s.stages[0].batch_tokens == 65536 and s.muon_warmup == round(300 / 1300, 4)
+    assert s.stages[0].batch_tokens == 65536
 
 
 def test_single_is_a_longer_short():
