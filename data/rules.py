@@ -190,7 +190,8 @@ def check_config(config, world=1):
         require(not layer.dynamic or model.dynamic_sizes[i],
                 f"--layer{i}.dynamic=True: neither this layer nor those up to the next dynamic one have factors")
         require(i == 0 or layer.two_lanes or not layers[i - 1].two_lanes,
-                f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two")
+                f"--layer{i}.two_lanes=False: layer {i - 1} has two lanes, so all later layers need two; add"
+                f" --layer{i}.two_lanes=true")
 
     require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
             f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"

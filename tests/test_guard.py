@@ -15,6 +15,7 @@ the curve again.
 import json
 import sys
 import tempfile
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -202,6 +203,19 @@ def test_it_bites_on_a_gpu(corpus, monkeypatch):
     """With the break that moves the loss most of those that do not depend on the kernels."""
     BREAKS["state at the split"](monkeypatch)
     assert leaves(curve([*corpus, *GPU]), "record74", "gpu_tolerance")
+
+
+@pytest.mark.parametrize("layers", [8, 14])
+@pytest.mark.parametrize("preset", ["record74", "record", "short", "cpu"])
+def test_another_number_of_layers(corpus, preset, layers):
+    """A preset with fewer or more layers learns; the message of a refusal names the knob that is missing."""
+    args = [*corpus, f"--preset={preset}", f"--layers={layers}"]
+    for layer in range(11, layers if preset == "record74" else 0):
+        with pytest.raises(UserError, match=f"; add --layer{layer}.two_lanes=true$"):
+            next(curve(args))
+        args.append(f"--layer{layer}.two_lanes=true")
+    before, first, second = islice(curve(args), 3)
+    assert second < first and 4.8 < before < 4.9  # log(128) before the first step
 
 
 # ---- Every knob that is learned moves the loss -----------------------------------------------------------------------
