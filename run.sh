@@ -190,9 +190,10 @@ fi
 check_arguments() {
   "$python" -c 'if 1:
     import sys, train_gpt
+    from data.run.errors import UserError
     try:
         train_gpt.parse_config(sys.argv[2:], int(sys.argv[1]))
-    except train_gpt.UserError as error:
+    except UserError as error:
         sys.exit(f"error: {error}")' "$procs" "$@"
 }
 

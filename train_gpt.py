@@ -56,26 +56,21 @@ import dataclasses
 import functools
 import gc
 import hashlib
-import importlib.util
 import math
 import os
 import signal
 import sys
 from bisect import bisect_right
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-# Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
-# translate 2300 files, so this file keeps their bytecode in its own folder. The processes of the compiler read the
-# environment variable.
-if sys.pycache_prefix is None and (spec := importlib.util.find_spec("torch")) and not os.path.exists(spec.cached or ""):
-    sys.pycache_prefix, sys.dont_write_bytecode = str(Path(__file__).resolve().parent / "__pycache__"), False
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+if __name__ == "__main__":
+    from data.run.bytecode import keep_bytecode
+    keep_bytecode()  # before torch is imported
 
 import numpy as np
 import torch
@@ -84,17 +79,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
-from data.checkpoint import check_weights, load_checkpoint, write_checkpoint
-from data.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.files import UserError, claim_report, one_line
-from data.knobs import config_from_dict, help_page, override, read_arguments
-from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch, survey_training_data
-from data.log import Log, loaded_sources, published, write_header
-from data.machine import (
-    capability, check_start, choose_kernels, error_message, init_runtime, is_out_of_memory, rank_from_env,
-    restart_with_more_micro_batches, state_bytes, with_system)
-from data.minutes import seconds_per_step
-from data.rules import allowed_changes, check_config, fit_length, momentum_steps, stage_starts, with_minutes
+from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch
+from data.run import arguments
+from data.run.arguments import Presets
+from data.run.checkpoint import check_weights, load_checkpoint, write_checkpoint
+from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
+from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
+from data.run.knobs import help_page, override
+from data.run.length import momentum_steps, stage_starts
+from data.run.log import Log, loaded_sources, published, write_header
+from data.run.machine import capability, choose_kernels, init_runtime, rank_from_env
+from data.run.memory import restart_with_more_micro_batches, state_bytes
+from data.run.sample import checkpoint_config, sample, sample_command
+from data.run.start import check_start
+from data.run.warmup import warm_up
 from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
@@ -442,50 +440,9 @@ def with_wiring(preset, overrides) -> Config:
         config.model, layers=layers, backout_layer=layers[-1].input_from))
 
 
-def preset_config(preset, overrides, world) -> Config:
-    """A preset with overrides, checked, and with the batches, rates and steps that --train_tokens or --minutes gives
-    it for `world` ranks."""
-    config = override(with_wiring(preset, overrides), overrides)
-    if 0 < config.system.micro_batches < world:
-        config = with_system(config, micro_batches=world)
-    check_config(config, world)
-    return fit_length(config, overrides.keys(), (PRESETS[preset].schedule, MADE_FOR[preset]), world)
-
-
-def resumed_config(overrides, preset, world=1) -> tuple[Config, int]:
-    """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
-    that are not in KEPT_KNOBS: machine, FP8, output, validation.
-
-    Raises UserError when an override or the preset changes another knob, and when the run is finished.
-    """
-    path = overrides["resume"]
-    state = load_checkpoint(path)
-    saved = with_system(config_from_dict(RECORD74, state["config"]), profile="")
-    wanted = preset_config(preset, overrides, world) if preset else override(saved, overrides)
-    config = override(saved, allowed_changes(path, wanted, saved, overrides, preset))
-    check_weights(state, GPT(config.model, None, torch.bfloat16, torch.device("meta")))
-    step, total = state["step"], stage_starts(config.schedule)[-1]
-    if step >= total:
-        raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
-                        " or start a longer run")
-    return config, step
-
-
 def parse_config(argv, world=1) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument."""
-    overrides = read_arguments(argv)
-    preset = overrides.pop("preset", None)
-    if preset not in (None, *PRESETS):
-        raise UserError(f"--preset={preset}: known presets are {', '.join(PRESETS)}")
-    if overrides.get("resume"):
-        config, first_step = resumed_config(overrides, preset, world)
-    else:
-        config, first_step = preset_config(preset or "record", overrides, world), 0
-    check_config(config, world)
-    if config.system.profile and config.system.profiled.start < first_step:
-        raise UserError(f"--profile={config.system.profile}: the resumed run starts at step {first_step}; profile later"
-                        " steps")
-    return config
+    return arguments.parse_config(argv, world, Presets(PRESETS, MADE_FOR, with_wiring))
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -666,7 +623,8 @@ def attention_settings(config, device, dtype, number=torch.tensor) -> list[Atten
     number: makes windows and scale from Python numbers.
     """
     stages = config.schedule.stages
-    rows = 2 * max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
+    tokens = max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
+    rows = 2 * 128 * -(-tokens // 128)  # evaluations pad a forward pass to a multiple of 128 tokens
     states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
     settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), number(stage.short_window),
                                   number(stage.long_window), number(scale), stage.max_doc_len)
@@ -907,6 +865,7 @@ class GPT(nn.Module):
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
 
         lane0, lane1 = x0, None  # lane 1 begins where a layer has two lanes
+        first = backout = before_mix = None  # streams that later layers read
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
@@ -1389,9 +1348,12 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
     return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True, point=point)
 
 
-def validate(forward, head, data, attn, rt) -> float:
-    """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none."""
-    total = sum((summed_loss(forward, head, batch, attn) for batch in data), torch.zeros((), device=rt.device))
+def validate(summed_loss, data, attn, rt) -> float:
+    """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none.
+
+    summed_loss: function (batch, attn), such as the one above with its first two arguments.
+    """
+    total = sum((summed_loss(batch, attn) for batch in data), torch.zeros((), device=rt.device))
     all_reduce(total, rt)
     return total.item() / data.config.data.val_tokens
 
@@ -1461,18 +1423,6 @@ class MicroStep:
         return loss
 
 
-def warmup_steps(plans, seen) -> list[int]:
-    """The steps that are the first to have a key that is not in `seen`. Adds their keys to `seen`. The warm-up runs
-    these steps to compile and capture all graphs."""
-    steps = []
-    for plan in plans:
-        keys = {("forward", plan.forward_key), ("update", plan.update_key)}
-        if not keys <= seen:
-            steps.append(plan.step)
-        seen |= keys
-    return steps
-
-
 class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
@@ -1507,6 +1457,7 @@ class Trainer:
                                      self.model.embed, ops.pointer, config.model.gate_id)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
+        self.summed_loss = functools.partial(summed_loss, self.forward, self.head)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched = self.optimizer.touched
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
@@ -1521,159 +1472,6 @@ class Trainer:
         self.profiler = profiler(self) if config.system.profile else None
         self.synchronize()
         watch.lap("model")
-
-    def set_length(self, config):
-        """Plan the steps of a config, which may differ from the last one only in the number of steps."""
-        self.config, self.total = config, stage_starts(config.schedule)[-1]
-        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
-        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
-        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
-        # A row takes a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
-        width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
-        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
-        self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
-        self.loader = self.new_loader(self.plans[:-1], config)
-
-    def init_weights(self):
-        """`GPT.init_weights`, and the weights of rank 0 for all ranks."""
-        self.model.init_weights(self.config.system.seed)
-        if self.rt.world > 1:
-            for param in self.model.parameters():
-                dist.broadcast(param.detach(), 0)
-
-    def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
-        """`GPT.forward`, with its layers compiled."""
-        embeddings = self.model.lookup(tokens, row_ids, pieces)
-        # One compiled graph serves all lengths of training. Validations have a single length, and the compiler traces a
-        # graph for a single length faster.
-        for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
-            torch._dynamo.mark_dynamic(x, 0)
-        return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
-
-    def new_loader(self, plans, config):
-        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
-
-    def step(self, loader, plan, micro_steps, eager=False):
-        """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
-
-        eager: affects the first micro-batch only.
-        """
-        attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
-        with trace_range(f"step {plan.step}"):
-            for number in range(micro_steps):
-                with trace_range("data"):
-                    batch = loader.next_batch()
-                with trace_range("micro-step"):
-                    loss = self.micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
-            self.optimizer.step(plan)
-            if plan.adam:
-                with trace_range("update head codes"):
-                    self.head.refresh()
-            if self.model.fp8_mlps:
-                with trace_range("update MLP codes"):
-                    self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
-            if self.model.fp8_projections:
-                with trace_range("update projection codes"):
-                    self.model.fp8_projections.refresh()
-        return loss
-
-    def quantise_weights(self, mlp_scales=None):
-        """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
-        self.head.refresh()
-        if self.model.fp8_mlps:
-            self.model.fp8_mlps.load_state_dict(mlp_scales)
-        if self.model.fp8_projections:
-            self.model.fp8_projections.refresh()
-
-    def synchronize(self):
-        if self.rt.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def sync_ranks(self):
-        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then go on together."""
-        gc.collect()
-        self.synchronize()
-        if self.rt.world > 1:
-            dist.barrier()
-
-    def compile_kernels(self):
-        """Compile the Triton kernels of a step and of a validation.
-
-        A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
-        kernel runs. So weights and optimizer state stay as they are.
-        """
-        torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
-        N, attn = 256, self.attn[0]
-        tokens, cu = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128)
-        losses = {(plan.candidates, len(plan.mtp_weights)) for plan in self.plans}
-        updates = {plan.update_key: plan for plan in self.plans[:-1]}
-        with torch.cuda.stream(self.micro_step.stream):
-            with kernels.only_compiling():
-                with torch.no_grad():
-                    batch = make_batch(tokens, cu, self.config, self.rt.device)
-                    summed_loss(self.model, self.head, batch, attn)
-                for count, terms in losses:
-                    batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
-                    MicroStep(self.model, self.head, 1.0, False).run(batch, self.mtp_table[0, :terms], attn)
-                for plan in updates.values():
-                    self.optimizer.compile_kernels(plan)
-            for param in self.model.parameters():  # gradients of kernels that did not run
-                param.grad.zero_()
-
-    def warm_up(self):
-        """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of
-        step 0."""
-        torch._dynamo.config.recompile_limit = 64  # with plain attention, layers has 9 graphs; the default is 8
-        # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-        self.synchronize()
-        with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
-            ahead = self.rt.device.type == "cuda" and kernels.can_only_compile()
-            kernels_ready = pool.submit(self.compile_kernels) if ahead else None
-            for batch in islice(self.validation, 1):  # a rank may have none
-                # With static settings, every stage has a compiled graph of its own.
-                for attn in self.attn if self.static_settings else self.attn[-1:]:
-                    summed_loss(self.forward, self.head, batch, attn)
-            if kernels_ready is not None:
-                kernels_ready.result()
-        self.synchronize()
-        self.watch.lap("evaluation")
-        self.warm_up_steps(seen := set())
-        if self.model.fp8_projections and self.rt.device.type == "cuda":
-            kernels.check_codes(self.rt.device, self.config.model.num_heads, self.config.model.head_dim)
-        if self.config.schedule.minutes:
-            self.fit_minutes()
-            self.warm_up_steps(seen)
-        if self.config.optim.average_blend:
-            self.optimizer.blend(self.plans[-1])  # the first blend loads kernels, which must not be on the clock
-        self.log.line("Resetting Model")
-        self.init_weights()
-        self.optimizer.load_state_dict({})
-        self.quantise_weights()
-
-    def warm_up_steps(self, seen):
-        """Run the first step with each key that is not in `seen`, with one micro-batch."""
-        if not (steps := warmup_steps(self.plans[self.first_step:-1], seen)):
-            return
-        self.log.line(f"Sampling steps {steps} for warmup")
-        one_micro_step = with_system(self.config, micro_batches=self.rt.world)
-        loader = self.new_loader([self.plans[step] for step in steps], one_micro_step)
-        for step in steps:
-            self.step(loader, self.plans[step], 1)
-            self.synchronize()
-            self.watch.lap(f"step {step}")
-
-    def fit_minutes(self):
-        """Give the run as many steps as --minutes asks for. Changes weights and optimizer state."""
-        config = with_minutes(self.config, seconds_per_step(self))
-        check_config(config, self.rt.world)  # --profile may ask for steps that the run does not have
-        self.set_length(config)
-        found, enough = survey_training_data(config)
-        if not enough:
-            self.log.line(f"warning: {found}")
-        keys = "minutes", "train_tokens", "scheduled_steps", "extension_steps"
-        self.log.line("length: " + " ".join(f"{key}={getattr(config.schedule, key)}" for key in keys))
-        self.watch.lap("length")
 
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
@@ -1723,10 +1521,43 @@ class Trainer:
             self.log.line(self.profiler.cost())
         return loss, clock
 
+    def step(self, loader, plan, micro_steps, eager=False):
+        """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
+
+        eager: affects the first micro-batch only.
+        """
+        attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
+        with trace_range(f"step {plan.step}"):
+            for number in range(micro_steps):
+                with trace_range("data"):
+                    batch = loader.next_batch()
+                with trace_range("micro-step"):
+                    loss = self.micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
+            self.optimizer.step(plan)
+            if plan.adam:
+                with trace_range("update head codes"):
+                    self.head.refresh()
+            if self.model.fp8_mlps:
+                with trace_range("update MLP codes"):
+                    self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
+            if self.model.fp8_projections:
+                with trace_range("update projection codes"):
+                    self.model.fp8_projections.refresh()
+        return loss
+
+    def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
+        """`GPT.forward`, with its layers compiled."""
+        embeddings = self.model.lookup(tokens, row_ids, pieces)
+        # One compiled graph serves all lengths of training. Validations have a single length, and the compiler traces a
+        # graph for a single length faster.
+        for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
+            torch._dynamo.mark_dynamic(x, 0)
+        return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
+
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""
         attn = self.attn[-1 if step == self.total else plan.stage]
-        loss, train_ms = validate(self.forward, self.head, self.validation, attn, self.rt), 1000 * seconds
+        loss, train_ms = validate(self.summed_loss, self.validation, attn, self.rt), 1000 * seconds
         self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{train_ms:.0f}ms"
                       f" step_avg:{train_ms / max(step, 1):.2f}ms")
         require_finite(loss, f"validation loss before step {step}")
@@ -1740,6 +1571,17 @@ class Trainer:
             if copied is not None:
                 copied.synchronize()
             require_finite(loss.item(), f"training loss of step {step}")
+
+    def synchronize(self):
+        if self.rt.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def sync_ranks(self):
+        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then go on together."""
+        gc.collect()
+        self.synchronize()
+        if self.rt.world > 1:
+            dist.barrier()
 
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
@@ -1765,14 +1607,72 @@ class Trainer:
         self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
         torch.set_rng_state(state["rng"])
 
+    # The start
 
-def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=False):
+    def set_length(self, config):
+        """Plan the steps of a config, which may differ from the last one only in the number of steps."""
+        self.config, self.total = config, stage_starts(config.schedule)[-1]
+        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
+        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
+        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
+        # A row takes a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
+        width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
+        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
+        self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
+        self.loader = self.new_loader(self.plans[:-1], config)
+
+    def new_loader(self, plans, config):
+        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
+
+    def init_weights(self):
+        """`GPT.init_weights`, and the weights of rank 0 for all ranks."""
+        self.model.init_weights(self.config.system.seed)
+        if self.rt.world > 1:
+            for param in self.model.parameters():
+                dist.broadcast(param.detach(), 0)
+
+    def quantise_weights(self, mlp_scales=None):
+        """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
+        self.head.refresh()
+        if self.model.fp8_mlps:
+            self.model.fp8_mlps.load_state_dict(mlp_scales)
+        if self.model.fp8_projections:
+            self.model.fp8_projections.refresh()
+
+    def compile_kernels(self):
+        """Compile the Triton kernels of a step and of a validation.
+
+        A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
+        kernel runs. So weights and optimizer state stay as they are.
+        """
+        torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
+        N, attn = 256, self.attn[0]
+        tokens, cu = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128)
+        losses = {(plan.candidates, len(plan.mtp_weights)) for plan in self.plans}
+        updates = {plan.update_key: plan for plan in self.plans[:-1]}
+        with torch.cuda.stream(self.micro_step.stream):
+            with kernels.only_compiling():
+                with torch.no_grad():
+                    batch = make_batch(tokens, cu, self.config, self.rt.device)
+                    summed_loss(self.model, self.head, batch, attn)
+                for count, terms in losses:
+                    batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
+                    MicroStep(self.model, self.head, 1.0, False).run(batch, self.mtp_table[0, :terms], attn)
+                for plan in updates.values():
+                    self.optimizer.compile_kernels(plan)
+            for param in self.model.parameters():  # gradients of kernels that did not run
+                param.grad.zero_()
+
+
+def train(config, rt, log, argv, watch, automatic=False):
     """Train, from the log's header to the results.
 
-    profiler: the class Profiler of records/trace.py, for --profile. sample: the function of this name in
-    records/evaluate.py, for --sample_tokens. automatic: the script has chosen the number of micro-batches, so it may
-    choose a larger one if the memory is not enough.
+    automatic: the script has chosen the number of micro-batches, so it may choose a larger one if the memory is not
+    enough.
     """
+    profiler = None
+    if config.system.profile:
+        from records.trace import Profiler as profiler
     config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
@@ -1786,7 +1686,7 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
         if system.compile or config.schedule.minutes:
-            trainer.warm_up()
+            warm_up(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
             restart_with_more_micro_batches(config, state_bytes(config, param_table(config.model)), rt.device)
@@ -1801,9 +1701,9 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
     seconds |= clock.paused_seconds
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if sample and rt.rank == 0:
+    if system.sample_tokens and rt.rank == 0:
         try:
-            log.line("sample:\n" + "".join(sample(trainer.model, config)))
+            log.line("sample:\n" + "".join(sample(trainer.model, config, trainer.attn[-1])))
         except (UserError, RuntimeError) as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
     now, gpus = time.perf_counter(), rt.world if rt.device.type == "cuda" else 0
@@ -1817,6 +1717,19 @@ def train(config, rt, log, argv, watch, profiler=None, sample=None, automatic=Fa
         trainer.save(trainer.total, clock.counted)
 
 
+def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
+    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one.
+
+    knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
+    """
+    state = load_checkpoint(path)
+    config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
+    check_weights(state, param_table(config.model))
+    model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
+    model.load_state_dict(state["model"])
+    return config, model, attention_settings(config, device, model.dtype)[-1]
+
+
 def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch(IMPORT_SECONDS)
@@ -1826,24 +1739,19 @@ def main(argv) -> int:
     rank = local = 0
     try:
         if any(arg.partition("=")[0] == "--sample" for arg in argv):
-            from records.evaluate import sample_command
-            return sample_command(argv)
+            return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
         config = parse_config([arg for arg in argv if arg != "--check"], world)
         if "--check" in argv:
             from records.check import check_table
-            return check_table(config, world, show=local == 0)
+            models = {name: preset.model for name, preset in PRESETS.items()}
+            return check_table(config, world, param_table(config.model), models, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         config = check_start(config, param_table(config.model), world)
-        profiler = sample = None
-        if config.system.profile:
-            from records.trace import Profiler as profiler
-        if config.system.sample_tokens:
-            from records.evaluate import sample
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        train(config, rt, Log(config, rt), argv, watch, profiler, sample, automatic)
+        train(config, rt, Log(config, rt), argv, watch, automatic)
         dist.destroy_process_group()
         return 0
     except (UserError, RuntimeError) as error:
@@ -1857,7 +1765,6 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.modules["train_gpt"] = sys.modules[__name__]  # tools in records/ import this module, not a second copy of it
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # an ignored SIGINT stays ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, even while this process waits for another one

@@ -39,7 +39,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -183,45 +182,20 @@ def _check(op, name, tensor, shape, dtype, device, contiguous=True):
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
-# So a first launch sums the sorted positions in pieces that end at multiples of PIECE, and a final launch of the same
-# kernel sums the pieces of every id.
-PIECE = 64
+# So a first launch sums the sorted positions in pieces, and a final launch of the same kernel sums the pieces of every
+# id.
 # Four warps read a row of 768 in 16-byte accesses. 2 rows at a time: with more, programs with rare ids idle. Loads are
 # pipelined 3 deep.
 EMBEDDING_LAUNCH = dict(BLOCK=2, STAGES=3, num_warps=4)
 EMBEDDING_PROGRAMS_PER_SM = 16  # as many as fit an SM at 4 warps each
 
 
-def sorted_pieces(ids: np.ndarray) -> np.ndarray:
-    """ids (N,) -> (4, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
-    one id. The rows:
+class SortedIds(NamedTuple):
+    """ids (N,) int32, and where equal ids are: pieces (4, N + 1) int32 by `sorted_pieces` of data/loader.py, on their
+    device; None where there is no backward pass, and with embedding_grad_ref."""
 
-    positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every
-    group, then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
-    """
-    N = len(ids)
-    keys = np.sort(ids.astype(np.int64) << 32 | np.arange(N))
-    first = np.append(True, np.diff(keys >> 32) != 0)  # whether an id begins here
-    pieces = np.flatnonzero(first | (np.arange(N) % PIECE == 0))
-    groups = np.flatnonzero(first[pieces])
-    rows = np.repeat(np.int32([[0], [N], [len(pieces)], [-1]]), N + 1, 1)
-    for row, values in zip(rows, (keys & 0xFFFFFFFF, pieces, groups, keys[pieces] >> 32)):
-        row[:len(values)] = values
-    return rows
-
-
-class SortedIds:
-    """ids (N,) int32, and the positions of equal ids. pieces: sorted_pieces of ids, on their device; if None, it is
-    computed in the backward pass, for which the host then waits."""
-
-    def __init__(self, ids, pieces=None):
-        self.ids, self.given = ids, pieces
-
-    @functools.cached_property
-    def pieces(self):
-        if self.given is not None:
-            return self.given
-        return torch.from_numpy(sorted_pieces(self.ids.cpu().numpy())).to(self.ids.device)
+    ids: torch.Tensor
+    pieces: torch.Tensor | None = None
 
 
 def embedding_grad_ref(grad, sorted_ids, upstream):
@@ -267,6 +241,8 @@ def embedding_grad(grad, sorted_ids, upstream):
                          f" stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
     if _takes_ref(grad, any_dtype=True):
         return embedding_grad_ref(grad, sorted_ids, upstream)
+    if sorted_ids.pieces is None:
+        raise ValueError("embedding_grad: sorted_ids has no pieces; make them with sorted_pieces of data/loader.py")
     order, piece_starts, group_starts, piece_ids = sorted_ids.pieces
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece; further rows stay unused
     for final, dst, src, starts in (False, sums, upstream, piece_starts), (True, grad, sums, group_starts):

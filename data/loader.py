@@ -6,15 +6,15 @@ Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the qui
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.files import UserError, find_files, read_shard, read_shard_header
-from data.rules import sum_over_steps
-from triton_kernels import sorted_pieces
+from data.run.errors import UserError
+from data.shards import find_files, read_shard
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
@@ -72,6 +72,29 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
     cu[0] = 0
     cu[1:1 + len(borders)] = borders
     return cu
+
+
+# `embedding_grad` of triton_kernels.py sums the tokens of one id in pieces of up to so many: some ids occur thousands
+# of times.
+PIECE = 64
+
+
+def sorted_pieces(ids: np.ndarray) -> np.ndarray:
+    """ids (N,) -> (4, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
+    one id. The rows:
+
+    positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every
+    group, then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
+    """
+    N = len(ids)
+    keys = np.sort(ids.astype(np.int64) << 32 | np.arange(N))
+    first = np.append(True, np.diff(keys >> 32) != 0)  # whether an id begins here
+    pieces = np.flatnonzero(first | (np.arange(N) % PIECE == 0))
+    groups = np.flatnonzero(first[pieces])
+    rows = np.repeat(np.int32([[0], [N], [len(pieces)], [-1]]), N + 1, 1)
+    for row, values in zip(rows, (keys & 0xFFFFFFFF, pieces, groups, keys[pieces] >> 32)):
+        row[:len(values)] = values
+    return rows
 
 
 class Batch(NamedTuple):
@@ -149,40 +172,6 @@ class Shard:
         return self.starts[cursor:cursor + last + 1], lengths[:last + 1], cursor + last + 1
 
 
-def survey_training_data(config) -> tuple[str, bool]:
-    """(a line about the training data, whether the data certainly lasts for the run).
-
-    Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
-    """
-    files, stages = find_files(config.data.train_files), config.schedule.stages
-    counts, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
-    lengths, available = Shard(files[0], config.model, 2**22).lengths, sum(counts)
-    longest = batches.max() // config.system.micro_batches + 1
-    if longest > max(counts):
-        raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
-                        f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
-                        " --micro_batches")
-    if config.schedule.minutes:
-        return f"{len(files)} files, {available:,} tokens; --minutes will choose how many the run takes", True
-    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
-    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
-    found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
-             f" about {required:,.0f}: {required / available:.2f} passes")
-    if config.data.data_end == "wrap" or required <= available:
-        return found, True
-    found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
-    if trained > available:
-        raise UserError(found)
-    return found, False
-
-
-def survey_validation_data(config) -> str:
-    """A line about the validation data. Raises UserError when the files hold too few tokens."""
-    counts = [read_shard_header(path) for path in find_files(config.data.val_files)]
-    require_validation_tokens(config, sum(counts))
-    return f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
-
-
 class Loader:
     """Training batches of one rank. The order of documents does not depend on the number of ranks.
 
@@ -212,6 +201,13 @@ class Loader:
         self.state = dict(state)
         self.batches = self._batches(**state)
         self.ready = self.builder.submit(next, self.batches, None)
+
+    def replay(self, state, count) -> list[Batch]:
+        """The `count` batches that follow a state, as they were."""
+        batches = [batch for batch, *_ in islice(self._batches(**state), count)]
+        if self.stream is not None:
+            self.stream.synchronize()  # their copies run there
+        return batches
 
     def next_batch(self) -> Batch:
         batch, copied, self.state = self.ready.result()

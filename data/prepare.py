@@ -26,10 +26,12 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.files import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, UserError, data_root, find_files, read_shard)
-from data.knobs import flatten  # noqa: E402
-from data import loader  # noqa: E402
+from data.loader import Shard, cu_seqlens_size  # noqa: E402
+from data.run.errors import UserError  # noqa: E402
+from data.run.knobs import flatten  # noqa: E402
+from data.run.start import survey_training_data, survey_validation_data  # noqa: E402
+from data.shards import (  # noqa: E402
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, find_files, read_shard)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
@@ -119,7 +121,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
     # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an
     # eighth of the longest shard's tokens, or 2048.
     max_doc_len, train_files = min(stage.max_doc_len for stage in stages), find_files(arguments["train_files"])
-    lengths = [np.minimum(loader.Shard(path, config.model).lengths, max_doc_len) for path in train_files]
+    lengths = [np.minimum(Shard(path, config.model).lengths, max_doc_len) for path in train_files]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
     micro_batches = least
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
@@ -144,7 +146,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
     passes += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
     tokens_per_doc = data.tokens_per_doc
     for n, tokens in passes:
-        if len(n) and (most := most_documents(n, tokens + 1)) >= loader.cu_seqlens_size(tokens, tokens_per_doc):
+        if len(n) and (most := most_documents(n, tokens + 1)) >= cu_seqlens_size(tokens, tokens_per_doc):
             tokens_per_doc = max(1, tokens // (most + 1))
 
     fitting = {"micro_batches": config.system.micro_batches if micro_batches == least else micro_batches,
@@ -161,8 +163,8 @@ def report_command(name: str, separator: int) -> None:
     try:
         arguments = training_arguments(name, separator)
         config = train_gpt.parse_config(arguments)
-        found, _ = loader.survey_training_data(config)
-        loader.survey_validation_data(config)
+        found, _ = survey_training_data(config)
+        survey_validation_data(config)
     except UserError as error:
         print(f"warning: no run can start on this: {error}")
         return
@@ -366,8 +368,8 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
 def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
-    if out in ("fineweb10B", "stdlib"):
-        raise UserError(f"--out {out}: the other data has that name, take another")
+    if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag"):
+        raise UserError(f"--out {out}: another folder of data/ has that name, take another")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:

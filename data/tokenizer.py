@@ -5,7 +5,9 @@ import unicodedata
 
 import numpy as np
 
-from data.files import UserError, data_root, is_writable
+from data.run.disk import is_writable
+from data.run.errors import UserError
+from data.shards import data_root
 
 
 def gpt2_bpe():

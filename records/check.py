@@ -1,8 +1,8 @@
 """The table of `python train_gpt.py --check`: whether a run with these arguments would start on this machine.
 
-Each function in CHECKS takes (config, number of ranks) and returns a description. It raises UserError if the run will
-not start, CheckWarning if the run may fail later. Every run makes the same checks without this file, in
-data/machine.py, and stops at the first failure.
+Each function in CHECKS takes a Run and returns a description. It raises UserError if the run will not start,
+CheckWarning if the run may fail later. Every run makes the same checks without this file, in data/run/start.py, and
+stops at the first failure.
 """
 
 import getpass
@@ -10,116 +10,129 @@ import os
 import platform
 import textwrap
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
-import train_gpt as T
-from data import loader, machine
-from data.checkpoint import load_checkpoint
-from data.files import UserError
-from data.rules import SECONDS_PER_TOKEN, total_tokens
-from records import work
+import triton_kernels as kernels
+from data.run import machine, memory, start
+from data.run.checkpoint import check_weights, load_checkpoint
+from data.run.errors import UserError
+from data.run.length import SECONDS_PER_TOKEN, total_tokens
+from data.tokenizer import text_codec
+from records.work import ceilings
 
 
 class CheckWarning(UserError):
     """A problem that a run reports without stopping."""
 
 
-def memory_sizes(config):
-    """`sizes` of data/machine.py."""
-    return machine.state_bytes(config, T.param_table(config.model))
+class Run(NamedTuple):
+    """The run that the table is about."""
+
+    config: object
+    world: int  # number of ranks
+    table: tuple  # the `param_table` of the model
+    models: dict  # name of a preset -> its model
+
+    @property
+    def sizes(self):
+        """`sizes` of data/run/memory.py."""
+        return memory.state_bytes(self.config, self.table)
 
 
-def check_versions(config, world):
+def check_versions(run):
     """Versions of Python and of the packages."""
-    machine.require_torch()
+    start.require_torch()
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
-            f" Triton {T.kernels.triton.__version__}")
+            f" Triton {kernels.triton.__version__}")
 
 
-def check_device(config, world):
+def check_device(run):
     """The CPU or this process's GPU, and its capabilities."""
-    device, name = machine.find_device(config), f"CPU, cores {os.cpu_count()}"
+    device, name = machine.find_device(run.config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     found = (f"{key.split('_')[-1]} {value}" for key, value in machine.capability(device).items())
-    return ", ".join([name, f"ranks {world}", *found])
+    return ", ".join([name, f"ranks {run.world}", *found])
 
 
-def check_kernels(config, world):
+def check_kernels(run):
     """The implementation that each operation will use."""
-    names = machine.choose_kernels(config, machine.find_device(config))[2]
+    names = machine.choose_kernels(run.config, machine.find_device(run.config))[2]
     return " ".join(f"{op}:{name}" for op, name in names.items())
 
 
-def check_training_data(config, world):
+def check_training_data(run):
     """Reads all headers and the beginning of the first shard."""
-    found, lasts = loader.survey_training_data(config)
+    found, lasts = start.survey_training_data(run.config)
     if not lasts:
         raise CheckWarning(found)
     return found
 
 
-def check_validation_data(config, world):
+def check_validation_data(run):
     """Reads all headers."""
-    return loader.survey_validation_data(config)
+    return start.survey_validation_data(run.config)
 
 
-def check_tokenizer(config, world):
+def check_tokenizer(run):
     """GPT-2's tokenizer, from which a new run with --bigram_normal makes a table."""
-    machine.text_codec(config.model.vocab_size)
+    text_codec(run.config.model.vocab_size)
     return "GPT-2's BPE"
 
 
-def check_checkpoint(config, world):
-    """The checkpoint of --resume; parse_config has read it."""
-    state = load_checkpoint(config.system.resume)
-    return f"{config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
+def check_checkpoint(run):
+    """The checkpoint of --resume."""
+    state = load_checkpoint(run.config.system.resume)
+    check_weights(state, run.table)
+    return f"{run.config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
-def check_caches(config, world):
+def check_caches(run):
     """The folders of the compilers' caches."""
-    folders = machine.require_caches(config, machine.find_device(config))
+    folders = start.require_caches(run.config, machine.find_device(run.config))
     try:
         getpass.getuser()
     except (KeyError, OSError):
-        if config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and machine.torch_version() < (2, 13):
+        compiles = run.config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+        if compiles and start.torch_version() < (2, 13):
             raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or"
                                " TORCHINDUCTOR_CACHE_DIR") from None
     return ", ".join(folders) or "nothing is compiled"
 
 
-def check_disk(config, world):
+def check_disk(run):
     """Disk space for the files of rank 0."""
-    return machine.require_disk(config, memory_sizes(config))
+    return start.require_disk(run.config, run.sizes)
 
 
-def check_memory(config, world):
+def check_memory(run):
     """The estimated memory, compared with the free memory of the GPU."""
-    found, enough = machine.memory_report(config, memory_sizes(config), machine.find_device(config), world)
+    found, enough = memory.memory_report(run.config, run.sizes, machine.find_device(run.config), run.world)
     if not enough:
         raise CheckWarning(found)
     return found
 
 
-def expected_time(config, world):
+def expected_time(run):
     """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (records/guide.md)."""
-    device, schedule = machine.find_device(config), config.schedule
+    device, schedule = machine.find_device(run.config), run.config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
-    timed = [preset.model for name, preset in T.PRESETS.items() if (name == "cpu") == (device.type == "cpu")]
-    if config.model not in timed or config.system.kernels != "auto":
+    timed = [model for name, model in run.models.items() if (name == "cpu") == (device.type == "cpu")]
+    if run.config.model not in timed or run.config.system.kernels != "auto":
         return "not known for this model or these kernels"
     tokens = total_tokens(schedule)
     if device.type == "cpu":
         return f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC"
-    rate = work.ceilings()["bf16"] / 1e12
-    minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / world * 790 / rate
+    rate = ceilings()["bf16"] / 1e12
+    minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / run.world * 790 / rate
     if not schedule.sampled_frac:
         minutes *= 1.15  # records/2026-11-22_sampled_softmax
-    if not config.system.fp8_mlp:
+    if not run.config.system.fp8_mlp:
         minutes *= 1.13  # records/2026-11-23_fp8
-    if not any(layer.narrow for layer in config.model.layers):
+    if not any(layer.narrow for layer in run.config.model.layers):
         minutes *= 1.16  # wider heads and MLPs, record 74's optimizer (records/2026-11-23_attention, _optimizer)
     if machine.capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions, and a head in bf16 (records/2026-11-20_hardware)
@@ -132,8 +145,11 @@ CHECKS = {
     "disk": check_disk, "memory": check_memory}
 
 
-def check_table(config, world, show) -> int:
-    """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure."""
+def check_table(config, world, table, models, show) -> int:
+    """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
+
+    The arguments are those of Run.
+    """
     columns, status = "{:<15} | {:<90} | {}", 0
     if show:
         print(columns.format("what", "found", "ok?"))
@@ -143,13 +159,14 @@ def check_table(config, world, show) -> int:
         device = torch.device("cpu")
     with suppress(UserError):  # the row "kernels" reports it
         config = machine.choose_kernels(config, device)[0]
-    config = machine.choose_micro_batches(config, memory_sizes(config), device, world)
+    config = memory.choose_micro_batches(config, memory.state_bytes(config, table), device, world)
+    run = Run(config, world, table, models)
     checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
-    checks |= {"tokenizer": check_tokenizer} if machine.needs_tokenizer(config) else {}
+    checks |= {"tokenizer": check_tokenizer} if start.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:
-            found, ok = check(config, world), "yes"
+            found, ok = check(run), "yes"
         except (UserError, OSError) as error:
             found, ok = str(error), "maybe" if isinstance(error, CheckWarning) else "no"
         status |= ok == "no"

@@ -382,7 +382,7 @@ def spans(run: Run) -> dict[str, tuple[int, int]]:
     """{part of the run: (first step, step after the last)}."""
     first = max(1, min(FIRST_STEPS, run.total // 10))
     parts = {"first steps": (0, first), "later steps": (first, run.total)}
-    # This computes from a log what stage_starts in data/rules.py computes. The public logs lack the stages. Our older
+    # This computes from a log what stage_starts in data/run/length.py computes. The public logs lack the stages. Our older
     # logs lack the shares: the last stage had no scheduled steps, and the others had equal shares.
     count = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts)
     shares = [float(run.facts.get(f"stage{i}.share", i < count)) for i in range(1, count + 1)]

@@ -26,8 +26,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.files import UserError
-from data.knobs import read_arguments
+from data.run.errors import UserError
+from data.run.knobs import read_arguments
 from records import compare
 from records.compare import Run
 
@@ -46,7 +46,7 @@ OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|
 # ---- From the log ----------------------------------------------------------------------------------------------------
 
 def title(name) -> str:
-    """The title before the text of a file, as `write_header` of data/log.py writes it."""
+    """The title before the text of a file, as `write_header` of data/run/log.py writes it."""
     return f"\n{'-' * 40}\n# {name}\n{'-' * 40}\n\n"
 
 

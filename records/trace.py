@@ -1,7 +1,7 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
 This program reads the chrome traces of --profile=START:COUNT; its class `Profiler` writes them. A kernel belongs to the
-region, a named range of host time (`trace_range` in data/clock.py), that launched it. A CUDA graph is one launch for
+region, a named range of host time (`trace_range` in data/run/clock.py), that launched it. A CUDA graph is one launch for
 all kernels of a micro-step. So the trainer runs the first profiled micro-step without its graph, kernel by kernel, and
 `tell_apart` gives the regions of these kernels to the kernels of the graphs. The gaps between the many launches would
 count as idle time, so the tables leave out the first step, unless it is the only profiled step. Without a GPU,
@@ -21,14 +21,13 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.files import one_line
+from data.run.errors import one_line
 from records.work import WORK, calls, ceilings, describe, plain
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
@@ -405,8 +404,7 @@ class Profiler:
         self.profiler.stop()
         plans = [trainer.plans[step] for step in trainer.config.system.profiled]
         count = len(plans) * trainer.micro_steps
-        batches = [batch for batch, *_ in islice(trainer.loader._batches(**self.loader_state), count)]
-        trainer.synchronize()  # the copies ran on a side stream
+        batches = trainer.loader.replay(self.loader_state, count)
         log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
         dist.broadcast_object_list(log)
         path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")

@@ -30,8 +30,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
+from data.run.length import stage_starts
 from data import loader as L
-from data.machine import Runtime
+from data.run.machine import Runtime
 import triton_kernels as tk
 from records.work import WORK, ceilings, seen_pairs
 
@@ -434,7 +435,7 @@ def replayed(run):
 def optimizer_cases():
     """The update of all parameters at the shard shapes of a rank, without communication: all launches together."""
     ops, _ = tk.choose_ops(torch.device(DEVICE))
-    plan = T.make_plan(CONFIG, T.stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
+    plan = T.make_plan(CONFIG, stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
         optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops,

@@ -49,7 +49,7 @@ def either_kernel(request, monkeypatch):
 def fp8_training(monkeypatch):
     """The trainer takes this machine for a GPU with FP8 and our kernels, so it trains in FP8, by the references."""
     import train_gpt as T
-    from data import machine
+    from data.run import machine
     choose = T.kernels.choose_ops
     fake = dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
     monkeypatch.setattr(machine, "capability", lambda device: fake)

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from data.run.knobs import with_system
+from data.run.clock import Stopwatch
 ROOT = Path(__file__).resolve().parents[1]
 # Shared memory that a block may use, by compute capability: A100, RTX 4090 (an RTX 3090, 8.6, has as much), H100,
 # RTX 5090.
@@ -93,7 +95,7 @@ def compile_ahead(folder):
     import oracles
     import train_gpt as T
     import triton_kernels as tk
-    from data.machine import Runtime
+    from data.run.machine import Runtime
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     tk.scaled_product = lambda a, b, *scales, fast=False: (a.float() @ b.float().mT).bfloat16()
@@ -106,9 +108,9 @@ def compile_ahead(folder):
         "--model_dim=256", "--num_heads=2", "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2",
         "--val_tokens=2048", "--val_batch_tokens=2048", f"--train_files={folder}/train.bin",
         f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4))])
-    config = T.with_system(config, device="cpu")
+    config = with_system(config, device="cpu")
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
-    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
+    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     before = [param.detach().clone() for param in trainer.model.parameters()]
     trainer.compile_kernels()
     for old, param in zip(before, trainer.model.parameters()):

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 import train_gpt as T
-from data import loader as L, machine
-from data.files import UserError
+from data.shards import read_shard
+from data.run.machine import init_runtime
+from data.run.memory import choose_micro_batches, estimate_memory, possible_micro_batches, restart_with_more_micro_batches
+from data import loader as L
+from data.run import machine
+from data.run.errors import UserError
 import triton_kernels as kernels
 from forks import Forks, rank_variables
 from oracles import write_shard
@@ -47,10 +51,10 @@ def check(folder, capsys, monkeypatch):
               f"--log_dir={folder}/new/logs"]
 
     def table(*args):
-        T.init_runtime.reset_mock()
+        init_runtime.reset_mock()
         status, rows, key = T.main(["--check", *preset, *args]), {}, None
         out, err = capsys.readouterr()
-        assert err == "" and not T.init_runtime.called and not (folder / "new").exists()
+        assert err == "" and not init_runtime.called and not (folder / "new").exists()
         head, *lines = [[cell.strip() for cell in line.split(" | ")]
                         for line in out.replace(" |\n", " | \n").splitlines()]
         assert head == ["what", "found", "ok?"]
@@ -87,7 +91,7 @@ def test_a_machine_without_gpu(check, monkeypatch):
     assert re.match(r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no$", rows["device"][0])
     assert "attention:torch" in rows["kernels"][0] and rows["kernels"][0].endswith("head:float32")
     assert rows["validation data"][0] == "2 files, 65,537 tokens, 65,537 of them used"
-    assert check.start() == (1, "error: all checks passed\n") and T.init_runtime.called
+    assert check.start() == (1, "error: all checks passed\n") and init_runtime.called
 
 
 def test_training_data_in_passes(check):
@@ -121,7 +125,7 @@ def test_what_is_wrong_stops_a_start_with_the_line_of_the_table(check, folder, a
     assert status == 1 and [name for name, (_, ok) in rows.items() if ok != "yes"] == [row]
     status, err = check.start(arg)
     assert status == 1 and re.fullmatch(f"error: .*{pattern}.*\n", err), err
-    assert joined(err) == "error:" + joined(rows[row][0]) and not T.init_runtime.called
+    assert joined(err) == "error:" + joined(rows[row][0]) and not init_runtime.called
 
 
 def test_data_that_may_not_last_is_a_warning(check):
@@ -135,7 +139,7 @@ def test_data_that_may_not_last_is_a_warning(check):
 
 
 def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
-    read = Mock(side_effect=L.read_shard)
+    read = Mock(side_effect=read_shard)
     monkeypatch.setattr(L, "read_shard", read)
     assert check()[0] == 0
     assert [call.args for call in read.call_args_list] == [(folder / "train_1.bin", 257, 2**22)]  # 8 MB
@@ -235,7 +239,7 @@ PEAKS = {("record74", 1, 8): (22432, 38744), ("record74", 2, 8): (20434, 37004),
 def test_memory_estimate(arguments, ranks, micro_batches):
     """Within 2 %: seen 0.8 % and 1.9 %."""
     config = T.parse_config([*f"--preset={arguments}".split(), f"--micro_batches={micro_batches}"], ranks)
-    estimates = machine.estimate_memory(config, C.memory_sizes(config), ranks)
+    estimates = estimate_memory(config, C.memory_sizes(config), ranks)
     for estimate, measured in zip(estimates, PEAKS[arguments, ranks, micro_batches]):
         assert abs(estimate / measured - 1) < 0.02
 
@@ -344,7 +348,7 @@ def test_single_takes_what_fits(gpus, free, micro_batches):
     assert status == 0 and f"with --micro_batches={micro_batches}" in rows["memory"][0]
     assert rows["memory"][1] == ("yes" if free > 8000 else "maybe")
     config = T.parse_config(["--preset=single"])
-    chosen = machine.choose_micro_batches(config, C.memory_sizes(config), GPU, 1)
+    chosen = choose_micro_batches(config, C.memory_sizes(config), GPU, 1)
     assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
 
 
@@ -354,7 +358,7 @@ def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches
     commands, gpus.free, gpus.own = [], free, free - 600
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-1]))
     config = T.parse_config(["--preset=short", "--micro_batches=1"])
-    machine.restart_with_more_micro_batches(config, C.memory_sizes(config), GPU)
+    restart_with_more_micro_batches(config, C.memory_sizes(config), GPU)
     assert commands == [f"--micro_batches={micro_batches}"]
 
 
@@ -362,13 +366,13 @@ def test_micro_batches_that_divide():
     """Rows of up to 49152 tokens, in multiples of 16, for every stage."""
     def possible(*batches, world=1):
         stages = (f"--stage{i}.batch_tokens={tokens}" for i, tokens in enumerate(batches, 1))
-        return machine.possible_micro_batches(T.parse_config(["--preset=short", *stages], world), world)
+        return possible_micro_batches(T.parse_config(["--preset=short", *stages], world), world)
 
     assert possible(*[131072] * 4) == [4, 8, 16, 32, 64, 128]
     assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert possible(32, 64, 96, 96) == [1, 2] and possible(32, 64, 96, 96, world=2) == [2]
     assert possible(*[131072] * 4, world=16) == [16, 32, 64, 128]
-    assert machine.choose_micro_batches(T.parse_config(["--preset=short"], 4), None, None, 4).system.micro_batches == 4
+    assert choose_micro_batches(T.parse_config(["--preset=short"], 4), None, None, 4).system.micro_batches == 4
     with pytest.raises(UserError, match="^--micro_batches=0: no number up to 128 .*393216,393224 "):
         possible(131072, 262144, 393216, 393224)
 
@@ -376,7 +380,7 @@ def test_micro_batches_that_divide():
 def test_too_little_memory(gpus, monkeypatch):
     """A warning, once per machine, since it is an estimate. What the advice names, helps. A start measures nothing."""
     config = T.PRESETS["record"]
-    allocated, reserved = machine.estimate_memory(config, C.memory_sizes(config), 1)
+    allocated, reserved = estimate_memory(config, C.memory_sizes(config), 1)
     reserved += 850  # outside PyTorch
     gpus.free = int(reserved + 2)
     assert gpus.check()[1]["memory"][1] == "yes"

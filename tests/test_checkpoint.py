@@ -17,9 +17,12 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.files import UserError, atomic_write
-from data.knobs import flatten, render
-from data.rules import KEPT_KNOBS
+from data.run.log import published
+from data.run.checkpoint import write_checkpoint
+from data.run.disk import atomic_write
+from data.run.errors import UserError
+from data.run.knobs import config_from_dict, flatten, render, with_system
+from data.run.arguments import KEPT_KNOBS, resumed_config
 from records import compare, evaluate
 from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, ready, start  # noqa: F401 (two are fixtures)
 
@@ -84,7 +87,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     embedding and head are apart. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
     assert T.make_plan(T.parse_config(corpus.args), 5).candidates == 256
     load = T.Trainer.load_state_dict
-    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: trainer.warm_up() or load(trainer, state))
+    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
@@ -92,7 +95,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     assert steps == list(range(step + 1, STEPS + 1))
     # The clock goes on, and the log says where.
     seconds = torch.load(base.saved[step], weights_only=True)["seconds"]
-    path = T.published(str(base.saved[step]))
+    path = published(str(base.saved[step]))
     assert f"\nresumed: step {step}, {seconds:.3f} s inside the clock, from {path}\n" in run.text
     assert 0 < seconds and float(re.search(r"^train_seconds: (.*)$", run.text, re.M)[1]) >= round(seconds, 3)
     assert compare.read_run(run.path).notes == [] and compare.read_run(run.path).finished
@@ -172,7 +175,7 @@ def test_killed_in_the_middle_of_a_save(corpus, base, tmp_path, fails):
 def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails, monkeypatch):
     """No file may grow beyond the checkpoint that was there: the next one does, and leaves the older one alone."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    write = T.write_checkpoint
+    write = write_checkpoint
 
     def limited(state, path, keep):
         if state["step"] == 4:
@@ -225,11 +228,11 @@ def test_every_knob_is_learned_or_free(monkeypatch):
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
         overrides = {"resume": "x", key: render(other)}
         if key in free - {"resume"}:
-            changed, step = T.resumed_config(overrides, None)
+            changed, step = resumed_config(overrides, None)
             assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
-                T.resumed_config(overrides, None)
+                resumed_config(overrides, None)
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 
@@ -237,10 +240,10 @@ def test_every_knob_is_learned_or_free(monkeypatch):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
-    config = T.with_system(T.parse_config(args, world), micro_batches=32)  # as the script may choose
+    config = with_system(T.parse_config(args, world), micro_batches=32)  # as the script may choose
     monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     monkeypatch.setattr(T, "check_weights", lambda state, model: None)
-    assert T.parse_config([*args, "--resume=x"], world) == T.with_system(config, resume="x")
+    assert T.parse_config([*args, "--resume=x"], world) == with_system(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
     with pytest.raises(UserError, match="--minutes=-1"):  # checked before the length is fitted
@@ -250,12 +253,12 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
 @pytest.mark.parametrize("saved, world", [(16, 16), (16, 8), (8, 8)])
 def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
     """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
-    config = T.with_system(T.RECORD74, micro_batches=saved)
+    config = with_system(T.RECORD74, micro_batches=saved)
     monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     monkeypatch.setattr(T, "check_weights", lambda state, model: None)
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
-        assert resumed == T.with_system(config, resume="x")
+        assert resumed == with_system(config, resume="x")
     with pytest.raises(UserError, match=f"micro_batches is 32 here, {saved} there"):
         T.parse_config(["--preset=record74", "--resume=x", "--micro_batches=32"], world)
 
@@ -263,9 +266,9 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, wor
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)
-    config = T.config_from_dict(T.Config(), state["config"])
+    config = config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
-    assert resumed == T.with_system(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
+    assert resumed == with_system(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
 

@@ -12,6 +12,7 @@ import pytest
 
 from records import compare
 
+from data.run.length import stage_starts
 PUBLIC = Path(__file__).parent / "fixtures/speedrun_log.txt"
 RULE = "=" * 100 + "\n"
 # The losses and seconds of PR 233's logs. Its table says p = 0.0601 and 0.0097.
@@ -243,7 +244,7 @@ def test_stages_are_the_trainers(read, shares, scheduled, extension):
     import train_gpt as T
     args = [f"--scheduled_steps={scheduled}", f"--extension_steps={extension}"]
     args += [f"--stage{i}.share={share:.1f}" for i, share in enumerate(shares or (), 1)]
-    starts = T.stage_starts(T.parse_config(["--preset=cpu", *args]).schedule)
+    starts = stage_starts(T.parse_config(["--preset=cpu", *args]).schedule)
     text = header(*args) if shares else re.sub(r"stage\d\.share: .*\n", "", header(*args))
     parts = compare.spans(read(text, steps({0: 9.0, scheduled + extension: 5.0})))
     first = max(1, min(10, (scheduled + extension) // 10))

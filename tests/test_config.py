@@ -10,10 +10,12 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.files import UserError
-from data.knobs import flatten, parse_value, render
-from data.machine import Runtime
-from data.rules import momentum_steps
+from data.run.log import Log, loaded_sources, published
+from data.run.errors import UserError
+from data.run.knobs import config_from_dict, flatten, parse_value, render
+from data.run.machine import Runtime
+from data.run.warmup import steps_with_new_keys
+from data.run.length import momentum_steps, stage_starts
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
 RECORD, RECORD74 = T.PRESETS["record"], T.PRESETS["record74"]
@@ -71,7 +73,7 @@ def test_number_of_stages():
 def test_shares_of_the_stages():
     config = T.parse_config(["--scheduled_steps=100", "--stage1.share=0.5", "--stage2.share=0.25",
                              "--stage3.share=0.25"])
-    assert T.stage_starts(config.schedule) == [0, 50, 75, 100, 140]
+    assert stage_starts(config.schedule) == [0, 50, 75, 100, 140]
 
 
 def test_layer_knobs():
@@ -90,22 +92,22 @@ def test_layer_knobs():
 def test_config_from_dict():
     """A checkpoint holds such a dict. A knob that the dict lacks has its neutral value, a foreign knob is refused."""
     for config in T.PRESETS.values():
-        assert T.config_from_dict(T.Config(), dataclasses.asdict(config)) == config
+        assert config_from_dict(T.Config(), dataclasses.asdict(config)) == config
     config = T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"])
     tree = dataclasses.asdict(config)
-    assert T.config_from_dict(T.Config(), tree) == config
+    assert config_from_dict(T.Config(), tree) == config
     tree["optim"]["average_blend"] = 0.5,  # as checkpoints before commit 1675c36 have it
-    assert T.config_from_dict(T.Config(), tree).optim.average_blend == 0.5
+    assert config_from_dict(T.Config(), tree).optim.average_blend == 0.5
     tree["optim"]["average_blend"] = 0.5, 1.0
     with pytest.raises(UserError, match="--average_blend=0.5,1.0: expected float"):
-        T.config_from_dict(T.Config(), tree)
+        config_from_dict(T.Config(), tree)
     del tree["optim"]["average_blend"], tree["optim"]["muon_lr"], tree["model"]["layers"][11]["two_lanes"]
-    assert T.config_from_dict(T.Config(), tree).optim.muon_lr == 0.023
-    assert not T.config_from_dict(T.Config(), tree).model.layers[11].two_lanes
+    assert config_from_dict(T.Config(), tree).optim.muon_lr == 0.023
+    assert not config_from_dict(T.Config(), tree).model.layers[11].two_lanes
     for part in tree, tree["optim"], tree["model"]["layers"][0]:
         part["foreign"] = 1
         with pytest.raises(UserError, match="another train_gpt.py: .*foreign"):
-            T.config_from_dict(T.Config(), tree)
+            config_from_dict(T.Config(), tree)
         del part["foreign"]
 
 
@@ -145,9 +147,9 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--cooldown_frac=1.5": "cooldown_frac",
     "--extension_steps=-1": "extension_steps",
     "--run_label=a/b": "--run_label=a/b.*a file",
-    "--device=tpu": "--device=tpu: cuda or cpu",
-    "--dtype=float16": "--dtype=float16: bfloat16 or float32",
-    "--data_end=loop": "--data_end=loop: wrap or stop",
+    "--device=tpu": "--device=tpu: must be cuda or cpu",
+    "--dtype=float16": "--dtype=float16: must be bfloat16 or float32",
+    "--data_end=loop": "--data_end=loop: must be wrap or stop",
     # numbers that do not fit together
     "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
     "--preset=record74 --model_dim=960": "heads of 16 to 128 channels, a power of two; or add",
@@ -237,7 +239,7 @@ def test_help_lists_every_knob(capsys):
 
 
 def test_every_step_of_the_record_against_the_oracle():
-    assert T.stage_starts(RECORD74.schedule) == [0, 483, 967, 1450, 1490]
+    assert stage_starts(RECORD74.schedule) == [0, 483, 967, 1450, 1490]
     for step in STEPS:
         got = T.make_plan(RECORD74, step)
         stage = oracles.stage_of(step)
@@ -305,8 +307,8 @@ def test_steps_with_a_sampled_softmax(args, changes):
 @pytest.mark.parametrize("args", ["--preset=record", "--preset=cpu", "--preset=record74 --sampled_frac=0.5"])
 def test_warmup_meets_every_stage_and_every_kind_of_update(args):
     config = T.parse_config(args.split())
-    plans = [T.make_plan(config, step) for step in range(T.stage_starts(config.schedule)[-1])]
-    warmup = [plans[step] for step in T.warmup_steps(plans, set())]
+    plans = [T.make_plan(config, step) for step in range(stage_starts(config.schedule)[-1])]
+    warmup = [plans[step] for step in steps_with_new_keys(plans, set())]
     for kind in (lambda p: (p.stage, p.candidates)), (lambda p: (p.adam, p.tied, p.split)):
         assert set(map(kind, warmup)) == set(map(kind, plans))
     assert len(warmup) < (13 if config.optim.average_blend else 10)
@@ -551,17 +553,17 @@ def test_powers_of_the_size(label, key, power):
     "data/x/x_*.bin": "data/x/x_*.bin", "--sample_prompt=1/2": "--sample_prompt=1/2", "1.0,0.5": "1.0,0.5"}.items())
 def test_no_folder_of_this_machine_is_published(text, published):
     """Values and arguments that are paths; names inside the repository keep their folders, all else stays as it is."""
-    assert T.published(text) == published
+    assert published(text) == published
 
 
 def test_sources_are_those_of_the_repository(monkeypatch):
     """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
-    sources = T.loaded_sources()
+    sources = loaded_sources()
     assert next(iter(sources)) == "train_gpt.py"
     assert {"data/loader.py", "triton_kernels.py", "tests/test_config.py"} <= sources.keys()
     assert all((ROOT / name).read_text() == text for name, text in sources.items())
     monkeypatch.setattr("sys.prefix", str(ROOT / "tests"))
-    assert not any(name.startswith("tests/") for name in T.loaded_sources())
+    assert not any(name.startswith("tests/") for name in loaded_sources())
 
 
 # ---- Console ---------------------------------------------------------------------------------------------------------
@@ -574,7 +576,7 @@ def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, termina
     screen = io.StringIO()
     screen.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdout", screen)
-    log = T.Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
+    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
     log.progress("step:1/9 train_time:5ms", 119.7)
     log.line("step:1/9 val_loss:3.0000")
     plain = "step:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"

@@ -10,8 +10,10 @@ import torch
 
 import oracles
 import train_gpt as T
+from data.run.errors import UserError
+from data.shards import find_files, read_shard, read_shard_header
 from data import loader as L
-from data.machine import Runtime
+from data.run.machine import Runtime
 from oracles import write_shard
 from records import check as C
 from triton_kernels import PIECE
@@ -227,7 +229,7 @@ def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
     loader, expected = corpus.loader(), corpus.expected()
     for row in expected[:corpus.rows_before_the_end()]:
         assert_batch(loader.next_batch(), row)
-    with pytest.raises(T.UserError, match="training data exhausted.*data_end=wrap"):
+    with pytest.raises(UserError, match="training data exhausted.*data_end=wrap"):
         loader.next_batch()
     assert not corpus.warnings
 
@@ -257,7 +259,7 @@ def test_wrap_warns_once(tmp_path):
 def test_corpus_too_small_for_a_row(tmp_path, shards, data_end, message):
     """Each shard has one token less than a micro-batch takes."""
     corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)], data_end=data_end)
-    with pytest.raises(T.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         corpus.loader().next_batch()
     with pytest.raises(ValueError):
         corpus.expected()
@@ -274,9 +276,9 @@ def test_shards_are_used_to_their_last_token(tmp_path):
 def test_too_many_documents(tmp_path):
     """cu_seqlens of 128 holds 127 documents; --tokens_per_doc gives room for more."""
     shard = np.full(8 * 201, SEP, np.uint16)
-    with pytest.raises(T.UserError, match=r"127 documents in 127 tokens"):
+    with pytest.raises(UserError, match=r"127 documents in 127 tokens"):
         L.cu_seqlens(np.arange(1, 128), 127, 127)
-    with pytest.raises(T.UserError, match=r"201 documents in 200 tokens.*holds 127.*--tokens_per_doc"):
+    with pytest.raises(UserError, match=r"201 documents in 200 tokens.*holds 127.*--tokens_per_doc"):
         Corpus(tmp_path, [shard], [(200, 9)]).loader().next_batch()
     batch = Corpus(tmp_path, [shard], [(200, 9)], tokens_per_doc=1).loader().next_batch()
     assert batch.cu_seqlens.tolist() == [*range(201), *[200] * 55]
@@ -291,8 +293,8 @@ TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
 @pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536), ([], 50)])
 def test_read_shard(tmp_path, values, vocabulary):
     path = write_shard(tmp_path / "a.bin", values)
-    tokens = L.read_shard(path, vocabulary)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == values and L.read_shard_header(path) == len(values)
+    tokens = read_shard(path, vocabulary)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == values and read_shard_header(path) == len(values)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -304,8 +306,8 @@ def test_read_shard(tmp_path, values, vocabulary):
     (dict(tokens=[SEP, 50, 1]), "token 50 .*vocabulary of 50")])
 def test_damaged_shards(tmp_path, change, message):
     path = write_shard(tmp_path / "bad.bin", **{"tokens": TOKENS} | change)
-    with pytest.raises(T.UserError, match=f"bad.bin.*{message}"):
-        L.read_shard(path, MODEL.vocab_size)
+    with pytest.raises(UserError, match=f"bad.bin.*{message}"):
+        read_shard(path, MODEL.vocab_size)
 
 
 FUZZED_MODEL = T.Model(vocab_size=257, model_dim=96)
@@ -367,14 +369,14 @@ def test_no_damage_gets_past_the_checks(tmp_path):
 
     for case in range(300):
         kinds.add(kind := damaged_file(rng, damaged))
-        readers = [lambda: L.read_shard(damaged, 257), lambda: L.Shard(damaged, FUZZED_MODEL),
+        readers = [lambda: read_shard(damaged, 257), lambda: L.Shard(damaged, FUZZED_MODEL),
                    lambda: read_all(train(alone)), validate]
         if kind != "token":
-            readers.append(lambda: L.read_shard_header(damaged))
+            readers.append(lambda: read_shard_header(damaged))
         if case % 5 == 0:
             readers.append(lambda: read_all(train(data)))
         for reader in readers:
-            with pytest.raises(T.UserError) as raised:
+            with pytest.raises(UserError) as raised:
                 reader()
             message = str(raised.value)
             assert message.startswith(f"{damaged}: ") and "\n" not in message, (kind, message)
@@ -392,13 +394,13 @@ def test_what_is_no_file_is_named(tmp_path):
     (tmp_path / "loop.bin").symlink_to(tmp_path / "loop.bin")
     os.mkfifo(tmp_path / "pipe.bin")
     for name in ("folder.bin", "link.bin", "loop.bin", "pipe.bin", "*.bin", "**"):
-        path = L.find_files(f"{tmp_path}/{name}")[0]
+        path = find_files(f"{tmp_path}/{name}")[0]
         config = T.Config(data=T.Data(train_files=f"{tmp_path}/{name}", val_files=f"{tmp_path}/{name}"))
         for check in (C.check_training_data, C.check_validation_data):
-            with pytest.raises(T.UserError, match=f"{path}: .*no shard"):
+            with pytest.raises(UserError, match=f"{path}: .*no shard"):
                 check(config, 1)
-    with pytest.raises(T.UserError, match="gone.bin: .*no shard"):
-        L.read_shard(tmp_path / "gone.bin", 50)
+    with pytest.raises(UserError, match="gone.bin: .*no shard"):
+        read_shard(tmp_path / "gone.bin", 50)
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
@@ -412,11 +414,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
 
     monkeypatch.setattr(L.np, "fromfile", fromfile)
     for failing in ("<i4", "<u2"):  # the header, the tokens
-        with pytest.raises(T.UserError, match=rf"a.bin: cannot be read \({error.strerror}\)"):
-            L.read_shard(path, 50)
+        with pytest.raises(UserError, match=rf"a.bin: cannot be read \({error.strerror}\)"):
+            read_shard(path, 50)
     monkeypatch.setattr(L.np, "fromfile", lambda *args, **kwargs: read(*args, **kwargs)[:4])  # a short read
-    with pytest.raises(T.UserError, match=r"a.bin: cannot be read \(it ends early\)"):
-        L.read_shard(path, 50)
+    with pytest.raises(UserError, match=r"a.bin: cannot be read \(it ends early\)"):
+        read_shard(path, 50)
 
 
 def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
@@ -425,13 +427,13 @@ def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
     loader = corpus.loader()
     for row in corpus.expected()[:8]:
         assert_batch(loader.next_batch(), row)
-    with pytest.raises(T.UserError, match="train_001.bin.*version 3"):
+    with pytest.raises(UserError, match="train_001.bin.*version 3"):
         for _ in range(8 * 24):
             loader.next_batch()
 
 
 def test_shard_without_documents(tmp_path):
-    with pytest.raises(T.UserError, match=f"train_000.bin.*no document separator.*{SEP}"):
+    with pytest.raises(UserError, match=f"train_000.bin.*no document separator.*{SEP}"):
         Corpus(tmp_path, [np.arange(40, dtype=np.uint16)], [(16, 9)]).loader().next_batch()
 
 
@@ -444,17 +446,17 @@ def test_where_files_are_looked_for(tmp_path, monkeypatch):
     (odd / "d.bin").touch()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DATA_PATH", raising=False)
-    assert L.find_files("train_g*.py") == source and L.find_files(f"{tmp_path}/*.bin") == wanted  # in order
+    assert find_files("train_g*.py") == source and find_files(f"{tmp_path}/*.bin") == wanted  # in order
     for root, pattern, found in [(tmp_path.parent, f"{tmp_path.name}/*.bin", wanted), (odd, "*.bin", [odd / "d.bin"]),
                                  ("/nothing", "~/*.bin", wanted), ("", "train_g*.py", source)]:
         monkeypatch.setenv("DATA_PATH", str(root))
-        assert L.find_files(pattern) == found
+        assert find_files(pattern) == found
     monkeypatch.setenv("DATA_PATH", str(tmp_path.parent))
-    with pytest.raises(T.UserError, match=f"no files match {tmp_path.parent}/nothing.*prepare.py"):
-        L.find_files("nothing*.bin")
+    with pytest.raises(UserError, match=f"no files match {tmp_path.parent}/nothing.*prepare.py"):
+        find_files("nothing*.bin")
     for pattern in ("", "a**b", "[", "/nothing/**"):
-        with pytest.raises(T.UserError):
-            L.read_shard_header(L.find_files(pattern)[0])
+        with pytest.raises(UserError):
+            read_shard_header(find_files(pattern)[0])
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
@@ -490,11 +492,11 @@ def test_validation_pieces(tmp_path, world):
 def test_validation_errors(tmp_path):
     stream = random_shard(np.random.default_rng(3), 40)[:513]
     assert len(list(validation(tmp_path, [stream], 1))) == 8
-    with pytest.raises(T.UserError, match="holds 512 tokens, validation needs 513"):
+    with pytest.raises(UserError, match="holds 512 tokens, validation needs 513"):
         validation(tmp_path, [stream[:512]], 1)
-    with pytest.raises(T.UserError, match="documents.*--tokens_per_doc"):
+    with pytest.raises(UserError, match="documents.*--tokens_per_doc"):
         list(validation(tmp_path, [np.full(513, SEP)], 1, pieces=2, n=256))
-    with pytest.raises(T.UserError, match="val_1.bin.*token 50"):
+    with pytest.raises(UserError, match="val_1.bin.*token 50"):
         validation(tmp_path, [stream[:500], [50] * 13], 1)
 
 

@@ -19,8 +19,11 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.files import UserError
-from data.knobs import flatten
+from data.run import sample as sampling
+from data.run.errors import UserError
+from data.run.knobs import flatten
+from data.run.sample import forward, generate, sample
+from data.tokenizer import text_codec
 from records import evaluate as E
 from test_checkpoint import train
 from test_run import FINAL_WINDOW, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
@@ -35,8 +38,8 @@ def trained(corpus, tmp_path_factory):
     run = train(corpus, tmp_path_factory.mktemp("trained"), *FEW, "--save=true", "--sample_tokens=12",
                 "--sample_prompt=the ")
     (path,) = run.saved.values()
-    config, model = E.load_model(path, {"device": "cpu"})
-    return SimpleNamespace(text=run.text, val=run.val, path=path, config=config, model=model)
+    config, model, attention = T.load_model(path, {"device": "cpu"})
+    return SimpleNamespace(text=run.text, val=run.val, path=path, config=config, model=model, attention=attention)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def eloquent(trained):
                 param.add_(torch.randn(param.shape, generator=generator), alpha=1.0 if param.ndim == 2 else 0.1)
         model.smear_lambda.fill_(0.8)
         model.bigram_lambdas.fill_(0.3)
-    return SimpleNamespace(config=trained.config, model=model)
+    return SimpleNamespace(config=trained.config, model=model, attention=trained.attention)
 
 
 def oracle(model, rows):
@@ -73,13 +76,13 @@ def oracle(model, rows):
 def test_greedy_text_is_the_argmax_at_every_position(eloquent, monkeypatch):
     """Of one teacher-forced pass over the text, up to a full window. Beyond, of a pass over the last tokens only."""
     start, model = list(b"the "), eloquent.model
-    ids = [*start, *E.generate(model, eloquent.config, start, RECENT + 1 - len(start), 0.0, 0)]
+    ids = [*start, *generate(model, eloquent.config, eloquent.attention, start, RECENT + 1 - len(start), 0.0, 0)]
     likeliest = oracle(model, [[256, *ids[:-1]]])[:, :256].argmax(1).tolist()
     assert len(ids) == RECENT + 1 and likeliest[len(start):] == ids[len(start):] and len(set(ids)) > 20
-    calls, forward = [], E.forward
-    monkeypatch.setattr(E, "forward", lambda model, config, parts, view: calls.extend(parts) or forward(
+    calls = []
+    monkeypatch.setattr(sampling, "forward", lambda model, config, parts, view: calls.extend(parts) or forward(
         model, config, parts, view))
-    new = list(E.generate(model, eloquent.config, ids, 3, 0.0, 0))
+    new = list(generate(model, eloquent.config, eloquent.attention, ids, 3, 0.0, 0))
     documents = [[256, *[*ids, *new[:i]][-RECENT:]] for i in range(3)]
     seen = torch.stack([oracle(model, [document])[-1, :256] for document in documents])
     assert new == seen.argmax(1).tolist() and calls == documents
@@ -89,7 +92,8 @@ def test_greedy_text_is_the_argmax_at_every_position(eloquent, monkeypatch):
 def test_temperature_seed_and_top_k(eloquent):
     def sampled(*args, seed=1):
         system = dataclasses.replace(eloquent.config.system, seed=seed)
-        return list(E.generate(eloquent.model, dataclasses.replace(eloquent.config, system=system), b"the ", 10, *args))
+        return list(generate(eloquent.model, dataclasses.replace(eloquent.config, system=system),
+                             eloquent.attention, b"the ", 10, *args))
 
     greedy, free = sampled(0.0, 0), sampled(3.0, 0)
     assert sampled(3.0, 1) == greedy == sampled(1e-4, 0)
@@ -112,19 +116,19 @@ BPE = SimpleNamespace(encode_ordinary=lambda text: [len(word) for word in text.s
 def test_characters_and_tokenizers(trained, monkeypatch):
     """The bytes of a character come one at a time. A replacement character stands for broken and half characters."""
     data = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
-    monkeypatch.setattr(E, "generate", lambda *_: iter(data))
+    monkeypatch.setattr(sampling, "generate", lambda *_: iter(data))
     for prompt in "é", "", "\udcff":
         config = dataclasses.replace(trained.config, system=T.System(sample_prompt=prompt))
-        assert "".join(E.sample(trained.model, config)) == prompt + "a¿€😀b\ufffdü\ufffd"
-    encode, decode = E.text_codec(257)
+        assert "".join(sample(trained.model, config, None)) == prompt + "a¿€😀b\ufffdü\ufffd"
+    encode, decode = text_codec(257)
     assert encode("aü") == [97, 195, 188] and decode(195) == b"\xc3"
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))
-    assert E.text_codec(50257) == (BPE.encode_ordinary, BPE.decode_single_token_bytes)
+    assert text_codec(50257) == (BPE.encode_ordinary, BPE.decode_single_token_bytes)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     for size, message in (50257, r"^no GPT-2 tokenizer \(\w+\): tiktoken fetches it once, online$"), (
             50258, "no tokenizer is known for a vocabulary of 50258"):
         with pytest.raises(UserError, match=message):
-            E.text_codec(size)
+            text_codec(size)
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
@@ -163,12 +167,13 @@ EXAMPLES = [{"ctx": context, "endings": endings, "label": label, "activity_label
 
 def test_losses_of_endings_are_those_of_one_at_a_time(eloquent):
     """In packed sequences of 128 and of 1536 tokens, against each ending alone in the plain model."""
-    encode, _ = E.text_codec(257)
+    encode, _ = text_codec(257)
     pairs = [(encode(example["ctx"]), encode(" " + ending)) for example in EXAMPLES for ending in example["endings"]]
     found = []
     for tokens in 128, 1536:
         data = dataclasses.replace(eloquent.config.data, val_batch_tokens=tokens)
-        found.append(list(E.ending_losses(eloquent.model, dataclasses.replace(eloquent.config, data=data), pairs)))
+        found.append(list(E.ending_losses(eloquent.model, dataclasses.replace(eloquent.config, data=data),
+                                           eloquent.attention, pairs)))
     for i, (context, ending) in enumerate(pairs):
         z = oracle(eloquent.model, [[256], [256], [256, *context, *ending]])
         expected = oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt as T
-import data.log
+from data.run import log
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, finish, ready, start, start_interpreter
 from test_run import corpus, fails  # noqa: F401 (fixtures)
@@ -151,7 +151,7 @@ def test_processes_that_cannot_meet(corpus, tmp_path, fails, monkeypatch, variab
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr(data.log.uuid, "uuid4", lambda: "full")
+    monkeypatch.setattr(log.uuid, "uuid4", lambda: "full")
     (tmp_path / "run_full.txt").symlink_to("/dev/full")
     fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}"],
           "cannot write .*run_full.txt.*--log_dir .No space left")

@@ -565,6 +565,6 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
                for key in ("post_scale", "dpre_scale"))
     train(corpus, tmp_path / "other", "--fp8_mlp=true", f"--resume={plain.saved[2]}")  # without scales
     run = T.Trainer.run
-    monkeypatch.setattr(T.Trainer, "run", lambda self: self.warm_up() or run(self))
+    monkeypatch.setattr(T.Trainer, "run", lambda self: T.warm_up(self) or run(self))
     warm = train(corpus, tmp_path / "warm", "--fp8_mlp=true")
     assert "Resetting Model" in warm.text and differing(warm.saved[4], fp8.saved[4]) == []

@@ -367,6 +367,6 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
     resumed = train(corpus, tmp_path / "resumed", "--fp8_qkv=true", f"--resume={fp8.saved[2]}")
     assert differing(resumed.saved[4], fp8.saved[4]) == []
     run = T.Trainer.run
-    monkeypatch.setattr(T.Trainer, "run", lambda self: self.warm_up() or run(self))
+    monkeypatch.setattr(T.Trainer, "run", lambda self: T.warm_up(self) or run(self))
     warm = train(corpus, tmp_path / "warm", "--fp8_qkv=true")
     assert "Resetting Model" in warm.text and differing(warm.saved[4], fp8.saved[4]) == []

@@ -27,11 +27,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train_gpt as T
+from data.run.clock import Stopwatch
 import triton_kernels as kernels
-from data.files import UserError
-from data.knobs import flatten, render
-from data.machine import Runtime
-from data.rules import KEPT_KNOBS
+from data.run.errors import UserError
+from data.run.knobs import flatten, render
+from data.run.machine import Runtime
+from data.run.arguments import KEPT_KNOBS
 from oracles import write_shard
 
 STORED = Path(__file__).with_name("guard.json")
@@ -93,7 +94,7 @@ def curve(args):
     config = T.parse_config(["--preset=record74", *GUARD, *args])
     rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
-    trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
+    trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, Stopwatch(0.0))
     assert trainer.total == STEPS
     initial = T.GPT(config.model, ops, trainer.dtype, torch.device("cpu"))
     with numbers_of_numpy():
@@ -253,7 +254,7 @@ def short_run(args):
     """Every loss of a run with the settings of KNOBS."""
     config = T.parse_config([*KNOBS, *args])
     ops, _ = kernels.choose_ops(torch.device("cpu"), "auto")
-    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, T.Stopwatch(0.0))
+    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1])
     return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)]

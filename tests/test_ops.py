@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
+from data.loader import sorted_pieces
 from data import loader as L
 import triton_kernels as tk
 
@@ -186,7 +187,7 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
             sample = L.sample_candidates(ids, 384, 128 if i == 4 else 256, i, config.gate_id)
         candidates, ids = sample or (None, ids)
         pieces = {"tokens": tokens[:-1].numpy(), "bigram_embed": hashed.numpy()}
-        pieces = {name: torch.from_numpy(tk.sorted_pieces(rows)).to(device) for name, rows in pieces.items()}
+        pieces = {name: torch.from_numpy(sorted_pieces(rows)).to(device) for name, rows in pieces.items()}
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), torch.from_numpy(ids), cu)),
                         {"bigram_embed": hashed.to(device)},
                         None if candidates is None else torch.from_numpy(candidates).to(device), pieces)

@@ -13,7 +13,7 @@ import torch.multiprocessing
 
 import oracles
 import train_gpt as T
-from data.machine import Runtime
+from data.run.machine import Runtime
 import triton_kernels as kernels
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ import oracles
 import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
+from data.run.sample import forward, generate, log_probabilities
 from oracles import framed, gpu
 from records import evaluate as E
 from test_checkpoint import differing, train
@@ -35,6 +36,11 @@ MIXED = tk.pointer_ref, tk.cross_entropy  # --kernels=pointer:torch
 
 def borders(lengths):
     return [0, *itertools.accumulate(lengths)]
+
+
+def final_attention(config, model):
+    """The AttentionSettings of the last validation."""
+    return T.attention_settings(config, model.embed.device, model.dtype)[-1]
 
 
 def leaves(*tensors):
@@ -495,13 +501,13 @@ def test_probabilities(size):
     words = torch.randint(8, (90,)).tolist()
     documents = [[size - 1, *words[:50]], [size - 1], [size - 1, *words[50:]]]
     cu = [0, 51, 52, 93, 128]
-    output, targets = E.forward(model, config, documents, E.final_attention(model, config, 256))
+    output, targets = forward(model, config, documents, final_attention(config, model))
     tokens = [documents[0][0], *targets.tolist()]
     losses = E.head(model).losses(output.h, targets, torch.ones(1), output.point)
     p, attn = oracle_outputs(model, output, cu)
     alpha, alphas = p[:, gate], []
     for t in (0, 1, 2, 30, 50, 51, 52, 53, 92, 93, 127):
-        found = E.log_probabilities(model, output, t).exp()
+        found = log_probabilities(model, output, t).exp()
         wanted = p[t] * (1 + alpha[t] * attn[t, 0] / (1 - alpha[t]))
         for j in range(t):
             wanted[tokens[j]] += alpha[t] * attn[t, 1 + j]
@@ -521,7 +527,7 @@ def test_validation_points_into_whole_documents():
     config, model = tiny_model()
     tokens = np.array([256, *torch.randint(9, (63,)).tolist(), 256, *torch.randint(9, (48,)).tolist()], np.uint16)
     batch = L.make_batch(tokens, L.cu_seqlens([64, 112], 112, 128), config, torch.device("cpu"))
-    view = E.final_attention(model, config, 256)._replace(pointer_window=8)
+    view = final_attention(config, model)._replace(pointer_window=8)
     loss = T.summed_loss(model, E.head(model), batch, view).item() / 112
     h, _ = model(batch.tokens, batch.cu_seqlens, batch.row_ids, view)
     params = {name: tensor.double() for name, tensor in model.state_dict().items()}
@@ -603,7 +609,7 @@ def test_bf16_is_near_fp32():
     tokens = [config.model.bos_id, *torch.randint(9, (126,)).tolist()]
     losses = []
     for each in model, half:
-        output, targets = E.forward(each, config, [tokens], E.final_attention(each, config, 256))
+        output, targets = forward(each, config, [tokens], final_attention(config, each))
         assert output.point.sink.dtype == FP32 and output.point.q.dtype == each.dtype
         losses.append(E.head(each).losses(output.h, targets, torch.ones(1), output.point)[:126].mean().item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
@@ -624,9 +630,9 @@ def mixture(model, rows, h):
 
 def test_greedy_text_is_the_argmax_at_every_position():
     config, model = tiny_model()
-    new = list(E.generate(model, config, b"the cat ", 20, 0.0, 0))
+    new = list(generate(model, config, final_attention(config, model), b"the cat ", 20, 0.0, 0))
     document = [256, *b"the cat ", *new]
-    output, _ = E.forward(model, config, [document], E.final_attention(model, config, 256))
+    output, _ = forward(model, config, [document], final_attention(config, model))
     p = mixture(model, [document, [256] * (128 - len(document))], output.h)
     assert p[8:-1, :256].argmax(1).tolist()[:20] == new and len({*new}) > 1
     assert {p[t].argmax().item() for t in range(8, 28)} != {
@@ -640,10 +646,10 @@ def test_losses_of_endings_do_not_depend_on_the_packing():
     text = b"a rose is a rose is a rose"
     pairs = [(text[:9 + i], text[9 + i:20 + 2 * (i % 3)]) for i in range(6)]
     found = [list(E.ending_losses(model, dataclasses.replace(config, data=dataclasses.replace(
-        config.data, val_batch_tokens=tokens)), pairs)) for tokens in (64, 512)]
+        config.data, val_batch_tokens=tokens)), final_attention(config, model), pairs)) for tokens in (64, 512)]
     for (context, ending), *losses in zip(pairs, *found, strict=True):
         rows = [[256], [256], [256, *context, *ending]]
-        output, _ = E.forward(model, config, rows, E.final_attention(model, config, 256))
+        output, _ = forward(model, config, rows, final_attention(config, model))
         n = len(sum(rows, []))
         p = mixture(model, [*rows, [256] * (128 - n)], output.h)[n - len(ending) - 1:n - 1]
         wanted = -p.gather(1, torch.tensor(list(ending))[:, None])[:, 0].log()

@@ -22,10 +22,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
 import train_gpt  # noqa: E402
+from data.shards import read_shard_header  # noqa: E402
+from data.run.start import survey_training_data  # noqa: E402
 from data import loader as L  # noqa: E402
-from data.files import UserError  # noqa: E402
-from data.machine import Runtime  # noqa: E402
-from data.rules import stage_starts  # noqa: E402
+from data.run.errors import UserError  # noqa: E402
+from data.run.machine import Runtime  # noqa: E402
+from data.run.length import stage_starts  # noqa: E402
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def shard_bytes(tokens) -> bytes:
 def tokens_of(folder: Path, part: str) -> np.ndarray:
     paths = sorted(folder.glob(f"*_{part}_*.bin"))
     for path in paths:
-        L.read_shard_header(path)
+        read_shard_header(path)
     return np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths])
 
 
@@ -259,7 +261,7 @@ def test_bytes_round_trip_in_order_and_split_by_document(data, corpus, capsys):
     assert train == [t for t in texts if t not in val] and val == [t for t in texts if t in val]
     share, whole = sum(map(len, val)), sum(map(len, texts))
     assert 0.2 * whole <= share < 0.2 * whole + 206  # the share, plus less than one document
-    sizes = [L.read_shard_header(p) for p in sorted(folder.glob("*_train_*"))]
+    sizes = [read_shard_header(p) for p in sorted(folder.glob("*_train_*"))]
     assert len(sizes) > 2 and set(sizes[:-1]) == {700} and 0 < sizes[-1] <= 700
     assert (f"mine: 30 documents, {sum(sizes):,} training and {len(tokens_of(folder, 'val')):,} validation tokens "
             f"in {len(sizes)} + 1 shards") in capsys.readouterr().out
@@ -435,7 +437,7 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
     assert (Path.cwd() / script).resolve() == ROOT / "run.sh" and "--preset=cpu" in arguments
     assert size < 10**6 or len(arguments) == 4  # enough text: only the preset, the files and the prompt
     config = train_gpt.parse_config(arguments)
-    assert L.survey_training_data(config)[0] in out
+    assert survey_training_data(config)[0] in out
     runtime = Runtime(0, 1, torch.device("cpu"))
     for stage, start in zip(config.schedule.stages, stage_starts(config.schedule)):
         plan = train_gpt.make_plan(config, start)

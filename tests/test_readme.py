@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 import test_guard
 import train_gpt as T
-from data.knobs import flatten
+from data.run.knobs import flatten
 from data import prepare
 from oracles import write_shard
 from records import compare, evaluate, repeat, rerun

@@ -169,8 +169,8 @@ def test_a_failing_trainer(log, again):
 
 @pytest.mark.parametrize("old, new, count, message", [
     ("\ncommand: train_gpt.py --seed=3\n", "\n", 1, "lacks `command`; "),
-    ("\nsources: train_gpt.py data/__init__.py", "\nsources: train_gpt.py data/files.py x.py", 1,
-     "lacks the text of data/files.py, the text of x.py; "),
+    ("\nsources: train_gpt.py data/__init__.py", "\nsources: train_gpt.py data/shards.py x.py", 1,
+     "lacks the text of data/shards.py, the text of x.py; "),
     ("/6 val_loss:", "/6 train_time:1ms val_loss:", 5, "lacks validation losses; "),
     ("\nno end ", f"{rerun.title('data/loader.py')}RATE = 0.5\n", 1, "holds data/loader.py more than once"),
     ("\nranks: 1\n", "\nranks: 0\n", 1, "ranks are '0'"),

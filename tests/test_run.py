@@ -23,7 +23,8 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.knobs import flatten, render
+from data.run.log import published
+from data.run.knobs import flatten, render
 import triton_kernels as kernels
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard
@@ -54,12 +55,12 @@ say = lambda text: os.write(1, f"{text}\\n".encode()) and None  # one write: ran
 exec(sys.argv.pop(1))
 sys.exit(T.main(sys.argv[1:]))
 """
-WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: self.warm_up() or run(self)"
+WARM_UP = "run = T.Trainer.run; T.Trainer.run = lambda self: T.warm_up(self) or run(self)"
 SUM_FOR_AVERAGE = """scatter, reduce, wrong = T.reduce_scatter, T.dist.all_reduce, {"op": T.dist.ReduceOp.SUM}
 T.reduce_scatter = lambda *args, **options: scatter(*args, **options | wrong)
 T.dist.all_reduce = lambda *args, **options: reduce(*args, **options | wrong)"""
 SAY_SCALES = """step, scales = T.Trainer.step, lambda self: self.model.fp8_mlps.scales[:, 3::2, 0].tolist()
-from data import machine
+from data.run import machine
 machine.capability = lambda device: dict(hardware="fake", hardware_fp8="yes", hardware_tma="no")
 choose = T.kernels.choose_ops
 T.kernels.choose_ops = lambda *args: (choose(*args)[0], choose(*args)[1] | {"mlp": "triton"})
@@ -255,7 +256,7 @@ def test_logs_are_read_by_compare(runs):
             assert run.state["sources"] == run.sources, name
         assert log.source.startswith(run.sources["train_gpt.py"]) and run.sources["data/loader.py"] in log.source
         config = flatten(T.parse_config(run.args, ranks))
-        assert log.facts.items() >= {key: T.published(render(value)) for key, value in config.items()}.items()
+        assert log.facts.items() >= {key: published(render(value)) for key, value in config.items()}.items()
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(ranks)
         assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
 

@@ -9,7 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
-from data.machine import Runtime
+from data.run.clock import Stopwatch
+from data.run.machine import Runtime
+from data.run.warmup import steps_with_new_keys
 import triton_kernels as tk
 
 # The model for training, the model for evaluation, and Adam for each table that it updates: the replicated ones
@@ -45,12 +47,12 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     torch._dynamo.reset()
     device = torch.device("cpu")
     ops, _ = tk.choose_ops(device, config.system.kernels)
-    watch = T.Stopwatch(0.0)
+    watch = Stopwatch(0.0)
     trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
-    trainer.warm_up()
+    T.warm_up(trainer)
     assert counter.frame_count == GRAPHS
     assert list(watch) == ["imports", "data", "model", "evaluation",
-                           *(f"step {s}" for s in T.warmup_steps(trainer.plans[:-1], set()))]
+                           *(f"step {s}" for s in steps_with_new_keys(trainer.plans[:-1], set()))]
     for step in range(trainer.total):  # the run itself meets nothing new
         trainer.step(trainer.loader, trainer.plans[step], 1)
     for view in trainer.attn:

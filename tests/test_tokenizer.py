@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import train_gpt as T
-from data import loader, machine, tokenizer
-from data.files import UserError
+from data import loader, tokenizer
+from data.run import machine
+from data.run.errors import UserError
 from records import evaluate
 from test_checkpoint import differing, train
 from test_guard import KNOBS, make_corpus

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import train_gpt as T
+from data.run.errors import UserError
 import triton_kernels
 from data import loader as L
-from data.machine import Runtime
+from data.run.machine import Runtime
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import compare, trace, work
@@ -413,10 +414,10 @@ def test_cost_of_the_profiler():
 
 
 @pytest.mark.parametrize("knob, message", [
-    ("20", "expected START:COUNT"), ("a:b", "expected START:COUNT"), ("3:0", "expected START:COUNT"),
+    ("20", "must be START:COUNT"), ("a:b", "must be START:COUNT"), ("3:0", "must be START:COUNT"),
     ("718:3", "steps 0 to 719"), ("178:4", "a validation .* in between.*--val_every=180")])
 def test_knob(knob, message):
-    with pytest.raises(T.UserError, match=f"^--profile={knob}: .*{message}"):
+    with pytest.raises(UserError, match=f"^--profile={knob}: .*{message}"):
         T.parse_config(["--preset=cpu", f"--profile={knob}"])
 
 

@@ -1,11 +1,11 @@
 """Checkpoint files. A checkpoint is a dictionary of plain values and tensors."""
 
-import shutil
 from pathlib import Path
 
 import torch
 
-from data.files import UserError, atomic_write, existing_folder, is_writable
+from data.run.disk import atomic_write
+from data.run.errors import UserError
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
 
@@ -35,18 +35,9 @@ def load_checkpoint(path) -> dict:
     return state
 
 
-def check_weights(state, model):
-    """Raises UserError when a checkpoint has other weights than `model`, as from another version of train_gpt.py."""
-    saved, expected = ({label: x.shape for label, x in part.items()} for part in (state["model"], model.state_dict()))
+def check_weights(state, table):
+    """Raises UserError when a checkpoint has other parameters than `table`, the `param_table` of train_gpt.py."""
+    saved = {label: x.shape for label, x in state["model"].items() if label != "hash_ids"}  # no parameter
+    expected = {param.label: param.shape for param in table}
     if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
         raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
-
-
-def require_room(folder: Path, size: int, purpose: str) -> str:
-    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free."""
-    place = existing_folder(folder)
-    free = shutil.disk_usage(place).free
-    found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"
-    if free < size or not is_writable(place):
-        raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
-    return found

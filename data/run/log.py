@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from data.files import find_files, user_error
-from data.knobs import flatten, render
-
-ROOT = Path(__file__).resolve().parents[1]
+from data.run.disk import ROOT
+from data.run.errors import user_error
+from data.run.knobs import flatten, render
+from data.shards import find_files
 
 
 class Log:

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from typing import get_args, get_type_hints
 
-from data.files import UserError
+from data.run.errors import UserError
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
 
@@ -125,6 +125,28 @@ def override(config, overrides):
         known |= {f"{name}.{field}": 0 for name, item in items.items() for field in vars(item)}
         raise unknown_key(key, [*known, "preset"])
     return changed
+
+
+def with_system(config, **knobs):
+    """The config with other values for some knobs of System."""
+    return dataclasses.replace(config, system=dataclasses.replace(config.system, **knobs))
+
+
+def read_options(argv, options, aliases, known):
+    """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own.
+
+    options: {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises
+    UserError for an unknown key.
+    """
+    values, knobs = dict(options), {}
+    for key, text in read_arguments(argv).items():
+        if key in options:
+            values[key] = parse_value(key, text, type(options[key]), options[key])
+        elif key in known or key in aliases or re.match(r"(stage|layer)\d", key):
+            knobs[aliases.get(key, key)] = text
+        else:
+            raise unknown_key(key, [*options, *aliases, *known])
+    return values, knobs
 
 
 def help_text(config, source) -> str:

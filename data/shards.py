@@ -1,84 +1,17 @@
-"""Files that a run reads and writes: user errors, atomic writes, token shards.
+"""Token shards: which files a pattern names, and what is in a file.
 
-README.md beside this file describes the format of a shard.
+README.md beside this file describes the format.
 """
 
 import glob
 import os
 import sys
-import time
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-
-class UserError(Exception):
-    """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
-
-
-def one_line(error) -> str:
-    """The message of an error on one line; for an OSError only the reason."""
-    return " ".join((getattr(error, "strerror", None) or str(error)).split())
-
-
-@contextmanager
-def user_error(message, *kinds):
-    """Turns an OSError, or an error of `kinds`, into a UserError: the message, then the original message."""
-    try:
-        yield
-    except (OSError, *kinds) as error:
-        raise UserError(f"{message} ({one_line(error)})") from error
-
-
-@contextmanager
-def atomic_write(path):
-    """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk.
-
-    Raises UserError when the file cannot be written.
-    """
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and error.__context__:  # torch.save raises its own error over the real one
-            error = error.__context__
-        if not isinstance(error, Exception):
-            raise error from None  # Ctrl-C
-        raise UserError(f"cannot write {path}: {one_line(error)}; make room, or choose another folder") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-
-
-def claim_report(local) -> bool:
-    """Claim to print why the run ends; True for the first process of a machine that asks. One report is enough.
-
-    local: rank on this machine.
-    """
-    time.sleep(local > 0)  # the first process usually has the same message
-    try:  # torchrun gives each process a folder of its own in one common folder
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
-    except FileExistsError:
-        return False
-    except (KeyError, IndexError, OSError):  # no torchrun, or no folders: printing twice is better than never
-        pass
-    return True
-
-
-def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def is_writable(folder: Path) -> bool:
-    """Whether this process can make files in the folder. The folder need not exist yet."""
-    return os.access(existing_folder(folder), os.W_OK | os.X_OK)
+from data.run.disk import ROOT
+from data.run.errors import UserError, user_error
 
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
@@ -125,7 +58,7 @@ def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
 
 def data_root() -> Path:
     """The folder to which patterns are relative."""
-    return Path(os.environ.get("DATA_PATH") or Path(__file__).parents[1])
+    return Path(os.environ.get("DATA_PATH") or ROOT)
 
 
 def find_files(pattern: str) -> list[Path]:

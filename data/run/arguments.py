@@ -1,0 +1,88 @@
+"""From the arguments of a command to the config of a run."""
+
+from typing import Callable, NamedTuple
+
+from data.run.checkpoint import load_checkpoint
+from data.run.errors import UserError
+from data.run.knobs import config_from_dict, flatten, override, read_arguments, render, with_system
+from data.run.length import fit_length, stage_starts
+from data.run.limits import check_config, check_values
+
+# Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
+KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
+
+
+class Presets(NamedTuple):
+    """The presets of train_gpt.py."""
+
+    configs: dict  # name -> Config
+    gpus: dict  # name -> number of GPUs for which its batches were chosen
+    wired: Callable  # (name, overrides) -> Config of the preset, with the layers that the overrides ask for
+
+
+def parse_config(argv, world, presets: Presets):
+    """Arguments --preset=name and --key=value -> config for `world` ranks, checked.
+
+    Raises UserError for an unknown argument, and for values that a run does not accept.
+    """
+    overrides = read_arguments(argv)
+    preset, first_step = overrides.pop("preset", None), 0
+    if preset not in (None, *presets.configs):
+        raise UserError(f"--preset={preset}: known presets are {', '.join(presets.configs)}")
+    if overrides.get("resume"):
+        config, first_step = resumed_config(overrides, preset, world, presets)
+    else:
+        config = preset_config(preset or "record", overrides, world, presets)
+    check_config(config, world)
+    if config.system.profile and config.system.profiled.start < first_step:
+        raise UserError(f"--profile={config.system.profile}: the resumed run starts at step {first_step}; profile later"
+                        " steps")
+    return config
+
+
+def preset_config(preset, overrides, world, presets):
+    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it."""
+    config = override(presets.wired(preset, overrides), overrides)
+    check_values(config)
+    if 0 < config.system.micro_batches < world:
+        config = with_system(config, micro_batches=world)
+    made_for = presets.configs[preset].schedule, presets.gpus[preset]
+    return fit_length(config, overrides.keys(), made_for, world)
+
+
+def resumed_config(overrides, preset, world, presets):
+    """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
+    that are not in KEPT_KNOBS: machine, FP8, output, validation.
+
+    Raises UserError when an override or the preset changes another knob, and when the run is finished.
+    """
+    path = overrides["resume"]
+    state = load_checkpoint(path)
+    saved = with_system(config_from_dict(presets.configs["record74"], state["config"]), profile="")
+    wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
+    config = override(saved, allowed_changes(path, wanted, saved, overrides, preset))
+    check_values(config)
+    step, total = state["step"], stage_starts(config.schedule)[-1]
+    if step >= total:
+        raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
+                        " or start a longer run")
+    return config, step
+
+
+def allowed_changes(path, wanted, saved, overrides, preset) -> dict[str, str]:
+    """The overrides of a resumed run. Raises UserError when they or the preset would change its training.
+
+    path: the checkpoint. wanted, saved: the config of the arguments and of the checkpoint.
+    """
+    free = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS
+    new, old = flatten(wanted), flatten(saved)
+    if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
+        new["micro_batches"] = old["micro_batches"]
+    differing = [f"{key} is {render(new.get(key, 'missing'))} here, {render(old.get(key, 'missing'))} there"
+                 for key in new | old if key not in free and new.get(key) != old.get(key)]
+    if differing:
+        given = [f"--preset={preset}"] * bool(preset)
+        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
+        advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
+        raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
+    return {key: text for key, text in overrides.items() if key in free}

@@ -1,0 +1,55 @@
+"""Folders, room on the disk, and files that appear only when they are complete."""
+
+import os
+import shutil
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from data.run.errors import UserError, one_line
+
+ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether this process can make files in the folder. The folder need not exist yet."""
+    return os.access(existing_folder(folder), os.W_OK | os.X_OK)
+
+
+def require_room(folder: Path, size: int, purpose: str) -> str:
+    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free."""
+    place = existing_folder(folder)
+    free = shutil.disk_usage(place).free
+    found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"
+    if free < size or not is_writable(place):
+        raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
+    return found
+
+
+@contextmanager
+def atomic_write(path):
+    """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk.
+
+    Raises UserError when the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and error.__context__:  # torch.save raises its own error over the real one
+            error = error.__context__
+        if not isinstance(error, Exception):
+            raise error from None  # Ctrl-C
+        raise UserError(f"cannot write {path}: {one_line(error)}; make room, or choose another folder") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()

@@ -1,0 +1,61 @@
+"""Errors that end a run with one line."""
+
+import os
+import re
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+
+LESS_MEMORY = ("raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try"
+               " --cuda_graphs=false")
+
+
+class UserError(Exception):
+    """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
+
+
+def one_line(error) -> str:
+    """The message of an error on one line; for an OSError only the reason."""
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())
+
+
+@contextmanager
+def user_error(message, *kinds):
+    """Turns an OSError, or an error of `kinds`, into a UserError: the message, then the original message."""
+    try:
+        yield
+    except (OSError, *kinds) as error:
+        raise UserError(f"{message} ({one_line(error)})") from error
+
+
+def is_out_of_memory(error) -> bool:
+    """Whether PyTorch, CUDA, Triton or cuBLAS found too little GPU memory."""
+    return type(error).__name__ == "OutOfMemoryError" or bool(  # PyTorch's; programs without PyTorch import this file
+        re.search("CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(error)))
+
+
+def error_message(error) -> str | None:
+    """One line for an error that the user or the machine has caused; None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
+    if re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
+        return f"lost the connection to another process, which may say why ({one_line(error)})"
+    return None
+
+
+def claim_report(local) -> bool:
+    """Claim to print why the run ends; True for the first process of a machine that asks. One report is enough.
+
+    local: rank on this machine.
+    """
+    time.sleep(local > 0)  # the first process usually has the same message
+    try:  # torchrun gives each process a folder of its own in one common folder
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].joinpath("told").mkdir()
+    except FileExistsError:
+        return False
+    except (KeyError, IndexError, OSError):  # no torchrun, or no folders: printing twice is better than never
+        pass
+    return True

@@ -1,0 +1,147 @@
+"""The length of a run: its steps, and the batches, rates and steps that suit --train_tokens or --minutes."""
+
+import dataclasses
+import math
+from itertools import accumulate
+
+from data.run.errors import UserError
+
+
+SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 200e-6}  # roughly: `short` on one H200, `cpu` on two cores
+SHORTEST_RUN = 20  # steps
+
+
+def stage_starts(schedule) -> list[int]:
+    """[first step of every stage, number of steps of the run]."""
+    shares = list(accumulate((stage.share for stage in schedule.stages[:-1]), initial=0.0))
+    starts = [round(schedule.scheduled_steps * share / shares[-1]) for share in shares]
+    return [*starts, schedule.scheduled_steps + schedule.extension_steps]
+
+
+def stage_steps(schedule) -> list[int]:
+    """Number of steps of every stage."""
+    starts = stage_starts(schedule)
+    return [end - start for start, end in zip(starts, starts[1:])]
+
+
+def sum_over_steps(schedule, costs):
+    """Total cost of a run. costs: the cost of a step in every stage."""
+    return sum(cost * steps for cost, steps in zip(costs, stage_steps(schedule), strict=True))
+
+
+def total_tokens(schedule) -> int:
+    """Tokens of the whole run."""
+    return sum_over_steps(schedule, [stage.batch_tokens for stage in schedule.stages])
+
+
+def momentum_steps(schedule) -> tuple[int, int]:
+    """Number of steps of the warm-up and of the cool-down of Muon's momentum."""
+    total = stage_starts(schedule)[-1]
+    return tuple(round(x * total) if x < 1 else x for x in (schedule.muon_warmup, schedule.muon_cooldown))
+
+
+def with_steps(schedule, costs, budget, extension=None):
+    """The schedule with the even number of steps whose total cost is nearest to the budget.
+
+    costs: the cost of a step in every stage. extension: steps of the last stage; None: they keep their ratio to the
+    scheduled steps.
+    """
+    ratio = schedule.extension_steps / schedule.scheduled_steps
+
+    def candidate(scheduled):
+        last = round(ratio * scheduled) if extension is None else extension
+        return dataclasses.replace(schedule, scheduled_steps=scheduled + (scheduled + last) % 2, extension_steps=last)
+
+    fixed = (extension or 0) * costs[-1]
+    near = round((budget - fixed) / (sum_over_steps(candidate(10**6), costs) - fixed) * 10**6)
+    candidates = map(candidate, range(max(2, near - 4), max(2, near) + 5))
+    return min(candidates, key=lambda candidate: abs(sum_over_steps(candidate, costs) - budget))
+
+
+def round_batch(tokens, unit) -> int:
+    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`.
+
+    Such numbers have many divisors.
+    """
+    nearest = min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
+    return -(-nearest // unit) * unit
+
+
+def fit_length(config, by_hand, made_for, world):
+    """The config with batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
+
+    The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
+    tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
+    time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
+    root of tokens times fixed cost. The rates, lr_floor among them, grow with batch ** 0.35
+    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths the check at three lengths). table_beta2
+    keeps its half-life in tokens: .975 gained .020 in runs of 12288 to 36864 tokens per step, and lost .006 with 131072
+    (records/2026-11-22_lengths).
+
+    by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
+    of GPUs that it is made for).
+    """
+    schedule, (native, gpus) = config.schedule, made_for
+    if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
+        raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
+    tokens = schedule.train_tokens
+    if schedule.minutes:
+        tokens = schedule.minutes * 60 * world / SECONDS_PER_TOKEN[config.system.device]
+    if not tokens:
+        return config
+    growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5
+    unit, stages = 16 * (config.system.micro_batches or world), []
+    for i, stage in enumerate(schedule.stages, 1):
+        if f"stage{i}.batch_tokens" not in by_hand:
+            batch = round_batch(stage.batch_tokens * growth, unit)
+            rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
+            rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else rate
+            stage = dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate)
+        stages.append(stage)
+    if "table_beta2" not in by_hand:
+        ratio = total_tokens(dataclasses.replace(native, stages=tuple(stages))) / total_tokens(native)  # of the batches
+        beta2 = round(config.optim.table_beta2 ** ratio, 4)
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, table_beta2=beta2))
+    if not by_hand & {"lr_floor", f"stage{len(stages)}.lr_mul"}:
+        floor = round(schedule.lr_floor * stages[-1].lr_mul / schedule.stages[-1].lr_mul, 4)
+        schedule = dataclasses.replace(schedule, lr_floor=floor)
+    schedule = dataclasses.replace(schedule, stages=tuple(stages))
+    if "scheduled_steps" not in by_hand:
+        extension = schedule.extension_steps if "extension_steps" in by_hand else None
+        schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
+        if schedule.scheduled_steps < SHORTEST_RUN:
+            knob = "minutes" if schedule.minutes else "train_tokens"
+            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps"
+                            f" of {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    for key in {"muon_warmup", "muon_cooldown"} - by_hand:
+        if (steps := getattr(schedule, key)) >= 1:  # as a part of the run it fits the steps of `with_minutes`, too
+            schedule = dataclasses.replace(schedule, **{key: round(steps / stage_starts(native)[-1], 4)})
+    schedule = dataclasses.replace(schedule, train_tokens=0 if schedule.minutes else total_tokens(schedule))
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def with_minutes(config, seconds):
+    """The config with the number of steps that --minutes asks for. seconds: the time of a step in every stage.
+
+    Its minutes are 0, and its train_tokens hold the choice, so that a resumed run keeps it.
+    """
+    minutes = config.schedule.minutes
+    fitted = with_steps(config.schedule, seconds, 60 * minutes)
+    if fitted.scheduled_steps < SHORTEST_RUN:
+        raise UserError(f"--minutes={minutes:g}: this machine makes only {fitted.scheduled_steps} steps in that time; a"
+                        f" run needs {SHORTEST_RUN}")
+    schedule = dataclasses.replace(fitted, minutes=0.0, train_tokens=total_tokens(fitted))
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def seconds_per_step(schedule, plans, time_steps) -> list[float]:
+    """Mean seconds of a step in every stage. plans: of all steps; time_steps: function (plans) -> mean seconds."""
+    seconds = []
+    for start, steps in zip(stage_starts(schedule), stage_steps(schedule)):
+        stage = plans[start:start + steps]
+        counts = sorted({plan.candidates for plan in stage})  # steps with a sampled softmax are faster
+        kinds = [[plan.step for plan in stage if plan.candidates == count] for count in counts]
+        middles = [kind[len(kind) // 2] // 2 * 2 for kind in kinds]  # of this step and the next, one has Adam
+        total = sum(len(kind) * time_steps(plans[step:step + 2]) for kind, step in zip(kinds, middles))
+        seconds.append(total / max(1, steps))
+    return seconds

@@ -1,0 +1,108 @@
+"""The processes of a run and their devices, and what a GPU can do."""
+
+import os
+import platform
+import socket
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import triton_kernels as kernels
+from data.run.errors import UserError, one_line, user_error
+from data.run.knobs import with_system
+
+
+class Runtime(NamedTuple):
+    """This process: its rank, the number of ranks, its device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def rank_from_env() -> tuple[int, int, int]:
+    """(rank, number of ranks, rank on this machine) from the variables that torchrun sets; without them (0, 1, 0)."""
+    defaults = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")
+    env = {key: os.environ.get(key, default) for key, default in defaults}
+    if not all(map(str.isdecimal, env.values())) or int(env["RANK"]) >= int(env["WORLD_SIZE"]):
+        env = " ".join(map("=".join, env.items()))
+        raise UserError(f"{env}: ranks are numbers from 0 up to below WORLD_SIZE; use torchrun, or set none of these")
+    return tuple(map(int, env.values()))
+
+
+def hide_other_gpus(local_rank):
+    """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
+    which is then the same in all ranks, so they can share one compile cache."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+    count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if processes > count > 0:
+        raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    try:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if count else ""
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA, an old driver, a GPU in exclusive use
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        raise UserError("CUDA was asked for but this machine has no usable GPU"
+                        f" ({one_line(error)}): repair it, or train on the CPU: --preset=cpu, or --device=cpu for a"
+                        " checkpoint") from error
+
+
+def find_device(config) -> torch.device:
+    """The CPU, or the GPU of this process. UserError when there is no GPU that can be used."""
+    if config.system.device == "cpu":
+        return torch.device("cpu")
+    if torch.version.hip:
+        raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA GPUs;"
+                        " try --preset=cpu")
+    local_rank = rank_from_env()[2]
+    if not torch.cuda.is_initialized():
+        hide_other_gpus(local_rank)
+    torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local_rank)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def init_runtime(config) -> Runtime:
+    """Join the process group that torchrun describes in the environment; without torchrun, make a group of one."""
+    (rank, world, _), device = rank_from_env(), find_device(config)
+    if device.type == "cuda":
+        torch.set_num_threads(min(4, torch.get_num_threads()))  # more OpenMP threads slow down the kernel launches
+    master = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
+    with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
+        if world > 1:
+            socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
+        # A rank that finds nothing in its compile cache may keep the other ranks waiting for minutes.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world,
+                                store=dist.HashStore() if world == 1 else None,
+                                timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
+        dist.barrier()
+    return Runtime(rank, world, device)
+
+
+def capability(device) -> dict[str, str]:
+    """Capabilities of the hardware, for the log and for the choice of kernels."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return {"hardware": f"sm_{major}{minor}" if major else platform.machine(),
+            "hardware_fp8": "yes" if (major, minor) >= (8, 9) else "no", "hardware_tma": "yes" if major >= 9 else "no"}
+
+
+def choose_kernels(config, device):
+    """(config with fp8 settled, implementations of all operations, {operation: name}).
+
+    In this config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
+    attention has another implementation than triton.
+    """
+    system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
+    can_train = has_fp8 and system.dtype == "bfloat16"
+    try:
+        ops, names = kernels.choose_ops(device, system.kernels)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    config = with_system(config, fp8=system.fp8 and has_fp8,
+                         fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
+                         fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")
+    names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
+    names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
+    return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})

@@ -1,0 +1,125 @@
+"""Checks before anything is compiled: software, data, caches, disk, memory. `--check` makes the same ones.
+
+`sizes` and `table` are those of data/run/memory.py.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import triton_kernels as kernels
+from data.loader import Shard, require_validation_tokens
+from data.run.checkpoint import check_weights, load_checkpoint
+from data.run.disk import ROOT, is_writable, require_room
+from data.run.errors import UserError
+from data.run.length import stage_starts, sum_over_steps
+from data.run.machine import choose_kernels, find_device
+from data.run.memory import choose_micro_batches, memory_report, state_bytes
+from data.shards import find_files, read_shard_header
+from data.tokenizer import text_codec
+
+
+def torch_version() -> tuple[int, ...]:
+    """(major, minor) of PyTorch."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
+def require_torch():
+    """Raises UserError when PyTorch is too old."""
+    if torch_version() < (2, 11):
+        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install the packages that"
+                        " requirements.txt names, or use ./run.sh")
+
+
+def survey_training_data(config) -> tuple[str, bool]:
+    """(a line about the training data, whether the data certainly lasts for the run).
+
+    Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
+    """
+    files, stages = find_files(config.data.train_files), config.schedule.stages
+    counts, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
+    lengths, available = Shard(files[0], config.model, 2**22).lengths, sum(counts)
+    longest = batches.max() // config.system.micro_batches + 1
+    if longest > max(counts):
+        raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
+                        f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
+                        " --micro_batches")
+    if config.schedule.minutes:
+        return f"{len(files)} files, {available:,} tokens; --minutes will choose how many the run takes", True
+    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
+    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
+    found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
+             f" about {required:,.0f}: {required / available:.2f} passes")
+    if config.data.data_end == "wrap" or required <= available:
+        return found, True
+    found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
+    if trained > available:
+        raise UserError(found)
+    return found, False
+
+
+def survey_validation_data(config) -> str:
+    """A line about the validation data. Raises UserError when the files hold too few tokens."""
+    counts = [read_shard_header(path) for path in find_files(config.data.val_files)]
+    require_validation_tokens(config, sum(counts))
+    return f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
+
+
+def needs_tokenizer(config) -> bool:
+    """Whether the run makes `hash_ids`; a checkpoint contains them."""
+    return config.model.bigram_normal and not config.system.resume
+
+
+def require_caches(config, device) -> list[str]:
+    """The folders in which the compilers keep their caches. Raises UserError when a folder cannot be written."""
+    folders = {}
+    if device.type == "cuda" and not kernels.NO_TRITON:
+        folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
+    if config.system.compile:  # torch's function for the default folder would make the folder
+        folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    for name, folder in folders.items():
+        if not is_writable(Path(folder).absolute()):
+            raise UserError(f"{folder} cannot be written: set {name} to a folder for compiled code")
+    return list(folders.values())
+
+
+def require_disk(config, sizes) -> str:
+    """Sentence about the disk space for the log and the checkpoints. Raises UserError when there is too little."""
+    if os.environ.get("RANK", "0") != "0":
+        return "rank 0 writes"
+    system, size, purpose = config.system, 2**20, "the log"
+    if system.save or system.save_every:
+        weights, state, _ = sizes
+        saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
+        count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
+        size, purpose = size + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients, state
+    return require_room(ROOT / system.log_dir, size, purpose)
+
+
+def check_start(config, table, world):
+    """Raises UserError for what would stop the run later; warns about what might stop the run.
+
+    Returns the config with fp8 and the number of micro-batches settled.
+    """
+    require_torch()
+    device = find_device(config)
+    if config.system.resume:
+        check_weights(load_checkpoint(config.system.resume), table)
+    config = choose_kernels(config, device)[0]
+    sizes = state_bytes(config, table)
+    config = choose_micro_batches(config, sizes, device, world)
+    training_data = survey_training_data(config)
+    survey_validation_data(config)
+    if needs_tokenizer(config):
+        text_codec(config.model.vocab_size)
+    require_caches(config, device)
+    require_disk(config, sizes)
+    for text, fine in training_data, memory_report(config, sizes, device, world):
+        if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+    return config

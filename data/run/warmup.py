@@ -1,0 +1,98 @@
+"""The start of a run, between its Trainer (train_gpt.py) and the clock: compile, capture, fit the length to --minutes."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+import triton_kernels as kernels
+from data.run.knobs import with_system
+from data.run.length import seconds_per_step, with_minutes
+from data.run.limits import check_config
+from data.run.start import survey_training_data
+
+
+def warm_up(trainer):
+    """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of step
+    0."""
+    torch._dynamo.config.recompile_limit = 64  # with plain attention, layers has 9 graphs; the default is 8
+    # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    trainer.synchronize()
+    with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
+        ahead = trainer.rt.device.type == "cuda" and kernels.can_only_compile()
+        kernels_ready = pool.submit(trainer.compile_kernels) if ahead else None
+        for batch in islice(trainer.validation, 1):  # a rank may have none
+            # With static settings, every stage has a compiled graph of its own.
+            for attn in trainer.attn if trainer.static_settings else trainer.attn[-1:]:
+                trainer.summed_loss(batch, attn)
+        if kernels_ready is not None:
+            kernels_ready.result()
+    trainer.synchronize()
+    trainer.watch.lap("evaluation")
+    run_steps(trainer, seen := set())
+    if trainer.model.fp8_projections and trainer.rt.device.type == "cuda":
+        kernels.check_codes(trainer.rt.device, trainer.config.model.num_heads, trainer.config.model.head_dim)
+    if trainer.config.schedule.minutes:
+        fit_minutes(trainer)
+        run_steps(trainer, seen)
+    if trainer.config.optim.average_blend:
+        trainer.optimizer.blend(trainer.plans[-1])  # the first blend loads kernels, which must not be on the clock
+    trainer.log.line("Resetting Model")
+    trainer.init_weights()
+    trainer.optimizer.load_state_dict({})
+    trainer.quantise_weights()
+
+
+def steps_with_new_keys(plans, seen) -> list[int]:
+    """The steps that are the first to have a key that is not in `seen`. Adds their keys to `seen`."""
+    steps = []
+    for plan in plans:
+        keys = {("forward", plan.forward_key), ("update", plan.update_key)}
+        if not keys <= seen:
+            steps.append(plan.step)
+        seen |= keys
+    return steps
+
+
+def run_steps(trainer, seen):
+    """Run the first step with each key that is not in `seen`, with one micro-batch: compiles and captures its graphs."""
+    if not (steps := steps_with_new_keys(trainer.plans[trainer.first_step:-1], seen)):
+        return
+    trainer.log.line(f"Sampling steps {steps} for warmup")
+    one_micro_step = with_system(trainer.config, micro_batches=trainer.rt.world)
+    loader = trainer.new_loader([trainer.plans[step] for step in steps], one_micro_step)
+    for step in steps:
+        trainer.step(loader, trainer.plans[step], 1)
+        trainer.synchronize()
+        trainer.watch.lap(f"step {step}")
+
+
+def fit_minutes(trainer):
+    """Give the run as many steps as --minutes asks for. Changes weights and optimizer state."""
+    def time_steps(plans):
+        """Mean seconds of a step; the first pass through the plans is not timed."""
+        loader = trainer.new_loader(plans * 5, trainer.config)
+        for group in plans, plans * 4:
+            trainer.synchronize()
+            began = time.perf_counter()
+            for plan in group:
+                trainer.step(loader, plan, trainer.micro_steps)
+        trainer.synchronize()
+        return (time.perf_counter() - began) / len(plans * 4)
+
+    seconds = seconds_per_step(trainer.config.schedule, trainer.plans, time_steps)
+    seconds = torch.tensor(seconds, dtype=torch.float64, device=trainer.rt.device)
+    if trainer.rt.world > 1:
+        dist.broadcast(seconds, 0)  # all ranks take the same length
+    config = with_minutes(trainer.config, seconds.tolist())
+    check_config(config, trainer.rt.world)  # --profile may ask for steps that the run does not have
+    trainer.set_length(config)
+    found, enough = survey_training_data(config)
+    if not enough:
+        trainer.log.line(f"warning: {found}")
+    keys = "minutes", "train_tokens", "scheduled_steps", "extension_steps"
+    trainer.log.line("length: " + " ".join(f"{key}={getattr(config.schedule, key)}" for key in keys))
+    trainer.watch.lap("length")
