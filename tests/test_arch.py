@@ -119,7 +119,7 @@ def compile_ahead(folder):
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
     for plan in trainer.plans[:-1]:
         trainer.step(trainer.loader, plan, 1)
-    T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)
+    T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
     return compiled
 
 

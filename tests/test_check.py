@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.shards import read_shard
-from data.run.machine import init_runtime
-from data.run.memory import choose_micro_batches, estimate_memory, possible_micro_batches, restart_with_more_micro_batches
-from data import loader as L
-from data.run import machine
-from data.run.errors import UserError
 import triton_kernels as kernels
+from data import loader as L
+from data.run import machine, start
+from data.run.errors import UserError
+from data.run.memory import (
+    choose_micro_batches, estimate_memory, possible_micro_batches, restart_with_more_micro_batches, state_bytes)
+from data.shards import read_shard
 from forks import Forks, rank_variables
 from oracles import write_shard
-from records import check as C, work
+from records import check as C
 
 ROOT, MiB, GPU = Path(T.__file__).parent, 2**20, torch.device("cuda")
 ROWS = ["versions", "device", "kernels", "training data", "validation data", "caches", "disk", "memory", "time"]
@@ -51,10 +51,10 @@ def check(folder, capsys, monkeypatch):
               f"--log_dir={folder}/new/logs"]
 
     def table(*args):
-        init_runtime.reset_mock()
+        T.init_runtime.reset_mock()
         status, rows, key = T.main(["--check", *preset, *args]), {}, None
         out, err = capsys.readouterr()
-        assert err == "" and not init_runtime.called and not (folder / "new").exists()
+        assert err == "" and not T.init_runtime.called and not (folder / "new").exists()
         head, *lines = [[cell.strip() for cell in line.split(" | ")]
                         for line in out.replace(" |\n", " | \n").splitlines()]
         assert head == ["what", "found", "ok?"]
@@ -71,6 +71,15 @@ def check(folder, capsys, monkeypatch):
         return status, capsys.readouterr().err
     table.start, table.args = start, preset
     return table
+
+
+def sizes(config):
+    return state_bytes(config, T.param_table(config.model))
+
+
+def checked(config, world):
+    """The argument of the checks."""
+    return C.Run(config, world, T.param_table(config.model), {name: each.model for name, each in T.PRESETS.items()})
 
 
 def joined(text):
@@ -91,7 +100,7 @@ def test_a_machine_without_gpu(check, monkeypatch):
     assert re.match(r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no$", rows["device"][0])
     assert "attention:torch" in rows["kernels"][0] and rows["kernels"][0].endswith("head:float32")
     assert rows["validation data"][0] == "2 files, 65,537 tokens, 65,537 of them used"
-    assert check.start() == (1, "error: all checks passed\n") and init_runtime.called
+    assert check.start() == (1, "error: all checks passed\n") and T.init_runtime.called
 
 
 def test_training_data_in_passes(check):
@@ -125,7 +134,7 @@ def test_what_is_wrong_stops_a_start_with_the_line_of_the_table(check, folder, a
     assert status == 1 and [name for name, (_, ok) in rows.items() if ok != "yes"] == [row]
     status, err = check.start(arg)
     assert status == 1 and re.fullmatch(f"error: .*{pattern}.*\n", err), err
-    assert joined(err) == "error:" + joined(rows[row][0]) and not init_runtime.called
+    assert joined(err) == "error:" + joined(rows[row][0]) and not T.init_runtime.called
 
 
 def test_data_that_may_not_last_is_a_warning(check):
@@ -157,9 +166,9 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     state = sum(part.nbytes for label in optimizer.table for part in optimizer.state[label].values())
     weights = sum(p.nbytes for p in model.parameters())
     # without the second moments of rows; 0.4 %
-    assert C.memory_sizes(config)[:2] == pytest.approx((weights, state), rel=0.01)
+    assert sizes(config)[:2] == pytest.approx((weights, state), rel=0.01)
     # the gradients of an even step wait
-    each = weights + sum(C.memory_sizes(config)[:2])
+    each = weights + sum(sizes(config)[:2])
     for args, count in ([], 0), (["--save=true"], 1), (["--save_every=400"], 2), (["--save_every=150", "--keep=0"], 5):
         for missing in 0, 1:
             size = MiB + count * each - missing
@@ -167,7 +176,7 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
             status, rows = check(*args)
             assert status == missing and (not missing or f"{size // MiB} MiB free" in rows["disk"][0])
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
-    assert C.CHECKS["disk"](config, 2) == "rank 0 writes"
+    assert C.CHECKS["disk"](checked(config, 2)) == "rank 0 writes"
 
 
 # ---- Caches ----------------------------------------------------------------------------------------------------------
@@ -239,7 +248,7 @@ PEAKS = {("record74", 1, 8): (22432, 38744), ("record74", 2, 8): (20434, 37004),
 def test_memory_estimate(arguments, ranks, micro_batches):
     """Within 2 %: seen 0.8 % and 1.9 %."""
     config = T.parse_config([*f"--preset={arguments}".split(), f"--micro_batches={micro_batches}"], ranks)
-    estimates = estimate_memory(config, C.memory_sizes(config), ranks)
+    estimates = estimate_memory(config, sizes(config), ranks)
     for estimate, measured in zip(estimates, PEAKS[arguments, ranks, micro_batches]):
         assert abs(estimate / measured - 1) < 0.02
 
@@ -250,7 +259,8 @@ def test_tokenizer(gpus, monkeypatch):
         raise UserError("no GPT-2 tokenizer (ConnectionError): tiktoken fetches it once, online")
 
     assert gpus.check()[1]["tokenizer"] == ("GPT-2's BPE", "yes")
-    monkeypatch.setattr(machine, "text_codec", offline)
+    for module in start, C:
+        monkeypatch.setattr(module, "text_codec", offline)
     status, rows = gpus.check()
     assert status == 1 and rows["tokenizer"][0].startswith("no GPT-2 tokenizer") and rows["tokenizer"][1] == "no"
     assert gpus.start()[1].startswith("error: no GPT-2 tokenizer")
@@ -270,8 +280,9 @@ def gpus(check, folder, monkeypatch):
                         "memory_reserved": lambda device: has.own * MiB,
                         "mem_get_info": lambda device: ((has.free - has.own) * MiB, 150000 * MiB)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(work, "ceilings", lambda: {"bf16": has.rate})
-    monkeypatch.setattr(machine, "text_codec", lambda size: None)
+    monkeypatch.setattr(C, "ceilings", lambda: {"bf16": has.rate})
+    for module in start, C:
+        monkeypatch.setattr(module, "text_codec", lambda size: None)
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
     args = ["--preset=record", f"--train_files={folder}/gpt2.bin", "--val_tokens=65536", "--val_batch_tokens=65536"]
 
@@ -336,7 +347,7 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
     """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rate is given twice the time."""
     gpus.rate = rate * 1e12
     config = T.parse_config(["--preset=record74", "--scheduled_steps=145", "--extension_steps=4"], ranks)
-    text = C.expected_time(config, ranks)
+    text = C.expected_time(checked(config, ranks))
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes
 
 
@@ -348,7 +359,7 @@ def test_single_takes_what_fits(gpus, free, micro_batches):
     assert status == 0 and f"with --micro_batches={micro_batches}" in rows["memory"][0]
     assert rows["memory"][1] == ("yes" if free > 8000 else "maybe")
     config = T.parse_config(["--preset=single"])
-    chosen = choose_micro_batches(config, C.memory_sizes(config), GPU, 1)
+    chosen = choose_micro_batches(config, sizes(config), GPU, 1)
     assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
 
 
@@ -358,7 +369,7 @@ def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches
     commands, gpus.free, gpus.own = [], free, free - 600
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-1]))
     config = T.parse_config(["--preset=short", "--micro_batches=1"])
-    restart_with_more_micro_batches(config, C.memory_sizes(config), GPU)
+    restart_with_more_micro_batches(config, sizes(config), GPU)
     assert commands == [f"--micro_batches={micro_batches}"]
 
 
@@ -380,7 +391,7 @@ def test_micro_batches_that_divide():
 def test_too_little_memory(gpus, monkeypatch):
     """A warning, once per machine, since it is an estimate. What the advice names, helps. A start measures nothing."""
     config = T.PRESETS["record"]
-    allocated, reserved = estimate_memory(config, C.memory_sizes(config), 1)
+    allocated, reserved = estimate_memory(config, sizes(config), 1)
     reserved += 850  # outside PyTorch
     gpus.free = int(reserved + 2)
     assert gpus.check()[1]["memory"][1] == "yes"
@@ -391,7 +402,7 @@ def test_too_little_memory(gpus, monkeypatch):
     assert f"about {allocated:.0f} to {reserved:.0f} needed" in found
     assert gpus.check("--micro_batches=16")[1]["memory"][1] == "yes"
     assert gpus.check("--cuda_graphs=false")[1]["memory"][1] == "yes"
-    monkeypatch.setattr(work, "ceilings", Mock(side_effect=AssertionError("measured")))
+    monkeypatch.setattr(C, "ceilings", Mock(side_effect=AssertionError("measured")))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert gpus.start() == (1, f"warning: {found}\nerror: all checks passed\n")
     monkeypatch.setenv("LOCAL_RANK", "1")

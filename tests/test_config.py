@@ -547,13 +547,13 @@ def test_powers_of_the_size(label, key, power):
 # ---- Log ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, published", {
+@pytest.mark.parametrize("text, expected", {
     "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane",
     "../../jane/x": "x", "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt",
     "data/x/x_*.bin": "data/x/x_*.bin", "--sample_prompt=1/2": "--sample_prompt=1/2", "1.0,0.5": "1.0,0.5"}.items())
-def test_no_folder_of_this_machine_is_published(text, published):
+def test_no_folder_of_this_machine_is_published(text, expected):
     """Values and arguments that are paths; names inside the repository keep their folders, all else stays as it is."""
-    assert published(text) == published
+    assert published(text) == expected
 
 
 def test_sources_are_those_of_the_repository(monkeypatch):

@@ -16,7 +16,7 @@ from data import loader as L
 from data.run.machine import Runtime
 from oracles import write_shard
 from records import check as C
-from triton_kernels import PIECE
+
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)
@@ -116,7 +116,7 @@ def assert_pieces(pieces, ids):
     assert order[:-1] == sorted(range(len(ids)), key=lambda position: ids[position])
     starts, groups = starts[:len(names)] + [len(ids)], groups[:len(set(ids)) + 1]
     assert all(set(ids[order[a:b]]) == {name} for a, b, name in zip(starts[:-1], starts[1:], names, strict=True))
-    assert max(np.diff(starts)) <= PIECE and all(b % PIECE == 0 or ids[order[b - 1]] != ids[order[b]]
+    assert max(np.diff(starts)) <= L.PIECE and all(b % L.PIECE == 0 or ids[order[b - 1]] != ids[order[b]]
                                                  for b in starts[1:-1])
     assert [{*names[a:b]} for a, b in zip(groups, groups[1:])] == [{name} for name in sorted({*ids})]
 
@@ -398,7 +398,7 @@ def test_what_is_no_file_is_named(tmp_path):
         config = T.Config(data=T.Data(train_files=f"{tmp_path}/{name}", val_files=f"{tmp_path}/{name}"))
         for check in (C.check_training_data, C.check_validation_data):
             with pytest.raises(UserError, match=f"{path}: .*no shard"):
-                check(config, 1)
+                check(C.Run(config, 1, (), {}))
     with pytest.raises(UserError, match="gone.bin: .*no shard"):
         read_shard(tmp_path / "gone.bin", 50)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import triton_kernels as tk
+from data.loader import sorted_pieces
 from oracles import framed, gpu
 
 REF = tk.embedding_grad_ref
@@ -13,6 +14,10 @@ REF = tk.embedding_grad_ref
 def no_reference(monkeypatch):
     """A wrapper that falls back to its reference fails."""
     monkeypatch.setattr(tk, "embedding_grad_ref", None)
+
+
+def sorted_ids(ids):
+    return tk.SortedIds(ids, torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(ids.device))
 
 
 def setting(rows, width, n, dtype, device):
@@ -31,7 +36,7 @@ def test_embedding_grad(rows, width, n, device):
     untouched[ids.long()] = False
     for implementation in (tk.embedding_grad, REF):
         got = grad.clone()
-        implementation(got, tk.SortedIds(ids), upstream)
+        implementation(got, sorted_ids(ids), upstream)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(got[untouched], grad[untouched])
 
@@ -40,7 +45,7 @@ def test_strided_upstream_and_repetition(device):
     ids, grad, upstream = setting(40, 48, 100, torch.float32, device)
     results = [grad.clone() for _ in range(3)]
     for got, dy in zip(results, (upstream, framed(upstream, (0, 0), (48, 48))[1], upstream)):
-        tk.embedding_grad(got, tk.SortedIds(ids), dy)
+        tk.embedding_grad(got, sorted_ids(ids), dy)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -50,7 +55,7 @@ def test_production_shape(device):
     ids, grad, upstream = setting(50304, 768, 49152, torch.bfloat16, device)
     wanted = grad.double().index_add_(0, ids, upstream.double())
     got = grad.clone()
-    tk.embedding_grad(got, tk.SortedIds(ids), upstream)
+    tk.embedding_grad(got, sorted_ids(ids), upstream)
     # 1e-4 allows for fp32 sums of up to 16384 terms that may cancel.
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
@@ -64,7 +69,7 @@ def test_lookup(num_tables, device):
     for _ in range(2):
         ids = torch.randint(0, 20, (50,), dtype=torch.int32, device=device)
         factor = torch.randn(num_tables, 50, 8, device=device)
-        rows = torch.stack(tk.lookup(table, num_tables, tk.SortedIds(ids), tk.embedding_grad, touched))
+        rows = torch.stack(tk.lookup(table, num_tables, sorted_ids(ids), tk.embedding_grad, touched))
         seen |= {20 * k + id for id in ids.tolist() for k in range(num_tables)}
         expected = torch.stack([part[ids.long()] for part in twin.chunk(num_tables)])
         assert torch.equal(rows.double(), expected)
@@ -81,7 +86,9 @@ def test_wrong_arguments(device):
             (grad, upstream.mT.contiguous().mT, "unit stride"),
             (grad.mT.contiguous().mT, upstream, r"embedding_grad: grad must be contiguous, got strides \(1, 10\)")]:
         with pytest.raises(ValueError, match=message):
-            tk.embedding_grad(wrong_grad, tk.SortedIds(ids), wrong_upstream)
+            tk.embedding_grad(wrong_grad, sorted_ids(ids), wrong_upstream)
+    with pytest.raises(ValueError, match="embedding_grad: sorted_ids has no pieces"):
+        tk.embedding_grad(grad, tk.SortedIds(ids), upstream)
 
 
 # ---- Updates of some rows --------------------------------------------------------------------------------------------

@@ -102,11 +102,11 @@ def curve(args):
     trainer.model.load_state_dict(initial.state_dict())
     trainer.head.refresh()
 
-    yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[0], rt)
+    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[0], rt)
     for plan in trainer.plans[:-1]:
         loss = trainer.step(trainer.loader, plan, trainer.micro_steps).item()
         yield loss * trainer.micro_steps / plan.micro_batch_tokens
-    yield T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], rt)
+    yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], rt)
 
 
 def stored(name):
@@ -257,7 +257,7 @@ def short_run(args):
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1])
-    return [*losses, T.validate(trainer.forward, trainer.head, trainer.validation, trainer.attn[-1], trainer.rt)]
+    return [*losses, T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)]
 
 
 def other_values(config):

@@ -115,7 +115,7 @@ def parse_docker(argv):
     """The options fit the Dockerfile, and the Dockerfile fits the repository."""
     (recipe,) = code(GUIDE, "dockerfile")
     steps = dict(line.split(maxsplit=1) for line in recipe.splitlines())
-    assert steps["COPY"] == "requirements.txt /tmp/" and "data/*/" in (ROOT / ".gitignore").read_text().split()
+    assert steps["COPY"] == "requirements.txt /tmp/" and "data/*/*.bin" in (ROOT / ".gitignore").read_text().split()
     assert steps["RUN"].startswith("pip install ") and steps["RUN"].endswith(" -r /tmp/requirements.txt")
     if argv != ["build", "-t", "gpt-speedrun", "."]:
         image = argv.index("gpt-speedrun")
@@ -206,7 +206,7 @@ def apply(diff, folder):
 
 @pytest.fixture
 def copy(tmp_path):
-    for folder in ".", "data", "records":
+    for folder in ".", "data", "data/run", "records":
         (tmp_path / folder).mkdir(exist_ok=True)
         for file in (ROOT / folder).glob("*.py"):
             shutil.copy(file, tmp_path / folder)
@@ -262,7 +262,7 @@ def test_messages_are_those_of_the_sources():
     """The first column of the table of troubles."""
     section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
     messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
-    files = [path for folder in (".", "data", "records") for path in (ROOT / folder).glob("*.py")]
+    files = [path for folder in (".", "data", "data/run", "records") for path in (ROOT / folder).glob("*.py")]
     sources = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in [*files, ROOT / "run.sh"]))  # joins parts
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
 

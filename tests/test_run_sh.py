@@ -40,7 +40,7 @@ open(os.environ["CALLS"] + ".imported", "w")
 class cuda:
     device_count = staticmethod(lambda: int(os.environ["TORCH_GPUS"]))
 """
-TRAINER = """class UserError(Exception): pass
+TRAINER = """from data.run.errors import UserError
 def parse_config(argv, world):
     if "--learning_rate=3" in argv: raise UserError("unknown key --learning_rate")
 """
@@ -51,9 +51,9 @@ class Machine:
 
     def __init__(self, folder: Path):
         self.folder, self.repo, bin = folder, folder / "my repo", folder / "system" / "bin"
-        for name in "data", "records":
+        for name in "data/run", "records":
             (self.repo / name).mkdir(parents=True)
-        for name in "requirements.txt", "records/repeat.py":
+        for name in "requirements.txt", "records/repeat.py", "data/run/errors.py":
             shutil.copy(ROOT / name, self.repo / name)
         (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
         text = (ROOT / "run.sh").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 import train_gpt as T
 from data import loader, tokenizer
-from data.run import machine
+from data.run import start
 from data.run.errors import UserError
 from records import evaluate
 from test_checkpoint import differing, train
@@ -35,14 +35,14 @@ def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
             "--bigram_tables=1", "--bigram_normal=true", "--bigram_signs=true", "--save_every=2", "--keep=0"]
     corpus, batches, make_batch = SimpleNamespace(args=args), [], loader.make_batch
     monkeypatch.setattr(loader, "make_batch", lambda *a, **k: batches.append(make_batch(*a, **k)) or batches[-1])
-    for module in T, machine:
+    for module in T, start:
         monkeypatch.setattr(module, "text_codec", lambda size: (None, lambda id: str(id // 2).encode()))
     whole = train(corpus, tmp_path / "whole")
 
     def no_tokenizer(size):
         raise UserError("no GPT-2 tokenizer")
 
-    for module in T, machine:
+    for module in T, start:
         monkeypatch.setattr(module, "text_codec", no_tokenizer)
     resumed = train(corpus, tmp_path / "resumed", f"--resume={whole.saved[2]}")
     assert differing(resumed.saved[4], whole.saved[4]) == []
