@@ -68,8 +68,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+from data.run.bytecode import keep_bytecode
+
 if __name__ == "__main__":
-    from data.run.bytecode import keep_bytecode
     keep_bytecode()  # before torch is imported
 
 import numpy as np

@@ -30,10 +30,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
-from data.run.length import stage_starts
-from data import loader as L
-from data.run.machine import Runtime
 import triton_kernels as tk
+from data import loader as L
+from data.run.length import stage_starts
+from data.run.machine import Runtime
 from records.work import WORK, ceilings, seen_pairs
 
 BF16 = torch.bfloat16

@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from data.run.knobs import with_system
-from data.run.clock import Stopwatch
 ROOT = Path(__file__).resolve().parents[1]
 # Shared memory that a block may use, by compute capability: A100, RTX 4090 (an RTX 3090, 8.6, has as much), H100,
 # RTX 5090.
@@ -95,6 +93,8 @@ def compile_ahead(folder):
     import oracles
     import train_gpt as T
     import triton_kernels as tk
+    from data.run.clock import Stopwatch
+    from data.run.knobs import with_system
     from data.run.machine import Runtime
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel

@@ -17,15 +17,14 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run.log import published
+from data.run import arguments
 from data.run.checkpoint import write_checkpoint
 from data.run.disk import atomic_write
 from data.run.errors import UserError
 from data.run.knobs import config_from_dict, flatten, render, with_system
-from data.run.arguments import KEPT_KNOBS, resumed_config
+from data.run.log import published
 from records import compare, evaluate
 from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, ready, start  # noqa: F401 (two are fixtures)
-
 
 LAST_ONLY = "--save_every=0", "--save=true"  # a resumed run saves as before unless it is told
 
@@ -218,21 +217,20 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config = T.PRESETS["cpu"]
-    assert KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
-    free = {*vars(config.data), *vars(config.system)} - KEPT_KNOBS
-    monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
-    monkeypatch.setattr(T, "check_weights", lambda state, model: None)
+    assert arguments.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
+    free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
+    monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for key, value in flatten(config).items():
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
         overrides = {"resume": "x", key: render(other)}
         if key in free - {"resume"}:
-            changed, step = resumed_config(overrides, None)
+            changed, step = arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.with_wiring))
             assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
-                resumed_config(overrides, None)
+                arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.with_wiring))
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 
@@ -241,8 +239,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
     config = with_system(T.parse_config(args, world), micro_batches=32)  # as the script may choose
-    monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
-    monkeypatch.setattr(T, "check_weights", lambda state, model: None)
+    monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     assert T.parse_config([*args, "--resume=x"], world) == with_system(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
@@ -254,8 +251,7 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
 def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
     """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
     config = with_system(T.RECORD74, micro_batches=saved)
-    monkeypatch.setattr(T, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
-    monkeypatch.setattr(T, "check_weights", lambda state, model: None)
+    monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
         assert resumed == with_system(config, resume="x")

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.run.length import stage_starts
 from records import compare
 
-from data.run.length import stage_starts
 PUBLIC = Path(__file__).parent / "fixtures/speedrun_log.txt"
 RULE = "=" * 100 + "\n"
 # The losses and seconds of PR 233's logs. Its table says p = 0.0601 and 0.0097.

@@ -10,12 +10,12 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.log import Log, loaded_sources, published
 from data.run.errors import UserError
 from data.run.knobs import config_from_dict, flatten, parse_value, render
+from data.run.length import momentum_steps, stage_starts
+from data.run.log import Log, loaded_sources, published
 from data.run.machine import Runtime
 from data.run.warmup import steps_with_new_keys
-from data.run.length import momentum_steps, stage_starts
 
 CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
 RECORD, RECORD74 = T.PRESETS["record"], T.PRESETS["record74"]

@@ -10,13 +10,12 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.errors import UserError
-from data.shards import find_files, read_shard, read_shard_header
 from data import loader as L
+from data.run.errors import UserError
 from data.run.machine import Runtime
+from data.shards import find_files, read_shard, read_shard_header
 from oracles import write_shard
 from records import check as C
-
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)

@@ -17,8 +17,7 @@ import pytest
 import train_gpt as T
 from data.run import log
 from forks import free_port, rank_variables
-from test_run import ROOT, VAL_BATCH, finish, ready, start, start_interpreter
-from test_run import corpus, fails  # noqa: F401 (fixtures)
+from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
 
 SAY_PID = 'say(f"pid {os.getpid()}\\nrank {os.environ[\'RANK\']} is {os.getpid()}")'
 ENDLESS = "--scheduled_steps=9000"

@@ -27,12 +27,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train_gpt as T
-from data.run.clock import Stopwatch
 import triton_kernels as kernels
+from data.run.arguments import KEPT_KNOBS
+from data.run.clock import Stopwatch
 from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.machine import Runtime
-from data.run.arguments import KEPT_KNOBS
 from oracles import write_shard
 
 STORED = Path(__file__).with_name("guard.json")

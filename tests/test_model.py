@@ -8,8 +8,8 @@ import torch
 
 import oracles
 import train_gpt as T
-from data import loader as L
 import triton_kernels as kernels
+from data import loader as L
 
 CONFIG = T.Model(vocab_size=120, model_dim=96)
 # First document of one token, one longer than every window, tail of empty entries.
@@ -88,6 +88,12 @@ def make_setting(config, features=None):
     return model, tokens, cu, rows, view, settings
 
 
+def pieces_of(tokens, rows, device):
+    """What the kernel of the tables' gradients reads, as in a Batch."""
+    return {name: torch.from_numpy(L.sorted_pieces(ids.numpy())).to(device)
+            for name, ids in (("tokens", tokens), ("bigram_embed", rows))}
+
+
 def plain_head(model):
     """The head of a model in fp64, without kernels."""
     return kernels.HeadLoss(model.lm_head, torch.float64, False, kernels.cross_entropy_ref,
@@ -107,7 +113,8 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     view = view._replace(rotary=view.rotary.to(device, dtype), scale=view.scale.to(dtype))
     if view.narrow_rotary is not None:
         view = view._replace(narrow_rotary=view.narrow_rotary.to(device, dtype))
-    h, point = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view)
+    h, point = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view,
+                     pieces_of(tokens[:-1], rows, device))
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()
 

@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
-from data.loader import sorted_pieces
-from data import loader as L
 import triton_kernels as tk
+from data import loader as L
+from data.loader import sorted_pieces
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ON_GPU = torch.cuda.is_available()

@@ -13,8 +13,8 @@ import torch.multiprocessing
 
 import oracles
 import train_gpt as T
-from data.run.machine import Runtime
 import triton_kernels as kernels
+from data.run.machine import Runtime
 
 CPU = torch.device("cpu")
 ONE_RANK = Runtime(0, 1, CPU)

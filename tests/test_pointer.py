@@ -22,10 +22,9 @@ from data.run.sample import forward, generate, log_probabilities
 from oracles import framed, gpu
 from records import evaluate as E
 from test_checkpoint import differing, train
-from test_head import (BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, SCALE_G, SCALE_W, SCALE_X, empty, fp8,
-                       fp32_and_fp8, only_gpu, quantised)
-from test_run import (FINAL_WINDOW, FOUR, STAGES, VAL_BATCH, VAL_TOKENS, corpus, finish,  # noqa: F401 (a fixture)
-                      start)
+from test_head import (
+    BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, SCALE_G, SCALE_W, SCALE_X, empty, fp8, fp32_and_fp8, only_gpu, quantised)
+from test_run import FINAL_WINDOW, FOUR, STAGES, VAL_BATCH, VAL_TOKENS, corpus, finish, start  # noqa: F401 (a fixture)
 
 SCALE = 0.21
 WEIGHTS = (1.0, 0.5, 0.25, 0.125)

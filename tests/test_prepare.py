@@ -21,13 +21,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "data"), str(ROOT)]
 import prepare  # noqa: E402
+
 import train_gpt  # noqa: E402
-from data.shards import read_shard_header  # noqa: E402
-from data.run.start import survey_training_data  # noqa: E402
 from data import loader as L  # noqa: E402
 from data.run.errors import UserError  # noqa: E402
-from data.run.machine import Runtime  # noqa: E402
 from data.run.length import stage_starts  # noqa: E402
+from data.run.machine import Runtime  # noqa: E402
+from data.run.start import survey_training_data  # noqa: E402
+from data.shards import read_shard_header  # noqa: E402
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from torch.distributed.run import get_args_parser
 
 import test_guard
 import train_gpt as T
-from data.run.knobs import flatten
 from data import prepare
+from data.run.knobs import flatten
 from oracles import write_shard
 from records import compare, evaluate, repeat, rerun
 

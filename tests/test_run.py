@@ -23,9 +23,9 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.log import published
-from data.run.knobs import flatten, render
 import triton_kernels as kernels
+from data.run.knobs import flatten, render
+from data.run.log import published
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard
 from records import compare
@@ -147,8 +147,9 @@ def oracle_loss(model, val):
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
-    data = (f"data/{name}.py" for name in ("__init__", "checkpoint", "clock", "files", "knobs", "loader",
-                                           "log", "machine", "minutes", "rules", "tokenizer"))
+    data = (f"data/{name}.py" for name in ("__init__", "loader", *(f"run/{name}" for name in (
+        "__init__", "arguments", "bytecode", "checkpoint", "clock", "disk", "errors", "knobs", "length", "limits",
+        "log", "machine", "memory", "sample", "start", "warmup")), "shards", "tokenizer"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
@@ -386,7 +387,9 @@ def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monke
 @pytest.mark.parametrize("translated", [False, True])
 def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
     """The PyTorch of this test tells where Python keeps bytecode, and ends the script."""
-    (tmp_path / "train_gpt.py").write_bytes(Path(T.__file__).read_bytes())
+    (tmp_path / "data/run").mkdir(parents=True)
+    for name in "train_gpt.py", "data/run/bytecode.py":
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     fake = tmp_path / "torch.py"
     fake.write_text("import sys; sys.exit(f'{sys.pycache_prefix} {sys.dont_write_bytecode}')")
     if translated:
@@ -400,9 +403,10 @@ def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
 def test_import_does_nothing():
     result = subprocess.run([sys.executable, "-c", """if True:
         import os, signal, sys
-        sys.argv, before = ["x", "--nonsense"], dict(os.environ)
+        sys.argv, before = ["x", "--nonsense"], (dict(os.environ), sys.pycache_prefix, sys.dont_write_bytecode)
         import train_gpt, triton_kernels, torch
         assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and dict(os.environ) == before
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert (dict(os.environ), sys.pycache_prefix, sys.dont_write_bytecode) == before
     """], env=ENV, text=True, capture_output=True)
     assert result.returncode == 0 and result.stdout == "", result.stderr

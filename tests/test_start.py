@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
+import triton_kernels as tk
 from data.run.clock import Stopwatch
 from data.run.machine import Runtime
 from data.run.warmup import steps_with_new_keys
-import triton_kernels as tk
 
 # The model for training, the model for evaluation, and Adam for each table that it updates: the replicated ones
 # together, head, bigrams, values, embedding.

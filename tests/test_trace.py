@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run.errors import UserError
 import triton_kernels
 from data import loader as L
+from data.run.errors import UserError
 from data.run.machine import Runtime
 from forks import Forks, rank_variables
 from oracles import write_shard
