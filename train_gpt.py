@@ -947,6 +947,12 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def number(x):
+    """A number that changes from step to step as a 0-D CPU tensor: compiled code reads it at launch and is not compiled
+    again."""
+    return torch.tensor(x, dtype=torch.float64)
+
+
 def all_reduce(x, rt, op=dist.ReduceOp.SUM):
     """Replace x by its sum over the ranks, or by what another `op` makes of it."""
     if rt.world > 1:
@@ -1038,7 +1044,8 @@ class NorMuonAndAdam:
         orders["replicated"] = REPLICATED_ORDER
         self.reduce_order, self.update_order = (sorted(orders, key=lambda name: orders[name][k]) for k in (0, 1))
         self.copies = {row.tied_to: label for label, row in self.table.items() if row.tied_to}  # parameter -> its copy
-        self.adam_update = compiler(adam_update)
+        self.adam_update, self.nesterov_momentum, self.normuon_update = map(
+            compiler, (adam_update, kernels.nesterov_momentum, kernels.normuon_update))
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
         # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
@@ -1161,15 +1168,17 @@ class NorMuonAndAdam:
         return wait
 
     def _update_normuon(self, label, plan, grad):
-        state, shard = self.state[label], self.shards[label]
-        X, scale = self.ops.fused_momentum(grad, state["m"], plan.momentum, kernels.POLAR_SAFETY, state.get("slow"),
-                                           plan.momentum_decay, plan.slow_rate, plan.slow_share)
+        state, bits = self.state[label], self.shards[label].view(torch.int16)
+        X, scale = self.nesterov_momentum(
+            grad, state["m"], number(plan.momentum), kernels.POLAR_SAFETY, state.get("slow"),
+            number(plan.momentum_decay), number(plan.slow_rate), number(plan.slow_share))
         y = kernels.polar_express(X, scale, self.ops, self.optim.polar_steps)
         lr, wd = self.optim.muon_lr * plan.lr_factor, self.optim.muon_wd * self.table[label].wd_mul
         rate = plan.average_rates.get(label, 0.0)
-        self.ops.normuon_tail(shard.view(torch.int16), state["mantissa"], state["v"], y, lr, self.matrix_lr[label],
-                              wd * lr,  # the kernel multiplies by lr and the rate of the matrix
-                              self.optim.muon_beta2, state["average"] if rate else None, rate)
+        self.normuon_update(
+            bits, state["mantissa"], state["v"], y, number(lr), self.matrix_lr[label],
+            number(wd * lr),  # normuon_update multiplies by lr and the rate of the matrix
+            self.optim.muon_beta2, state["average"] if rate else None, number(rate))
 
     def _update_adam(self, name, plan, grad):
         if name == "replicated":
@@ -1189,7 +1198,6 @@ class NorMuonAndAdam:
             self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
                                  average, rate)
             return
-        # Numbers that change are 0-D CPU tensors: compiled code reads them at launch and is not compiled again.
         step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
         self.adam_update(p, state["m"], state["v"], grad, step_size, torch.as_tensor(weight_decay), beta1, beta2, eps,
                          average, torch.tensor(rate) if rate else None)
@@ -1205,7 +1213,8 @@ class NorMuonAndAdam:
         for label, state in self.state.items():
             grad = self._shard(label, self.buffers[label][1])
             if label in self.matrix_lr:
-                self._update_normuon(label, plan, grad)
+                scale = torch.ones(len(grad), device=grad.device)
+                kernels.polar_express(torch.zeros_like(grad), scale, self.ops, self.optim.polar_steps)
             elif "last" in state and plan.adam:
                 self._update_adam(label, plan, grad)
 

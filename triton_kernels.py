@@ -25,7 +25,7 @@ Contents, in the order in which a token meets the operations
   5  pointer                                attention on earlier copies of the target
   6  HeadLoss, cross_entropy, quantise      FP8 or plain head, softcapped multi-token cross-entropy and its gradient
   7  XXT, XTX, ba_plus_cAA                  symmetric products of the Muon iteration
-  8  fused_momentum, normuon_tail           NorMuon before and after the iteration; polar_express, the iteration
+  8  polar_express                          NorMuon, plain PyTorch around the products of section 7
   9  transpose_copy, transpose_add          copies of the tied head between its two layouts; transposed FP8 gradients
  10  choose_ops                             one implementation per op, chosen once
 """
@@ -3041,55 +3041,34 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 
 
 # ======================================================================================================================
-# 8  NorMuon: before the iteration, the iteration, and after the iteration
+# 8  NorMuon: plain PyTorch around the products of section 7
 #
-#   X, scale = fused_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
-#       m     ← m + (1 − decay)(g − m)                           in place; decay is mu unless it is given
+#   X, scale = nesterov_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
+#       m     ← m + (1 − decay)(g − m)                           in place
 #       s     ← s + slow_rate (g − s)                            in place, if there is a slow average s
-#       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad; slow_share is 0 without s
-#       scale = 1 / (safety ‖X‖ + 1e-6)                          per matrix, of the rounded X, fp32
-#
-#   grad (n, R, C) bf16 or fp32, momentum and slow (n, R, C) fp32, all contiguous; X like grad; scale (n,).
-#   12 bytes per bf16 element: reads of g and m, writes of m and X; with s 20. The products apply the scale. Every
-#   program writes its own partial sum of squares, and a second, small launch adds the partial sums: no atomics, so a
-#   run repeats bit for bit.
+#       X     = round(g + mu (m + slow_share (s − m) − g))       in the dtype of grad
+#       scale = 1 / (safety ‖X‖ + 1e-6)                          per matrix, of the rounded X
 #
 #   polar_express(X, scale, ops, steps)
-#       X ← aX + (bP + cPP)X,  P = XXᵀ,  4 or 5 times           by the products of section 7
+#       X ← aX + (bP + cPP)X,  P = XXᵀ,  4 or 5 times
 #
-#   normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
+#   normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
 #       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10))                      rows normalised, norm of the matrix kept
 #       w ← w − [y' w ≥ 0] w weight_decay lr' − y' lr',  lr' = lr matrix_lr
 #       average ← average + average_rate (w − average)                    if there is an average
 #
-#   p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, updated in place, truncated not
-#   rounded; v (n, R, 1) fp32 in place; y (n, R, C) bf16 or fp32; average (n, R, C) fp32 in place, or None; all
-#   contiguous; matrix_lr (n, 1, 1) fp32; the rest floats.
-#   12 bytes per bf16 element, 20 with an average: y is read twice, because the norms need all of y; weights are read
-#   and written. Two launches for the whole bank, the first with partial sums as above.
+#   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
+#   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated, not rounded. Numbers
+#   that change from step to step may be 0-D tensors; the optimizer compiles both functions. Our own kernels for them
+#   were not faster by .3 % of a step (records/2026-11-25_ground).
 #
-#   H200, µs at 5·768², 40·768², 3·3072·768, 24·3072·768:
-#   fused_momentum 15.2, 75.6, 27.9, 169.6 (94 % of the copy rate);
-#   normuon_tail 16.4, 79.9, 27.8, 172.4 (93 %), the compiled reference 17.8, 99.1, 39.0, 218.1.
-#
-# Momentum and norm without a pass through memory between them: ChrisJMcCormick, PR 233. Slow average: PR 339 and the
-# optimizer ANVIL of record 92.
-# NorMuon: Li et al., arXiv 2510.05491. Cautious decay: varunneal, PR 154. Rates per matrix (K9): PR 168.
-# Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
+# Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
+# varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 # ======================================================================================================================
 
-# 8 elements per thread, moved in 16-byte accesses; small programs overlap best (1 % better than 2048, 3 % than 4096).
-MOMENTUM_LAUNCH = dict(BLOCK=1024, num_warps=4)
-# Programs walk over rows 256 columns at a time, which divides 768. The first launch only reads: 16 rows with 8 warps.
-# The second launch reads three tensors and writes two; with an average of the weights, it reads four and writes three.
-# A program takes 4 rows with 4 warps, and a thread takes 8 elements of each tensor.
-ROW_SQUARES_LAUNCH = dict(ROWS=16, BLOCK_C=256, num_warps=8)
-UPDATE_LAUNCH = dict(ROWS=4, BLOCK_C=256, num_warps=4)
-
-
-def fused_momentum_ref(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
-    """Updates `momentum` and `slow` in place; returns (X, scale)."""
+def nesterov_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
+    """Updates `momentum` and `slow` in place; returns (X, scale). decay None: mu."""
     g = grad.float()
     momentum.add_((1 - (mu if decay is None else decay)) * (g - momentum))
     m = momentum
@@ -3110,7 +3089,7 @@ def join_master(p_bits, mantissa):
     return ((p_bits.int() << 16) | (mantissa.int() & 0xFFFF)).view(torch.float32)
 
 
-def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
+def normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
     """Updates p_bits, mantissa, v and average in place."""
     q = y.float().square().mean(-1, keepdim=True)
     v.lerp_(q, 1 - beta2)
@@ -3125,113 +3104,6 @@ def normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2,
     bits = w.view(torch.int32)
     p_bits.copy_((bits >> 16).to(torch.int16))  # K8: truncation
     mantissa.copy_(bits.to(torch.int16))
-
-
-@triton.jit
-def _momentum_kernel(Grad, Momentum, Slow, X, Partial, mu, decay, slow_rate, slow_share, size, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    matrix = tl.program_id(1).to(tl.int64)
-    within = block * BLOCK + tl.arange(0, BLOCK)
-    mask = within < size
-    offsets = matrix * size + within
-    g = tl.load(Grad + offsets, mask=mask, other=0.0).to(tl.float32)
-    m = tl.load(Momentum + offsets, mask=mask, other=0.0)
-    m += (1.0 - decay) * (g - m)
-    tl.store(Momentum + offsets, m, mask=mask)
-    if Slow is not None:
-        slow = tl.load(Slow + offsets, mask=mask, other=0.0)
-        slow += slow_rate * (g - slow)
-        tl.store(Slow + offsets, slow, mask=mask)
-        m += slow_share * (slow - m)
-    x = (g + mu * (m - g)).to(X.dtype.element_ty)
-    tl.store(X + offsets, x, mask=mask)
-    x = x.to(tl.float32)
-    tl.store(Partial + matrix * tl.num_programs(0) + block, tl.sum(x * x, axis=0))
-
-
-@triton.jit
-def _norm_scale_kernel(Partial, Scale, blocks, safety, BLOCKS: tl.constexpr):
-    matrix = tl.program_id(0)
-    i = tl.arange(0, BLOCKS)
-    sumsq = tl.sum(tl.load(Partial + matrix * blocks + i, mask=i < blocks, other=0.0), axis=0)
-    tl.store(Scale + matrix, 1.0 / (safety * tl.sqrt(sumsq) + 1e-6))
-
-
-@triton.jit
-def _row_squares_kernel(Y, V, Partial, R, C, beta2, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    block = tl.program_id(0)
-    matrix = tl.program_id(1).to(tl.int64)
-    r = block * ROWS + tl.arange(0, ROWS)
-    rows = matrix * R + r
-    total = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
-    for start in range(0, C, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        y = tl.load(Y + rows[:, None] * C + c[None, :], mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
-        y = y.to(tl.float32)
-        total += y * y
-    q = tl.sum(total, axis=1) / C
-    v = tl.load(V + rows, mask=r < R, other=0.0)
-    v += (1.0 - beta2) * (q - v)
-    tl.store(V + rows, v, mask=r < R)
-    partial = Partial + matrix * 2 * tl.num_programs(0) + block
-    tl.store(partial, tl.sum(q, axis=0))
-    tl.store(partial + tl.num_programs(0), tl.sum(q / tl.maximum(v, 1e-10), axis=0))
-
-
-@triton.jit
-def _update_kernel(P, Mantissa, Y, V, Partial, MatrixLr, Average, R, C, blocks, lr, weight_decay, average_rate,
-                   ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCKS: tl.constexpr):
-    matrix = tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, BLOCKS)
-    partial = Partial + matrix * 2 * blocks + i
-    before = tl.sqrt(tl.sum(tl.load(partial, mask=i < blocks, other=0.0), axis=0))  # both norms divided by sqrt(C)
-    after = tl.sqrt(tl.sum(tl.load(partial + blocks, mask=i < blocks, other=0.0), axis=0))
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = matrix * R + r
-    v = tl.load(V + rows, mask=r < R, other=1.0)
-    factor = tl.rsqrt(tl.maximum(v, 1e-10)) * before / tl.maximum(after, 1e-10)
-    lr *= tl.load(MatrixLr + matrix)
-    decay = weight_decay * lr
-    for start in range(0, C, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        mask = (r < R)[:, None] & (c < C)[None, :]
-        offsets = rows[:, None] * C + c[None, :]
-        y = tl.load(Y + offsets, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
-        y = y.to(Y.dtype.element_ty).to(tl.float32)
-        upper = tl.load(P + offsets, mask=mask, other=0).to(tl.int32)
-        lower = tl.load(Mantissa + offsets, mask=mask, other=0).to(tl.int32)
-        w = ((upper << 16) | (lower & 0xFFFF)).to(tl.float32, bitcast=True)
-        w = w - tl.where(y * w >= 0, w * decay, 0.0) - y * lr  # K7: a zero update decays here, not in Adam
-        if Average is not None:
-            average = tl.load(Average + offsets, mask=mask, other=0.0)
-            tl.store(Average + offsets, average + (w - average) * average_rate, mask=mask)
-        bits = w.to(tl.int32, bitcast=True)
-        tl.store(P + offsets, (bits >> 16).to(tl.int16), mask=mask)  # K8: truncation
-        tl.store(Mantissa + offsets, bits.to(tl.int16), mask=mask)
-
-
-def fused_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
-    """Updates `momentum` and `slow` in place; returns (X, scale). The other arguments are floats.
-
-    Raises a ValueError if an argument is wrong.
-    """
-    if grad.ndim != 3 or grad.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"fused_momentum: grad must be (n, R, C), bfloat16 or float32, got {grad.dtype} of shape"
-                         f" {tuple(grad.shape)}")
-    wanted = [("grad", grad, grad.dtype), ("momentum", momentum, torch.float32), ("slow", slow, torch.float32)]
-    for name, tensor, dtype in wanted if slow is not None else wanted[:-1]:
-        _check("fused_momentum", name, tensor, grad.shape, dtype, grad.device)
-    if _takes_ref(grad, any_dtype=True):
-        return fused_momentum_ref(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
-    n, R, C = grad.shape
-    blocks = triton.cdiv(R * C, MOMENTUM_LAUNCH["BLOCK"])
-    X = torch.empty_like(grad)
-    partial = torch.empty(n, blocks, dtype=torch.float32, device=grad.device)
-    scale = torch.empty(n, dtype=torch.float32, device=grad.device)
-    _momentum_kernel[(blocks, n)](grad, momentum, slow, X, partial, mu, mu if decay is None else decay, slow_rate,
-                                  slow_share, R * C, **MOMENTUM_LAUNCH)
-    _norm_scale_kernel[(n,)](partial, scale, blocks, safety, BLOCKS=triton.next_power_of_2(blocks), num_warps=4)
-    return X, scale
 
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
@@ -3268,31 +3140,6 @@ def polar_express(X, scale, ops, steps=5):
         new = torch.bmm(X, Q, out=spare) if tall else torch.bmm(Q, X, out=spare)
         X, spare, scale = new, X, None
     return X
-
-
-def normuon_tail(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
-    """Updates p_bits, mantissa, v and average in place. lr, weight_decay, beta2, average_rate: floats.
-
-    Raises a ValueError if an argument is wrong.
-    """
-    if y.ndim != 3:
-        raise ValueError(f"normuon_tail: y must be (n, R, C), got shape {tuple(y.shape)}")
-    n, R, C = y.shape
-    for name, tensor, shape, dtype in (
-            ("p_bits", p_bits, y.shape, torch.int16), ("mantissa", mantissa, y.shape, torch.int16),
-            ("y", y, y.shape, y.dtype), ("v", v, (n, R, 1), torch.float32),
-            ("matrix_lr", matrix_lr, (n, 1, 1), torch.float32)):
-        _check("normuon_tail", name, tensor, shape, dtype, y.device)
-    if average is not None:
-        _check("normuon_tail", "average", average, y.shape, torch.float32, y.device)
-    if _takes_ref(y, any_dtype=True):
-        return normuon_tail_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
-    blocks = triton.cdiv(R, ROW_SQUARES_LAUNCH["ROWS"])
-    partial = torch.empty(n, 2, blocks, dtype=torch.float32, device=y.device)
-    _row_squares_kernel[(blocks, n)](y, v, partial, R, C, beta2, **ROW_SQUARES_LAUNCH)
-    _update_kernel[(triton.cdiv(R, UPDATE_LAUNCH["ROWS"]), n)](
-        p_bits, mantissa, y, v, partial, matrix_lr, average, R, C, blocks, lr, weight_decay, average_rate,
-        BLOCKS=triton.next_power_of_2(blocks), **UPDATE_LAUNCH)
 
 
 # ======================================================================================================================
@@ -3422,8 +3269,6 @@ IMPLEMENTATIONS = {
     "XXT": {"triton": XXT, "torch": XXT_ref},
     "XTX": {"triton": XTX, "torch": XTX_ref},
     "ba_plus_cAA": {"triton": ba_plus_cAA, "torch": ba_plus_cAA_ref},
-    "fused_momentum": {"triton": fused_momentum, "torch": fused_momentum_ref},
-    "normuon_tail": {"triton": normuon_tail, "torch": normuon_tail_ref},
     "transpose_copy": {"triton": transpose_copy, "torch": transpose_copy_ref},
     "transpose_add": {"triton": transpose_add, "torch": transpose_add_ref},
     "attention": {"triton": attention_block, "torch": attention_block_ref},

@@ -18,8 +18,6 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "XXT": ("_gram_kernel", product),
     "XTX": ("_gram_kernel", product),
     "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
-    "fused_momentum": ("_momentum_kernel _norm_scale_kernel", lambda size, slow: (0, (20 if slow else 12) * size)),
-    "normuon_tail": ("_row_squares_kernel _update_kernel", lambda size: (0, 12 * size)),
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
@@ -122,7 +120,6 @@ def calls(run):
         for n, R, C in run["banks"]:
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
-            yield from (("fused_momentum", n * R * C, run["slow_momentum"]), ("normuon_tail", n * R * C))
         if step["adam"]:
             yield from [("quantise", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
@@ -154,7 +151,7 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "head_rows": head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
-            "polar_steps": config.optim.polar_steps, "slow_momentum": config.optim.slow_momentum > 0,
+            "polar_steps": config.optim.polar_steps,
             "lazy_tables": [label for label, state in optimizer.state.items() if "last" in state],
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

@@ -135,16 +135,6 @@ def muon_cases():
             yield Case("X Q (library)", shape, partial(torch.matmul, X, Q),
                        {"aX + XQ": partial(torch.baddbmm, X, X, Q, beta=3.0)},
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
-            momentum, size = rand(n, height, D, dtype=torch.float32), n * height * D
-            average = torch.zeros_like(momentum)
-            for kind, slow in ("", ()), (", slow average", (average, 0.85, 0.02, 0.5)):
-                yield case("fused_momentum", shape + kind, (X, momentum, 0.95, 1.02, *slow), (size, bool(slow)),
-                           calls=on_one and not slow)
-            p, mantissa = (torch.randint(2**14, X.shape, device=DEVICE, dtype=torch.int16) for _ in range(2))
-            v, matrix_lr = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
-            tail = (p, mantissa, v, X, 1e-3, matrix_lr, 0.1, 0.95)
-            compiled = torch.compile(tk.normuon_tail_ref, dynamic=False)
-            yield case("normuon_tail", shape, tail, (size,), {"compiled": partial(compiled, *tail)}, on_one)
 
 
 def transpose_cases():

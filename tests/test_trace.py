@@ -272,7 +272,7 @@ LAYERS = [dict(attention=True, paired=True, long=False, value_embed=False),
           dict(attention=True, paired=False, long=True, value_embed=True),
           dict(attention=True, paired=True, long=False, value_embed=True)]
 RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=True, head_rows=40, polar_steps=5,
-           slow_momentum=False, layers=LAYERS, gate_channels=12, cuda_graphs=True,
+           layers=LAYERS, gate_channels=12, cuda_graphs=True,
            pointer_width=128, banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
            steps=[dict(step=step, adam=step % 2 == 1, tied=step > 1, tokens=64, windows=[3, 9], micro_batches=[
                dict(documents=[40, 4, 21], token_ids=30, touched=dict(bigram_embed=50)),

@@ -31,6 +31,7 @@ def parse_config(argv, world, presets: Presets):
         raise UserError(f"--preset={preset}: known presets are {', '.join(presets.configs)}")
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset, world, presets)
+        check_values(config)
     else:
         config = preset_config(preset or "record", overrides, world, presets)
     check_config(config, world)
@@ -61,7 +62,6 @@ def resumed_config(overrides, preset, world, presets):
     saved = with_system(config_from_dict(presets.configs["record74"], state["config"]), profile="")
     wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
     config = override(saved, allowed_changes(path, wanted, saved, overrides, preset))
-    check_values(config)
     step, total = state["step"], stage_starts(config.schedule)[-1]
     if step >= total:
         raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
