@@ -1,8 +1,9 @@
-"""Train a 124M-parameter GPT (plus large embedding tables) to 3.28 validation loss on FineWeb, as fast as possible.
+"""Train a GPT of the size of GPT-2 small, plus large embedding tables, to 3.28 validation loss on FineWeb, fast.
 
-This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel. `data/` holds the code for
-the files that a run reads and writes, the rules of its settings, what a run needs of its machine, and its clocks. The code began as a rewrite of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris
-McCormick, and all earlier records), which --preset=record74 keeps; the other presets add later ideas.
+This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel, `data/` reads tokens, and
+`data/run/` is what surrounds a run: arguments, checks, memory, start, clock, log, checkpoints. The code began as a
+rewrite of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and all earlier records), which
+--preset=record74 keeps; the other presets add later ideas. README.md has results and techniques.
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
@@ -12,19 +13,12 @@ McCormick, and all earlier records), which --preset=record74 keeps; the other pr
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
     python train_gpt.py --help                               list every knob; set a knob with --key=value
 
-Expected results: --preset=cpu reaches 1.28 nats per byte of the source of Python's library in 126 s of training on 2
-cores. --preset=short --train_tokens=20.5e6 reaches 3.407 in 19.1 s of training time on one H200, on a small corpus
-(commit f07d56f). --preset=record74 takes 74 s on eight H200s, and with --scheduled_steps=145 --extension_steps=4 55 s
-on one H200 and 57.5 s on one H100, on an older corpus of 40M tokens (the code before commit 5eb7088). No run has used
-FineWeb yet.
-
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
     optimizer  Adam's rule, NorMuonAndAdam
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
-    eval       validation loss
-    train      micro-step as a CUDA graph, Trainer (warm-up and run share its step), main
+    train      micro-step, Trainer (the timed loop, then its start), main
 
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
@@ -80,13 +74,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
-from data.loader import Batch, Loader, ValidationData, cu_seqlens, make_batch
+from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
-from data.run.arguments import Presets
 from data.run.checkpoint import check_weights, load_checkpoint, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
 from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
-from data.run.knobs import help_page, override
+from data.run.graphs import MicroStepGraphs
+from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, write_header
 from data.run.machine import capability, choose_kernels, init_runtime, rank_from_env
@@ -427,23 +421,9 @@ PRESETS = {
 MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
 
 
-def with_wiring(preset, overrides) -> Config:
-    """The preset, with the layers that `wire` makes for the --depth and the --num_heads among the overrides."""
-    config = PRESETS[preset]
-    model = override(config, {key: overrides[key] for key in ("depth", "num_heads") if key in overrides}).model
-    if model.depth == 11 and (model.num_heads % 2 == 0 or preset == "record74"):
-        return config
-    if preset == "record74" or not 3 <= model.depth <= 24:
-        raise UserError(f"--depth={model.depth}: " + ("from 3 to 24 layers" if preset != "record74" else
-                                                      "record74 has 11 layers; take --preset=record"))
-    layers = wire(model.depth, any(layer.narrow for layer in model.layers), model.num_heads % 2 == 0)
-    return dataclasses.replace(config, model=dataclasses.replace(
-        config.model, layers=layers, backout_layer=layers[-1].input_from))
-
-
 def parse_config(argv, world=1) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument."""
-    return arguments.parse_config(argv, world, Presets(PRESETS, MADE_FOR, with_wiring))
+    return arguments.parse_config(argv, world, arguments.Presets(PRESETS, MADE_FOR, wire))
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -486,6 +466,23 @@ def uniform(p, generator, bound=None):
     p.copy_(torch.empty(p.shape, device=p.device).uniform_(-bound, bound, generator=generator))
 
 
+def fill_mlps(p, generator):
+    """W1 of every MLP. Record 74 drew 12 MLPs, one of them without a layer. So values are drawn for a multiple of 4
+    MLPs, and the parameters that are drawn later begin as in record 74."""
+    drawn = p.new_empty(-(-len(p) // 4) * 4, *p.shape[2:])
+    uniform(drawn, generator)
+    p[:, 0] = drawn[:len(p)]
+
+
+def lambdas(label, shape, init, beta2, lr_mul) -> Param:
+    """fp32 numbers."""
+    return Param(label, shape, "adam", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0, dtype=torch.float32)
+
+
+def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
+    return Param(label, (*shape, GATE_CHANNELS), "adam", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
+
+
 @functools.cache  # `make_plan` asks for the table in every step
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
@@ -501,24 +498,10 @@ def param_table(model: Model) -> tuple[Param, ...]:
     dynamic, with_lanes = model.dynamic_sizes, model.layers_with("two_lanes")
     head_lr, branch = (768 / D) ** model.head_lr_power, (11 / len(layers)) ** model.branch_power
 
-    def fill_mlps(p, generator):
-        """W1 of every MLP. Record 74 drew 12 MLPs, one of them without a layer. So values are drawn for a multiple of 4
-        MLPs, and the parameters that are drawn later begin as in record 74."""
-        drawn = p.new_empty(-(-len(p) // 4) * 4, *p.shape[2:])
-        uniform(drawn, generator)
-        p[:, 0] = drawn[:len(p)]
-
     def fill_post(p, generator):
         p.fill_(branch)
         if with_lanes:
             p[with_lanes[0]:, 0, 1] *= 1.5  # the attention output enters lane 1
-
-    def lambdas(label, shape, init, beta2, lr_mul):
-        return Param(label, shape, "adam", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0,
-                     dtype=torch.float32)
-
-    def gates(label, *shape, lr_mul=1.0, wd_mul=1.0):
-        return Param(label, (*shape, GATE_CHANNELS), "adam", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
 
     def bank(label, shape, order, matrix_lr=(1.0,), **others):
         return Param(label, shape, "normuon", order, matrix_lr=matrix_lr, wd_mul=(768 / D) ** model.muon_wd_power,
@@ -1349,7 +1332,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
         tied=step <= split_step, split=step == split_step)
 
 
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
@@ -1368,69 +1351,10 @@ def validate(summed_loss, data, attn, rt) -> float:
     return total.item() / data.config.data.val_tokens
 
 
-# ---- Training --------------------------------------------------------------------------------------------------------
-
 def require_finite(value, name):
     """Raises UserError when a loss, a Python float, is nan or inf."""
     if not math.isfinite(value):
         raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
-
-
-class MicroStep:
-    """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`.
-
-    A call returns the loss: loss_scale times the sum over the tokens. With cuda_graphs, the first call with a key also
-    captures a CUDA graph, and later calls with this key replay the graph. A replay launches hundreds of kernels at
-    once: the host would take 30 to 39 ms to launch them one by one, and the GPU takes 21 ms to run them (stage 1,
-    H200). A graph reads and writes fixed addresses, so its tensors are updated in place.
-    """
-
-    def __init__(self, forward, head, loss_scale, cuda_graphs):
-        self.forward, self.head, self.loss_scale, self.cuda_graphs = forward, head, loss_scale, cuda_graphs
-        self.graphs = {}  # key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
-        # Autograd adds gradients on the stream that first used the parameter, so all micro-steps use one stream.
-        # Only one graph runs at a time, so the graphs share one memory pool.
-        self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if cuda_graphs else (None, None)
-
-    def run(self, batch: Batch, mtp_weights, attn):
-        with trace_range("forward"):
-            h, point = self.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
-        with trace_range("loss"):
-            loss = self.head(h, batch.targets, mtp_weights, self.loss_scale, candidates=batch.candidates, point=point)
-        with trace_range("backward"):
-            loss.backward()
-        return loss.detach()
-
-    def run_eagerly(self, batch, mtp_weights, attn):
-        """`run` without a graph, on the stream of the graphs."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            loss = self.run(batch, mtp_weights, attn)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return loss
-
-    def __call__(self, batch, mtp_weights, attn, stage, eager=False):
-        """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
-        if not self.cuda_graphs:
-            return self.run(batch, mtp_weights, attn)
-        # The key is StepPlan.forward_key, unless the batch has more targets than candidates: such a batch takes all
-        # classes, and the warm-up may not have met its graph.
-        key = stage, 0 if batch.candidates is None else len(batch.candidates)
-        if key not in self.graphs:
-            first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
-            batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
-            # thread_local: the threads of the loader may call CUDA during the capture.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                loss = self.run(batch, mtp_weights, attn)
-            self.graphs[key] = graph, batch, mtp_weights, attn, loss
-            return first_loss
-        graph, graph_batch, graph_weights, graph_attn, loss = self.graphs[key]
-        for target, value in zip((*graph_batch.tensors, graph_weights), (*batch.tensors, mtp_weights)):
-            target.copy_(value)
-        if eager:
-            return self.run_eagerly(graph_batch, graph_weights, graph_attn)
-        graph.replay()
-        return loss
 
 
 class Trainer:
@@ -1466,8 +1390,7 @@ class Trainer:
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
                                      self.model.embed, ops.pointer, config.model.gate_id)
         cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
-        self.micro_step = MicroStep(self.forward, self.head, 1 / self.micro_steps, cuda_graphs)
-        self.summed_loss = functools.partial(summed_loss, self.forward, self.head)
+        self.graphs = MicroStepGraphs(self.micro_step, cuda_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched = self.optimizer.touched
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
@@ -1542,7 +1465,7 @@ class Trainer:
                 with trace_range("data"):
                     batch = loader.next_batch()
                 with trace_range("micro-step"):
-                    loss = self.micro_step(batch, mtp_weights, attn, plan.stage, eager and number == 0)
+                    loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and number == 0)
             self.optimizer.step(plan)
             if plan.adam:
                 with trace_range("update head codes"):
@@ -1555,6 +1478,21 @@ class Trainer:
                     self.model.fp8_projections.refresh()
         return loss
 
+    def micro_step(self, batch: Batch, mtp_weights, attn, forward=None):
+        """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`.
+
+        forward: `GPT.forward` (None: with its layers compiled). Returns the loss, 0-D: the sum over the tokens / number
+        of micro-steps.
+        """
+        with trace_range("forward"):
+            h, point = (forward or self.forward)(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
+        with trace_range("loss"):
+            loss = self.head(h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
+                             point=point)
+        with trace_range("backward"):
+            loss.backward()
+        return loss.detach()
+
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
         """`GPT.forward`, with its layers compiled."""
         embeddings = self.model.lookup(tokens, row_ids, pieces)
@@ -1563,6 +1501,9 @@ class Trainer:
         for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
             torch._dynamo.mark_dynamic(x, 0)
         return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
+
+    def summed_loss(self, batch, attn, forward=None):
+        return summed_loss(forward or self.forward, self.head, batch, attn)
 
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""
@@ -1648,30 +1589,6 @@ class Trainer:
             self.model.fp8_mlps.load_state_dict(mlp_scales)
         if self.model.fp8_projections:
             self.model.fp8_projections.refresh()
-
-    def compile_kernels(self):
-        """Compile the Triton kernels of a step and of a validation.
-
-        A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
-        kernel runs. So weights and optimizer state stay as they are.
-        """
-        torch.cuda.set_device(self.rt.device)  # every thread has a current device of its own
-        N, attn = 256, self.attn[0]
-        tokens, cu = np.zeros(N + 1, np.uint16), cu_seqlens(np.array([N]), N, 128)
-        losses = {(plan.candidates, len(plan.mtp_weights)) for plan in self.plans}
-        updates = {plan.update_key: plan for plan in self.plans[:-1]}
-        with torch.cuda.stream(self.micro_step.stream):
-            with kernels.only_compiling():
-                with torch.no_grad():
-                    batch = make_batch(tokens, cu, self.config, self.rt.device)
-                    summed_loss(self.model, self.head, batch, attn)
-                for count, terms in losses:
-                    batch = make_batch(tokens, cu, self.config, self.rt.device, row=0, count=count)
-                    MicroStep(self.model, self.head, 1.0, False).run(batch, self.mtp_table[0, :terms], attn)
-                for plan in updates.values():
-                    self.optimizer.compile_kernels(plan)
-            for param in self.model.parameters():  # gradients of kernels that did not run
-                param.grad.zero_()
 
 
 def train(config, rt, log, argv, watch, automatic=False):

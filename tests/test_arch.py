@@ -88,7 +88,7 @@ def compile_all(arch):
 
 
 def compile_ahead(folder):
-    """The names of the kernels that Trainer.compile_kernels leaves to the steps of a run on an H200."""
+    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200."""
     pretend_gpu(90)
     import oracles
     import train_gpt as T
@@ -96,6 +96,7 @@ def compile_ahead(folder):
     from data.run.clock import Stopwatch
     from data.run.knobs import with_system
     from data.run.machine import Runtime
+    from data.run.warmup import compile_kernels
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     tk.scaled_product = lambda a, b, *scales, fast=False: (a.float() @ b.float().mT).bfloat16()
@@ -112,7 +113,7 @@ def compile_ahead(folder):
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     before = [param.detach().clone() for param in trainer.model.parameters()]
-    trainer.compile_kernels()
+    compile_kernels(trainer)
     for old, param in zip(before, trainer.model.parameters()):
         assert torch.equal(param, old) and not param.grad.any()  # no kernel has run
     compiled = []

@@ -226,11 +226,11 @@ def test_every_knob_is_learned_or_free(monkeypatch):
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
         overrides = {"resume": "x", key: render(other)}
         if key in free - {"resume"}:
-            changed, step = arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.with_wiring))
+            changed, step = arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire))
             assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
-                arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.with_wiring))
+                arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire))
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 

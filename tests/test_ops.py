@@ -1,6 +1,7 @@
 """The plain attention against oracles.py, the choice of implementations, the compiled model and its micro-steps."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
 from data.loader import sorted_pieces
+from data.run.graphs import MicroStepGraphs
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ON_GPU = torch.cuda.is_available()
@@ -172,7 +174,8 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
-    step = T.MicroStep(model, head, 0.25, record)
+    trainer = SimpleNamespace(head=head, micro_steps=4)
+    step = MicroStepGraphs(lambda *args: T.Trainer.micro_step(trainer, *args, model), record)
     frequencies, scale = T.rotary_states(config.head_dim, [128])[0]
     views = {n: T.AttentionSettings(T.rotary_table(frequencies, 640, device, dtype), torch.tensor(n // 10),
                                     torch.tensor(n // 5), torch.tensor(scale), n)

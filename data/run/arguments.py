@@ -1,5 +1,6 @@
 """From the arguments of a command to the config of a run."""
 
+import dataclasses
 from typing import Callable, NamedTuple
 
 from data.run.checkpoint import load_checkpoint
@@ -17,7 +18,7 @@ class Presets(NamedTuple):
 
     configs: dict  # name -> Config
     gpus: dict  # name -> number of GPUs for which its batches were chosen
-    wired: Callable  # (name, overrides) -> Config of the preset, with the layers that the overrides ask for
+    wire: Callable  # (depth, narrow, paired) -> layers of a model
 
 
 def parse_config(argv, world, presets: Presets):
@@ -41,9 +42,23 @@ def parse_config(argv, world, presets: Presets):
     return config
 
 
+def wired_preset(preset, overrides, presets):
+    """The config of a preset, with new layers for the --depth and the --num_heads among the overrides."""
+    config = presets.configs[preset]
+    model = override(config, {key: overrides[key] for key in ("depth", "num_heads") if key in overrides}).model
+    if model.depth == 11 and (model.num_heads % 2 == 0 or preset == "record74"):
+        return config
+    if preset == "record74" or not 3 <= model.depth <= 24:
+        raise UserError(f"--depth={model.depth}: " + ("from 3 to 24 layers" if preset != "record74" else
+                                                      "record74 has 11 layers; take --preset=record"))
+    layers = presets.wire(model.depth, any(layer.narrow for layer in model.layers), model.num_heads % 2 == 0)
+    return dataclasses.replace(config, model=dataclasses.replace(
+        config.model, layers=layers, backout_layer=layers[-1].input_from))
+
+
 def preset_config(preset, overrides, world, presets):
     """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it."""
-    config = override(presets.wired(preset, overrides), overrides)
+    config = override(wired_preset(preset, overrides, presets), overrides)
     check_values(config)
     if 0 < config.system.micro_batches < world:
         config = with_system(config, micro_batches=world)

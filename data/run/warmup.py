@@ -4,10 +4,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import triton_kernels as kernels
+from data.loader import cu_seqlens, make_batch
 from data.run.knobs import with_system
 from data.run.length import seconds_per_step, with_minutes
 from data.run.limits import check_config
@@ -23,7 +25,7 @@ def warm_up(trainer):
     trainer.synchronize()
     with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
         ahead = trainer.rt.device.type == "cuda" and kernels.can_only_compile()
-        kernels_ready = pool.submit(trainer.compile_kernels) if ahead else None
+        kernels_ready = pool.submit(compile_kernels, trainer) if ahead else None
         for batch in islice(trainer.validation, 1):  # a rank may have none
             # With static settings, every stage has a compiled graph of its own.
             for attn in trainer.attn if trainer.static_settings else trainer.attn[-1:]:
@@ -44,6 +46,30 @@ def warm_up(trainer):
     trainer.init_weights()
     trainer.optimizer.load_state_dict({})
     trainer.quantise_weights()
+
+
+def compile_kernels(trainer):
+    """Compile the Triton kernels of a step and of a validation.
+
+    A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
+    kernel runs. So weights and optimizer state stay as they are.
+    """
+    config, device, attn = trainer.config, trainer.rt.device, trainer.attn[0]
+    torch.cuda.set_device(device)  # every thread has a current device of its own
+    tokens, cu = np.zeros(257, np.uint16), cu_seqlens(np.array([256]), 256, 128)
+    losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
+    updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
+    with torch.cuda.stream(trainer.graphs.stream):
+        with kernels.only_compiling():
+            with torch.no_grad():
+                trainer.summed_loss(make_batch(tokens, cu, config, device), attn, trainer.model)
+            for count, terms in losses:
+                batch = make_batch(tokens, cu, config, device, row=0, count=count)
+                trainer.micro_step(batch, trainer.mtp_table[0, :terms], attn, trainer.model)
+            for plan in updates.values():
+                trainer.optimizer.compile_kernels(plan)
+        for param in trainer.model.parameters():  # gradients of kernels that did not run
+            param.grad.zero_()
 
 
 def steps_with_new_keys(plans, seen) -> list[int]:
