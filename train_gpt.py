@@ -1389,8 +1389,7 @@ class Trainer:
         self.compiled_layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
                                      self.model.embed, ops.pointer, config.model.gate_id)
-        cuda_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
-        self.graphs = MicroStepGraphs(self.micro_step, cuda_graphs)
+        self.graphs = MicroStepGraphs(self.micro_step, config.system.cuda_graphs and rt.device.type == "cuda")
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched = self.optimizer.touched
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
@@ -1400,8 +1399,8 @@ class Trainer:
                 lambda: self.model.projections(self.model.vo_bank.detach()[:, 0]), 1 / self.micro_steps)
         # The Triton attention is opaque to the compiler. The compiler traces the plain attention, with Python numbers.
         self.static_settings = ops.attention is not kernels.attention_block
-        number = (lambda x: x) if self.static_settings else torch.tensor
-        self.attn = attention_settings(config, rt.device, self.dtype, number)
+        make = (lambda x: x) if self.static_settings else torch.tensor
+        self.attn = attention_settings(config, rt.device, self.dtype, make)
         self.profiler = profiler(self) if config.system.profile else None
         self.synchronize()
         watch.lap("model")
@@ -1461,11 +1460,11 @@ class Trainer:
         """
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
-            for number in range(micro_steps):
+            for part in range(micro_steps):
                 with trace_range("data"):
                     batch = loader.next_batch()
                 with trace_range("micro-step"):
-                    loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and number == 0)
+                    loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
             self.optimizer.step(plan)
             if plan.adam:
                 with trace_range("update head codes"):
