@@ -249,7 +249,8 @@ def test_graph(device):
         graph.replay()
         wanted = step()
         assert all(torch.equal(results[name], wanted[name]) for name in wanted)
-        projections.bank.mul_(1.1)
+        [(_, weight)] = projections.weights()
+        weight.mul_(1.1)
         projections.refresh()
 
 

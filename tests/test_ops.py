@@ -115,6 +115,8 @@ def test_compiled_model_equals_eager(device):
     cu = random_documents(n, 200).to(device)
     tokens = torch.randint(0, 257, (n,), dtype=torch.int32)
     rows = {"bigram_embed": torch.from_numpy(L.bigram_hash(tokens.numpy(), config.bigram_rows)).to(device)}
+    ids = {"tokens": tokens, "bigram_embed": rows["bigram_embed"].cpu()}
+    pieces = {name: torch.from_numpy(sorted_pieces(x.numpy())).to(device) for name, x in ids.items()}
     tokens, upstream = tokens.to(device), torch.randn(n, 768).to(device, BF16)
     states = T.rotary_states(128, [384, 896])
 
@@ -126,7 +128,7 @@ def test_compiled_model_equals_eager(device):
 
     def run(model, forward, stage, dtype):
         model.zero_grad()
-        h, *_ = forward(tokens, cu, rows, view(stage, dtype))
+        h, *_ = forward(tokens, cu, rows, view(stage, dtype), pieces)
         h.backward(upstream.to(dtype))
         grads = {name: p.grad.double() for name, p in model.named_parameters() if name != "lm_head"}
         return {"h": h.detach().double()} | grads
@@ -135,8 +137,8 @@ def test_compiled_model_equals_eager(device):
     counter = CompileCounterWithBackend("inductor")
     layers = torch.compile(model.layers, dynamic=False, fullgraph=True, backend=counter)
 
-    def compiled(tokens, cu, rows, view):
-        return layers(model.lookup(tokens, rows), cu, view)
+    def compiled(tokens, cu, rows, view, pieces):
+        return layers(model.lookup(tokens, rows, pieces), cu, view)
 
     for stage in (0, 1):
         wanted = run(exact, exact.forward, stage, FP64)

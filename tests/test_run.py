@@ -148,7 +148,7 @@ def oracle_loss(model, val):
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
     data = (f"data/{name}.py" for name in ("__init__", "loader", *(f"run/{name}" for name in (
-        "__init__", "arguments", "bytecode", "checkpoint", "clock", "disk", "errors", "knobs", "length", "limits",
+        "__init__", "arguments", "bytecode", "checkpoint", "clock", "disk", "errors", "graphs", "knobs", "length", "limits",
         "log", "machine", "memory", "sample", "start", "warmup")), "shards", "tokenizer"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
