@@ -10,7 +10,6 @@ drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of 
 gets its name when it is finished and verified. After an interruption or damage, run the same command again.
 """
 import argparse
-import hashlib
 import os
 import re
 import shlex
@@ -31,7 +30,7 @@ from data.run.errors import UserError  # noqa: E402
 from data.run.knobs import flatten  # noqa: E402
 from data.run.start import survey_training_data, survey_validation_data  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, find_files, read_shard)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
@@ -197,12 +196,8 @@ def verify(path: Path, size, checksum) -> None:
     if size is not None and (found := path.stat().st_size) != size:
         raise UserError(f"{path}: {found} bytes, the hub has {size}")
     if re.fullmatch("[0-9a-f]{64}", checksum or ""):  # the hub's checksum of a large file is its SHA-256
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-        if digest.hexdigest() != checksum:
-            raise UserError(f"{path}: SHA-256 {digest.hexdigest()}, the hub has {checksum}")
+        if (found := digest(path)) != checksum:
+            raise UserError(f"{path}: SHA-256 {found}, the hub has {checksum}")
     read_shard(path, GPT2_SEPARATOR + 1)
 
 

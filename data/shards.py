@@ -4,6 +4,7 @@ README.md beside this file describes the format.
 """
 
 import glob
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -54,6 +55,15 @@ def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
         raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
                         f" (--vocab_size, --preset), or damaged: {REMAKE}")
     return tokens
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    found = hashlib.sha256()
+    with user_error(f"{path}: cannot be read"), open(path, "rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def data_root() -> Path:

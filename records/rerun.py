@@ -32,8 +32,8 @@ from records import compare
 from records.compare import Run
 
 ROOT, SCRIPT = Path(__file__).resolve().parents[1], "train_gpt.py"
-SHARDS = "train_shards", "val_shards"
-REQUIRED = "ranks", "command", "sources", *SHARDS, "run_label", "device"
+SHARDS = "train_shards", "val_shards", "train_sha256", "val_sha256"  # older logs lack the last two
+REQUIRED = "ranks", "command", "sources", *SHARDS[:2], "run_label", "device"
 NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
 LEFT_OUT = "save", "save_every", "resume", "profile", "sample_tokens"  # settings on which no loss depends
 # The log may not contain the code for the first four of these settings, and its run has a length.
@@ -140,7 +140,8 @@ def report(old: Run, new: Run) -> str:
         curve.append([str(step), *(compare.number(values.get(step, math.nan), 4, sign) for values, sign in columns)])
     parts = [compare.table(curve, False)]
 
-    rows = [row for row in compare.changes(old, new) if not (row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]))]
+    rows = [row for row in compare.changes(old, new) if not (
+        row[0] in DIFFER_ANYWAY or OF_MACHINE.fullmatch(row[0]) or row[0] in SHARDS[2:] and row[1] == "–")]
     data, others = ([row for row in rows if (row[0] in SHARDS) == is_data] for is_data in (True, False))
     parts += [f"other data: {key} is '{theirs}' in the log, '{ours}' in the rerun" for key, theirs, ours in data]
     parts.append(compare.table([["", "log", "rerun"], *others], False) if others else "settings and machine are equal")

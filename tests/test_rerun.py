@@ -39,7 +39,8 @@ def main(knobs):
     env = {f"env.{key}": value for key, value in os.environ.items() if key.startswith(recorded)}
     settings = {"hardware": "x86_64", "ranks": 1, "command": "train_gpt.py --seed=3",
                 "commit": f"{uuid.uuid4()} clean", "sources": " ".join(NAMES),
-                "train_shards": knobs.pop("shards", "a.bin:9"), "val_shards": "b.bin:5", **env, **knobs}
+                "train_shards": knobs.pop("shards", "a.bin:9"), "val_shards": "b.bin:5",
+                "train_sha256": knobs.pop("sha256", "0a"), **env, **knobs}
     Path(knobs["log_dir"]).mkdir(exist_ok=True)
     path = Path(knobs["log_dir"], f"{knobs['run_label']}_{uuid.uuid4()}.txt")
     with open(path, "w", encoding="utf-8", newline="") as log:
@@ -142,6 +143,8 @@ def test_equal_runs(tmp_path, log, again, monkeypatch):
     assert argv[-3:] == ["--seed=5", "--run_label=mine", "--shards=a.bin:8"] and "--seed=3" not in argv
     assert "\n\nother data: train_shards is 'a.bin:9' in the log, 'a.bin:8' in the rerun\n\n" in out
     assert out.endswith("\n\nthe largest difference is 0.0200 at step 0\n")
+    _, out, *_ = again(log, "--sha256=0b")  # another text of the same size
+    assert "\n\nother data: train_sha256 is '0a' in the log, '0b' in the rerun\n\n" in out
 
 
 @pytest.mark.parametrize("old, new, difference", [

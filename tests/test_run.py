@@ -5,6 +5,7 @@ corpus is made here.
 Most processes are forks (forks.py). Interpreters of their own, which test_faults.py starts too: the two nodes, Ctrl-C,
 the import."""
 
+import hashlib
 import os
 import py_compile
 import re
@@ -262,7 +263,7 @@ def test_logs_are_read_by_compare(runs):
         assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
 
 
-def test_log_opens_with_sources_versions_and_config(runs):
+def test_log_opens_with_sources_versions_and_config(runs, corpus):
     run = runs["one"]
     rule = "-" * 40
     (_, script), *others = run.sources.items()
@@ -276,6 +277,8 @@ def test_log_opens_with_sources_versions_and_config(runs):
     assert re.match("train_gpt.py --preset=record74 --device=cpu .*--run_label=one", found["command"])
     assert re.fullmatch(r"[0-9a-f]{40} (clean|with changes)|unknown", found["commit"])
     assert found["train_shards"] == "train_1.bin:5624 train_2.bin:5624"
+    files = [corpus.folder / f"train_{i}.bin" for i in (1, 2)]
+    assert found["train_sha256"].split() == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert "/tmp" not in header and str(ROOT) not in header
 
 
