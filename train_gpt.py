@@ -1372,7 +1372,6 @@ class Trainer:
         compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
-        self.clock_ms = []  # training time at the end of every step
 
         self.hash_ids = None
         if config.model.bigram_normal:
@@ -1441,16 +1440,10 @@ class Trainer:
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))
             self.check_losses(keep=2)
-            if system.profile and not {step, step + 1} <= {*system.profiled}:
-                # Unprofiled steps wait for the GPU, so that no time of a neighbouring step is in theirs.
-                self.synchronize()
             train_ms = 1000 * clock.seconds()
-            self.clock_ms.append(train_ms)
             seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{train_ms:.0f}ms"
                               f" step_avg:{train_ms / (step + 1):.2f}ms", seconds_left)
-        if system.profile:
-            self.log.line(self.profiler.cost())
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):

@@ -50,8 +50,7 @@ STDLIB_SHARD_TOKENS = 4_000_000  # three training shards, so that short runs cha
 STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
+# ---- Shards ----------------------------------------------------------------------------------------------------------
 
 def folder_of(name: str) -> Path:
     """The folder of the shards called `name`; the trainer looks for shards there."""
@@ -173,8 +172,7 @@ def report_command(name: str, separator: int) -> None:
     print(shlex.join([script if os.sep in script else f"./{script}", *arguments]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# FineWeb
+# ---- FineWeb ---------------------------------------------------------------------------------------------------------
 
 # Only these two functions use the network for FineWeb. Nothing that they download is executed.
 
@@ -249,8 +247,7 @@ def fineweb(shards: int) -> None:
         print(f"warning: {error}; a run needs it", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Text
+# ---- Text ------------------------------------------------------------------------------------------------------------
 
 def walk(root: Path, skip=frozenset()):
     """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`."""
@@ -381,8 +378,7 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
     report_command(out, build(out, files, tokenizer, val_fraction, shard_tokens))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Python's library
+# ---- Python's library ------------------------------------------------------------------------------------------------
 
 def stdlib() -> None:
     """Makes shards of Python's library. Equal sources give equal shards."""
@@ -407,8 +403,6 @@ def stdlib() -> None:
     files = {key: path for key, path in files.items() if rank(key)[0] < keep}
     build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import torch
 
 import triton_kernels as kernels
-from data.run import machine, memory, start
+from data.run import start
 from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.errors import UserError
 from data.run.length import SECONDS_PER_TOKEN, total_tokens
+from data.run.machine import capability, choose_kernels, find_device
+from data.run.memory import choose_micro_batches, memory_report, state_bytes
 from data.tokenizer import text_codec
 from records.work import ceilings
 
@@ -38,60 +40,54 @@ class Run(NamedTuple):
     @property
     def sizes(self):
         """`sizes` of data/run/memory.py."""
-        return memory.state_bytes(self.config, self.table)
+        return state_bytes(self.config, self.table)
 
 
-def check_versions(run):
+def versions(run):
     """Versions of Python and of the packages."""
     start.require_torch()
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
             f" Triton {kernels.triton.__version__}")
 
 
-def check_device(run):
+def device(run):
     """The CPU or this process's GPU, and its capabilities."""
-    device, name = machine.find_device(run.config), f"CPU, cores {os.cpu_count()}"
+    device, name = find_device(run.config), f"CPU, cores {os.cpu_count()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    found = (f"{key.split('_')[-1]} {value}" for key, value in machine.capability(device).items())
+    found = (f"{key.split('_')[-1]} {value}" for key, value in capability(device).items())
     return ", ".join([name, f"ranks {run.world}", *found])
 
 
-def check_kernels(run):
-    """The implementation that each operation will use."""
-    names = machine.choose_kernels(run.config, machine.find_device(run.config))[2]
+def implementations(run):
+    """Of each operation."""
+    names = choose_kernels(run.config, find_device(run.config))[2]
     return " ".join(f"{op}:{name}" for op, name in names.items())
 
 
-def check_training_data(run):
-    """Reads all headers and the beginning of the first shard."""
-    found, lasts = start.survey_training_data(run.config)
-    if not lasts:
+def warned(found, fine):
+    """The sentence `found`, or a warning with it."""
+    if not fine:
         raise CheckWarning(found)
     return found
 
 
-def check_validation_data(run):
-    """Reads all headers."""
-    return start.survey_validation_data(run.config)
-
-
-def check_tokenizer(run):
+def tokenizer(run):
     """GPT-2's tokenizer, from which a new run with --bigram_normal makes a table."""
     text_codec(run.config.model.vocab_size)
     return "GPT-2's BPE"
 
 
-def check_checkpoint(run):
+def checkpoint(run):
     """The checkpoint of --resume."""
     state = load_checkpoint(run.config.system.resume)
     check_weights(state, run.table)
     return f"{run.config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
-def check_caches(run):
+def caches(run):
     """The folders of the compilers' caches."""
-    folders = start.require_caches(run.config, machine.find_device(run.config))
+    folders = start.require_caches(run.config, find_device(run.config))
     try:
         getpass.getuser()
     except (KeyError, OSError):
@@ -102,22 +98,9 @@ def check_caches(run):
     return ", ".join(folders) or "nothing is compiled"
 
 
-def check_disk(run):
-    """Disk space for the files of rank 0."""
-    return start.require_disk(run.config, run.sizes)
-
-
-def check_memory(run):
-    """The estimated memory, compared with the free memory of the GPU."""
-    found, enough = memory.memory_report(run.config, run.sizes, machine.find_device(run.config), run.world)
-    if not enough:
-        raise CheckWarning(found)
-    return found
-
-
 def expected_time(run):
     """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (records/guide.md)."""
-    device, schedule = machine.find_device(run.config), run.config.schedule
+    device, schedule = find_device(run.config), run.config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
     timed = [model for name, model in run.models.items() if (name == "cpu") == (device.type == "cpu")]
@@ -134,15 +117,17 @@ def expected_time(run):
         minutes *= 1.13  # records/2026-11-23_fp8
     if not any(layer.narrow for layer in run.config.model.layers):
         minutes *= 1.16  # wider heads and MLPs, record 74's optimizer (records/2026-11-23_attention, _optimizer)
-    if machine.capability(device)["hardware_tma"] == "no":
+    if capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions, and a head in bf16 (records/2026-11-20_hardware)
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"
 
 
 CHECKS = {
-    "versions": check_versions, "device": check_device, "kernels": check_kernels,
-    "training data": check_training_data, "validation data": check_validation_data, "caches": check_caches,
-    "disk": check_disk, "memory": check_memory}
+    "versions": versions, "device": device, "kernels": implementations,
+    "training data": lambda run: warned(*start.survey_training_data(run.config)),
+    "validation data": lambda run: start.survey_validation_data(run.config),
+    "caches": caches, "disk": lambda run: start.require_disk(run.config, run.sizes),
+    "memory": lambda run: warned(*memory_report(run.config, run.sizes, find_device(run.config), run.world))}
 
 
 def check_table(config, world, table, models, show) -> int:
@@ -154,15 +139,15 @@ def check_table(config, world, table, models, show) -> int:
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
-        device = machine.find_device(config)
+        device = find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
     with suppress(UserError):  # the row "kernels" reports it
-        config = machine.choose_kernels(config, device)[0]
-    config = memory.choose_micro_batches(config, memory.state_bytes(config, table), device, world)
+        config = choose_kernels(config, device)[0]
+    config = choose_micro_batches(config, state_bytes(config, table), device, world)
     run = Run(config, world, table, models)
-    checks = CHECKS | ({"checkpoint": check_checkpoint} if config.system.resume else {})
-    checks |= {"tokenizer": check_tokenizer} if start.needs_tokenizer(config) else {}
+    checks = CHECKS | ({"checkpoint": checkpoint} if config.system.resume else {})
+    checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:

@@ -28,7 +28,7 @@ incomplete or uneven. The model assumes that effects add up, and counts all othe
 runs as independent, even runs with the same seed: if a seed shifts the loss of all labels equally, the intervals are
 too wide, not too narrow.
 
-Needs only Python's standard library; --plot=x.png also needs matplotlib.
+Needs only Python's standard library.
 """
 
 import argparse
@@ -213,7 +213,6 @@ def pairs(groups) -> list[tuple[Run, Run]]:
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
-
 def student_cdf(t: float, df: float) -> float:
     """P(T ≤ t) of Student's t, by the continued fraction of the incomplete beta function (DLMF 8.17.22)."""
     def beta(a, b, x):  # regularised; converges fast for x < (a + 1) / (a + b + 2)
@@ -298,7 +297,6 @@ def enough(p_of_n, level: float) -> str:
 
 # ---- Exchange of loss for tokens -------------------------------------------------------------------------------------
 
-
 def exchange_rate(short, long) -> tuple[float, list[tuple[float, float]]]:
     """Loss per e-fold of tokens between two groups of runs, with its parts for `estimate`."""
     span = math.log(long[0].tokens / short[0].tokens)
@@ -350,7 +348,6 @@ def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
 
 # ---- Factors ---------------------------------------------------------------------------------------------------------
 
-
 def least_squares(columns, values) -> tuple[list[tuple[float, float]], int, list[set[int]]]:
     """Fits the values by columns of whole numbers. Returns (coefficient, its variance) of each column, nan if the
     coefficient is not determined; residual degrees of freedom; the sets of columns that depend on each other.
@@ -376,7 +373,6 @@ def least_squares(columns, values) -> tuple[list[tuple[float, float]], int, list
 
 
 # ---- Steps -----------------------------------------------------------------------------------------------------------
-
 
 def spans(run: Run) -> dict[str, tuple[int, int]]:
     """{part of the run: (first step, step after the last)}."""
@@ -422,7 +418,6 @@ def divergence(old: Run, new: Run) -> str:
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
-
 
 def number(value: float, digits: int, sign="") -> str:
     return "–" if math.isnan(value) else f"{value:{sign}.{digits}f}"
@@ -693,29 +688,12 @@ def draw_svg(path: Path, lines, box, target):
     path.write_text("\n".join([*out, "</svg>"]) + "\n", encoding="utf-8")
 
 
-def draw_png(path: Path, lines, box, target):
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot to .png needs matplotlib (pip install matplotlib); .svg does not") from None
-    figure = Figure(figsize=(10.6, 4), dpi=160, layout="constrained")
-    for axis, panel in enumerate(figure.subplots(1, 2)):
-        for label, colour, points in lines:  # the legend skips labels that begin with _
-            style = dict(lw=2.2, label=label) if label else dict(lw=0.7, alpha=0.6, label="_")
-            style |= dict(marker="o") if len(points) == 1 else {}
-            panel.plot([point[axis] for point in points], [point[2] for point in points], color=colour, **style)
-        panel.set(xlabel=AXES[axis], ylabel="validation loss", xlim=box[axis], ylim=box[2])
-        panel.axhline(target, color="black", lw=1, ls="--", label="_")
-        panel.legend()
-    figure.savefig(path, format="png")
-
-
 def plot(path: Path, groups, target, dots=()):
-    """Draws the losses by step and by time, and the dots (label, (step, seconds, loss)), into an .svg or .png file,
-    complete or not at all. Raises UserError."""
-    draw, lines = {".svg": draw_svg, ".png": draw_png}.get(path.suffix), plot_lines(groups)
-    if draw is None or not lines:
-        raise UserError(f"--plot={path}: " + ("there are no losses to draw" if draw else "draws .svg or .png"))
+    """Draws the losses by step and by time, and the dots (label, (step, seconds, loss)), into an .svg file, complete or
+    not at all. Raises UserError."""
+    lines, is_svg = plot_lines(groups), path.suffix == ".svg"
+    if not is_svg or not lines:
+        raise UserError(f"--plot={path}: " + ("there are no losses to draw" if is_svg else "draws .svg"))
     # The picture omits the first third of a run, where the loss falls from 10.8: it would flatten the rest.
     longest = max(points[-1][0] for _, _, points in lines)
     late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest] + [dot for _, dot in dots]
@@ -725,7 +703,7 @@ def plot(path: Path, groups, target, dots=()):
     box[2] = box[2][0] - margin, box[2][1] + margin
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        draw(unfinished, lines, box, target)
+        draw_svg(unfinished, lines, box, target)
         unfinished.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
@@ -734,7 +712,6 @@ def plot(path: Path, groups, target, dots=()):
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
-
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -750,7 +727,7 @@ def parse(argv):
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg, or .png")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg")
     parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
                         help="a result without a log, as a dot in the plot")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.

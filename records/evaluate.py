@@ -1,12 +1,9 @@
-"""Evaluate a checkpoint: sample text, validation loss, bits per byte, HellaSwag; export weights for other programs.
+"""Evaluate a checkpoint: validation loss, bits per byte, HellaSwag; export weights for other programs.
 
-    python train_gpt.py --sample=CHECKPOINT --prompt="..." [--tokens=200 --temperature=0.8 --top_k=0 --seed=1337]
     python records/evaluate.py CHECKPOINT [--hellaswag[=FILE]] [--export=FILE.safetensors] [--validate=false]
 
-Temperature 0 takes the likeliest token; top_k limits the choice to the k likeliest tokens (0: no limit). Both commands
-also take the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=... (less memory).
-All other settings come from the checkpoint. Both commands use a GPU if there is one.
-Contents: the model of a checkpoint; text; validation and HellaSwag; export; the two commands.
+The command also takes the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=... (less
+memory). All other settings come from the checkpoint. It uses a GPU if there is one.
 """
 
 import functools
@@ -34,8 +31,6 @@ from data.tokenizer import text_codec
 from train_gpt import RECORD74, load_model, summed_loss
 from train_gpt import validate as mean_loss
 
-# ---- The model of a checkpoint ---------------------------------------------------------------------------------------
-
 
 def head(model):
     """The unquantised head."""
@@ -43,11 +38,7 @@ def head(model):
                             gate=model.config.gate_id)
 
 
-# ---- Text ------------------------------------------------------------------------------------------------------------
-
-
 # ---- Validation and HellaSwag ----------------------------------------------------------------------------------------
-
 
 def bits_per_byte(config, loss, tokens):
     """Converts a mean loss over `tokens`, in nats per token, to bits per byte of text.
@@ -165,7 +156,6 @@ def hellaswag(model, config, attention, path):
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
 
-
 def export(model, config, path):
     """Writes the weights in their own dtypes, and the config as text, in the format of safetensors. The signs of
     bigrams, which are the same for all models of one width, are not among them (`GPT.__init__`).
@@ -187,8 +177,7 @@ def export(model, config, path):
     print(f"exported: {path}", flush=True)
 
 
-# ---- The two commands ------------------------------------------------------------------------------------------------
-
+# ---- The command -----------------------------------------------------------------------------------------------------
 
 def main(argv) -> int:
     """Evaluate as `argv` says; returns the exit status."""

@@ -16,7 +16,6 @@ import gzip
 import json
 import re
 import sys
-import time
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
@@ -181,7 +180,6 @@ def cover(items, free):
 
 # ---- Regions -> numbers -> table -------------------------------------------------------------------------------------
 
-
 def analyse(trace):
     """The numbers of a chrome trace, in milliseconds per step. Raises ValueError if it lacks steps or kernels."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
@@ -337,7 +335,6 @@ def table(result, top=25):
 
 # ---- Recording -------------------------------------------------------------------------------------------------------
 
-
 def recorded(profiler, path, run):
     """Writes the trace and the regions of its kernels to `path`, complete or not at all. Returns the numbers."""
     temporary = Path(f"{path}.tmp")
@@ -395,12 +392,11 @@ class Profiler:
         gpu = self.trainer.rt.device.type == "cuda"
         self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
         self.profiler.start()
-        self.began = time.perf_counter()
 
     def stop(self):
         """Writes this rank's trace beside the log, and the tables into the log."""
         import torch.distributed as dist
-        self.seconds, trainer = time.perf_counter() - self.began, self.trainer
+        trainer = self.trainer
         self.profiler.stop()
         plans = [trainer.plans[step] for step in trainer.config.system.profiled]
         count = len(plans) * trainer.micro_steps
@@ -411,30 +407,6 @@ class Profiler:
         trainer.log.line(report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
                                 trainer.head))
         dist.barrier()
-
-    def cost(self) -> str:
-        """One line about the time that the profiler took; call it at the end of the run."""
-        trainer, profiled = self.trainer, self.trainer.config.system.profiled
-        kinds = [(plan.forward_key, plan.adam) for plan in trainer.plans[trainer.first_step:]]
-        times = np.diff(trainer.clock_ms, prepend=1000 * trainer.seconds_before)
-        steps = range(profiled.start - trainer.first_step, profiled.stop - trainer.first_step)
-        return cost(self.seconds, times, kinds, steps)
-
-
-def cost(seconds, times, kinds, profiled, reach=20):
-    """Compares the profiled steps, which took `seconds`, with the median of similar steps at most `reach` steps away.
-
-    times: ms of every step; kinds: a key of every step, equal for similar steps.
-    """
-    mine, others = 1000 * seconds / len(profiled), []
-    for step in profiled:
-        near = range(max(0, step - reach), min(len(times), step + reach + 1))
-        others.append([times[other] for other in near if other not in profiled and kinds[other] == kinds[step]])
-    if not all(others):
-        return f"profiler: {mine:.2f} ms per profiled step; no others like them to compare with"
-    median = sum(map(np.median, others)) / len(others)
-    return (f"profiler: {mine:.2f} ms per profiled step, {median:.2f} ms for others like them (median):"
-            f" {mine - median:+.2f} ms")
 
 
 def main(paths):

@@ -395,7 +395,7 @@ def test_what_is_no_file_is_named(tmp_path):
     for name in ("folder.bin", "link.bin", "loop.bin", "pipe.bin", "*.bin", "**"):
         path = find_files(f"{tmp_path}/{name}")[0]
         config = T.Config(data=T.Data(train_files=f"{tmp_path}/{name}", val_files=f"{tmp_path}/{name}"))
-        for check in (C.check_training_data, C.check_validation_data):
+        for check in (C.CHECKS["training data"], C.CHECKS["validation data"]):
             with pytest.raises(UserError, match=f"{path}: .*no shard"):
                 check(C.Run(config, 1, (), {}))
     with pytest.raises(UserError, match="gone.bin: .*no shard"):

@@ -354,7 +354,7 @@ def test_work_knows_every_kernel():
     assert launched == {kernel for kernels, _ in work.WORK.values() for kernel in kernels.split()} and launched
 
 
-# ---- Report, cost, errors --------------------------------------------------------------------------------------------
+# ---- Report, errors --------------------------------------------------------------------------------------------------
 
 
 def report(monkeypatch, path, content=None):
@@ -402,15 +402,6 @@ def test_unreadable_traces(tmp_path, data, message):
     (tmp_path / "x.json").write_bytes(data)
     with pytest.raises(SystemExit, match=f"^error: .*x.json: .*{message}"):
         trace.main([str(tmp_path / "x.json")])
-
-
-def test_cost_of_the_profiler():
-    """Against the median of the steps of the same kind. Even and odd steps differ, and so do stages."""
-    times = [10, 20, 10, 20, 15, 27, 10, 20, 500, 20, 10, 20, 90, 95]
-    kinds = [(step > 11, step % 2 == 1) for step in range(len(times))]
-    line = "profiler: 21.00 ms per profiled step, 15.00 ms for others like them (median): +6.00 ms"
-    assert trace.cost(0.042, times, kinds, range(4, 6)) == line
-    assert "no others" in trace.cost(0.1, times, kinds, range(12, 14))
 
 
 @pytest.mark.parametrize("knob, message", [
@@ -467,9 +458,7 @@ def test_a_profiled_run(data, tmp_path, monkeypatch, capsys):
     shown, body = capsys.readouterr().out.partition("\n")[2].rstrip(), log.read_text().rpartition("=" * 100)[2]
     assert shown in body and f"\ntrace, beside this log: {file.name}\n" in body and "steps 4 to 5, rank 0 of 1" in shown
     whole, run = check(shown, 1), compare.read_run(log)
-    profiled = float(re.search(r"^profiler: ([\d.]+) ms per profiled step", body, re.M)[1])
-    assert run.notes == [] and profiled == pytest.approx((run.ms[6] - run.ms[4]) / 2, rel=0.05, abs=1)
-    assert whole <= 1.01 * profiled and run.time < 100 < float(re.search(r"^profile_seconds: (.*)", body, re.M)[1])
+    assert run.notes == [] and whole <= 1.01 * (run.ms[6] - run.ms[4]) / 2 + 1 and run.time < 100 < float(re.search(r"^profile_seconds: (.*)", body, re.M)[1])
     names = {e["name"] for e in json.loads(gzip.open(file).read())["traceEvents"]}
     assert {"forward layer 0", "backward layer 2", "reduce replicated", "data", "layer 1", "wait lm_head"} <= names
     assert T.main(["--preset=cpu", *data, f"--log_dir={tmp_path}/again", "--micro_batches=1"]) == 0

@@ -1,4 +1,10 @@
-"""Text from a model, and the settings of the model of a checkpoint; the command --sample."""
+"""Text from a model, and the settings of the model of a checkpoint; the command --sample.
+
+    python train_gpt.py --sample=CHECKPOINT --prompt="..." [--tokens=200 --temperature=0.8 --top_k=0 --seed=1337]
+
+Temperature 0 takes the likeliest token; top_k limits the choice to the k likeliest tokens (0: no limit). The command
+also takes the trainer's knobs, such as --device=cpu; all other settings come from the checkpoint.
+"""
 
 import codecs
 import math
