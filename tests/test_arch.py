@@ -2,7 +2,8 @@
 and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
-    python tests/test_arch.py ahead FOLDER    print the kernels that a start forgets to compile; writes shards
+    python tests/test_arch.py ahead FOLDER --model_dim=256 --num_heads=2    print the kernels that a start forgets to
+                                    compile; writes shards
 
 No GPU is necessary, because Triton contains its assembler and the test launches nothing. The test does not show speed.
 The tests start this file as a program, because they run under Triton's interpreter themselves.
@@ -87,8 +88,11 @@ def compile_all(arch):
     return [(name, kernel.metadata.shared / 1024, launch) for name, kernel, launch in launched]
 
 
-def compile_ahead(folder):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200."""
+def compile_ahead(folder, *sizes):
+    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200.
+
+    sizes: arguments that choose the size of the model.
+    """
     pretend_gpu(90)
     import oracles
     import train_gpt as T
@@ -100,13 +104,13 @@ def compile_ahead(folder):
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     tk.scaled_product = lambda a, b, *scales, fast=False: (a.float() @ b.float().mT).bfloat16()
-    tokens = np.random.default_rng(0).integers(0, 50256, 40000)
-    tokens[::300] = 50256
+    tokens = np.random.default_rng(0).integers(0, 512, 40000)
+    tokens[::300] = 512
     for name in "train", "val":
         oracles.write_shard(Path(folder) / f"{name}.bin", tokens)
     config = T.parse_config([
         "--preset=short", "--compile=false", "--cuda_graphs=false", "--fp8=false", "--bigram_normal=false",
-        "--model_dim=256", "--num_heads=2", "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2",
+        "--vocab_size=513", "--candidates=8", *sizes, "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2",
         "--val_tokens=2048", "--val_batch_tokens=2048", f"--train_files={folder}/train.bin",
         f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4))])
     config = with_system(config, device="cpu")
@@ -150,9 +154,11 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
 
 
-def test_a_start_compiles_all_kernels(tmp_path):
+@pytest.mark.parametrize("sizes", [
+    "--model_dim=256 --num_heads=2", "--model_dim=320 --num_heads=5 --depth=8", "--model_dim=128 --num_heads=1 --depth=3"])
+def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
-    program = start_program("ahead", tmp_path)
+    program = start_program("ahead", tmp_path, *sizes.split())
     out, err = program.communicate()
     assert program.returncode == 0, err[-2000:]
     assert out == ""
@@ -198,7 +204,7 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
 
 if __name__ == "__main__":
     if sys.argv[1] == "ahead":
-        print(*compile_ahead(sys.argv[2]), sep="\n", end="")
+        print(*compile_ahead(*sys.argv[2:]), sep="\n", end="")
     else:
         for name, shared, launch in compile_all(int(sys.argv[1])):
             print(name, f"{shared:.1f}", launch)

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import io
+import itertools
+import math
 
 import numpy as np
 import pytest
@@ -532,6 +534,20 @@ def test_wiring():
             assert len(model.layers) == depth and len(model.layers_with("skip_from")) == 1
             assert model.layers[-1].long and model.layers[-1].mix and model.backout_layer < depth - 1
             assert bool(model.layers_with("paired")) == (heads == "6" and depth > 3)
+
+
+@pytest.mark.parametrize("width", range(128, 1537, 64))
+def test_every_size(width):
+    """Any number of heads of 64 and 128 channels, and any depth from 3 to 24, also with FP8."""
+    for head, depth in itertools.product((64, 128), (3, 4, 11, 24)):
+        if width % head == 0:
+            config = T.parse_config(["--preset=short", f"--model_dim={width}", f"--num_heads={width // head}",
+                                     f"--depth={depth}"])
+            model, shapes = config.model, {row.label: row.shape for row in T.param_table(config.model)}
+            assert config.system.fp8_mlp and model.head_dim == head and len(model.layers) == depth
+            assert shapes["vo_bank"] == (depth - 1, 2, width, width) and shapes["embed"] == (50304, width)
+            heads = sum(math.prod(shape[2:4]) for label, shape in shapes.items() if "narrow" in label and "qk" in label)
+            assert heads == (width // 2 if depth > 3 else 0)  # rows of Q of a narrow layer; with 3 layers there is none
 
 
 @pytest.mark.parametrize("label, key, power", [

@@ -16,6 +16,7 @@ import torch
 import oracles
 import train_gpt as T
 import triton_kernels as tk
+from data.run.memory import state_bytes
 from oracles import ON_GPU, framed, gpu
 from test_checkpoint import differing, train
 from test_guard import KNOBS, make_corpus
@@ -527,6 +528,17 @@ def test_fp8_mlps_refuses(change, message, device):
 
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_the_codes():
+    """The estimate of the memory knows them, for MLPs and for projections."""
+    config = T.parse_config(["--preset=short", "--device=cpu", "--vocab_size=120", "--model_dim=96", "--bigram_tables=1",
+                             "--bigram_normal=false"])
+    model = T.GPT(config.model, None, torch.bfloat16, torch.device("cpu"))
+    mlps = tk.Fp8Mlps(model.mlp_bank, 1.0)
+    projections = tk.Fp8Projections(lambda: model.projections(model.vo_bank.detach()[:, 0]), 1.0)
+    made = mlps.codes.nbytes + mlps.codes_t.nbytes + sum(x.nbytes for _, *kind in projections.kinds for x in kind)
+    assert state_bytes(config, T.param_table(config.model))[2] == made
 
 
 def test_trainer(tmp_path, monkeypatch, fp8_training):

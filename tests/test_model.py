@@ -133,6 +133,19 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
         assert error < bound, f"gradient of {name}: relative error {error:.1e}"
 
 
+@pytest.mark.parametrize("preset", ["short", "record74"])
+def test_no_weight_is_dead(preset):
+    """Every entry of the banks has a gradient, also in narrow layers."""
+    config = T.parse_config([f"--preset={preset}", "--device=cpu", "--vocab_size=120", "--model_dim=96",
+                             "--bigram_tables=1", "--bigram_normal=false"]).model
+    setting = exact, tokens, cu, rows, view, _ = make_setting(config)
+    h, point = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces_of(tokens[:-1], rows, torch.device("cpu")))
+    plain_head(exact)(h, tokens[1:], torch.ones(1), KAPPA, point=point).backward()
+    banks = {row.label: exact.get_parameter(row.label).grad for row in T.param_table(config) if row.optim == "normuon"}
+    assert len(banks) == (4 if preset == "short" else 3)
+    assert {label: (grad == 0).sum().item() for label, grad in banks.items()} == dict.fromkeys(banks, 0)
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_loss_and_all_gradients(name):
     """The loss is fp32 by contract, so agreement ends near 1e-7 of the largest entry; largest seen: 2.8e-7, 3.2e-5

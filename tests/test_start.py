@@ -1,5 +1,6 @@
-"""The start: how many graphs are compiled, and that the log says where its time went."""
+"""The start: how many graphs are compiled, what is checked, and that the log says where its time went."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,35 @@ import oracles
 import train_gpt as T
 import triton_kernels as tk
 from data.run.clock import Stopwatch
+from data.run.errors import UserError
 from data.run.machine import Runtime
-from data.run.warmup import steps_with_new_keys
+from data.run.warmup import require_codes, steps_with_new_keys
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_wrong_codes_end_the_start_in_one_line(monkeypatch, wrong):
+    """One byte of the second layout differs, as when a compiler reads a register too early."""
+    codes = torch.randn(16, 128).to(torch.float8_e5m2)
+    codes_t = codes.view(torch.uint8).T.contiguous()
+    codes_t[7, 3] += wrong
+    monkeypatch.setattr(tk, "relu_square_codes", lambda *_: (codes, codes_t.view(codes.dtype)))
+    monkeypatch.setattr(tk, "project_backward", lambda *_: None)  # leaves zeros in both layouts
+    trainer = SimpleNamespace(config=T.RECORD74, rt=Runtime(0, 1, CPU))
+    with pytest.raises(UserError, match="^the FP8 kernels of the MLP store wrong codes .*--fp8_qkv=false$") if wrong else (
+            contextlib.nullcontext()):
+        require_codes(trainer)
+
+
+@pytest.mark.parametrize("missing", ["run", "AsyncCompileMode"])
+def test_without_the_private_names_kernels_compile_at_their_launch(monkeypatch, missing):
+    """`only_compiling` needs two names of Triton that another version may lack."""
+    assert tk.can_only_compile()
+    parts = {"JITFunction": SimpleNamespace(**({} if missing == "run" else {"run": 1})), "AsyncCompileMode": 1}
+    monkeypatch.setattr(tk, "triton", SimpleNamespace(**{name: x for name, x in parts.items() if name != missing}))
+    assert not tk.can_only_compile()
+
 
 # The model for training, the model for evaluation, Adam for each table that it updates (the replicated ones together,
 # head, bigrams, values, embedding), and NorMuon before and after its iteration for two shapes of matrices.
@@ -45,10 +73,9 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     counter, compile = CompileCounterWithBackend("eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options, **others: compile(f, backend=counter, **others))
     torch._dynamo.reset()
-    device = torch.device("cpu")
-    ops, _ = tk.choose_ops(device, config.system.kernels)
+    ops, _ = tk.choose_ops(CPU, config.system.kernels)
     watch = Stopwatch(0.0)
-    trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, watch)
+    trainer = T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, watch)
     T.warm_up(trainer)
     assert counter.frame_count == GRAPHS
     assert list(watch) == ["imports", "data", "model", "evaluation",

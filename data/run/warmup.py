@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import cu_seqlens, make_batch
+from data.run.errors import UserError
 from data.run.knobs import with_system
 from data.run.length import seconds_per_step, with_minutes
 from data.run.limits import check_config
@@ -36,7 +37,7 @@ def warm_up(trainer):
     trainer.watch.lap("evaluation")
     run_steps(trainer, seen := set())
     if trainer.model.fp8_projections and trainer.rt.device.type == "cuda":
-        kernels.check_codes(trainer.rt.device, trainer.config.model.num_heads, trainer.config.model.head_dim)
+        require_codes(trainer)
     if trainer.config.schedule.minutes:
         fit_minutes(trainer)
         run_steps(trainer, seen)
@@ -46,6 +47,14 @@ def warm_up(trainer):
     trainer.init_weights()
     trainer.optimizer.load_state_dict({})
     trainer.quantise_weights()
+
+
+def require_codes(trainer):
+    """Raises UserError when kernels of this machine's Triton store wrong FP8 codes."""
+    model = trainer.config.model
+    if wrong := kernels.wrong_codes(trainer.rt.device, model.num_heads, model.head_dim):
+        raise UserError(f"the FP8 kernels of {' and '.join(wrong)} store wrong codes with Triton"
+                        f" {kernels.triton.__version__}; train with --fp8_mlp=false --fp8_qkv=false")
 
 
 def compile_kernels(trainer):
