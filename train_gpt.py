@@ -30,9 +30,9 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
-        But it turns by the rotary row 2t + h mod 2: of 6 heads, head 1 of token 3 has position 6 and the angle of row 7.
+        But it turns by the rotary row 2t + h mod 2: head 1 of 6 of token 3 has position 6 and the angle of row 7.
     K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
-    K6  GPT.layers rounds x0_lambdas, bigram_lambdas, resid_lambdas and post_lambdas to bf16 (1.1 ** 0.5 becomes
+    K6  The forward pass rounds x0_lambdas, bigram_lambdas, resid_lambdas and post_lambdas to bf16 (1.1 ** 0.5 becomes
         1.046875).
     K7  NorMuon decays a weight whose update is zero; Adam does not.
     K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
@@ -56,13 +56,14 @@ import signal
 import sys
 from bisect import bisect_right
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Callable, NamedTuple
 
-from data.run.bytecode import keep_bytecode
+from data.run.disk import keep_bytecode
 
 if __name__ == "__main__":
     keep_bytecode()  # before torch is imported
@@ -82,10 +83,10 @@ from data.run.errors import UserError, claim_report, error_message, is_out_of_me
 from data.run.graphs import MicroStepGraphs
 from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
-from data.run.log import Log, loaded_sources, published, write_header
+from data.run.log import Log, loaded_sources, published, shards_line, write_header
 from data.run.machine import capability, choose_kernels, init_runtime, rank_from_env
 from data.run.memory import restart_with_more_micro_batches, state_bytes
-from data.run.sample import checkpoint_config, sample, sample_command
+from data.run.sample import sample, sample_command
 from data.run.start import check_start
 from data.run.warmup import warm_up
 from data.tokenizer import normalised_ids, text_codec
@@ -104,11 +105,11 @@ class Layer:
     narrow: bool = False  # queries and keys have only the half of each head that the rotary embedding turns (PR 349)
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
-    two_lanes: bool = False  # attention reads lane 0, the MLP reads lane 1, both add to both (PR 230, sisovicm)
-    skip_from: int | None = None  # first add lane 0 as it was before this earlier layer's MLP (PR 186, classiclarryd)
+    two_lanes: bool = False  # from here on attention reads lane 0, the MLP lane 1, both add to both (PR 230, sisovicm)
+    skip_from: int | None = None  # first add a gated part of lane 0 before this earlier layer's MLP (PR 186)
     input_from: int | None = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
     xsa: bool = False  # subtract a learned share of a head's output along the head's own value (PR 264, djdumpling)
-    dynamic: bool = False  # a network reads lane 0 and adds to factors of this and later layers (PR 259, Lisennlp)
+    dynamic: bool = False  # a network reads lane 0 and adds to factors until the next dynamic layer (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
     @property
@@ -633,7 +634,7 @@ class LayerWeights(NamedTuple):
 
     W1: Tensor  # (mlp_dim, D)
     W2: Tensor  # (mlp_dim, D)
-    resid: tuple[Tensor, Tensor]  # 0-D factors of the lanes before attention and before the MLP
+    resid: tuple[Tensor, Tensor]  # 0-D factors of what a lane carries past attention and past the MLP
     post: dict[str, Tensor]  # 0-D factors of the outputs of attention and MLP in each lane: attn0, attn1, mlp0, mlp1
     qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k; times a lambda
     out: Tensor | None = None  # (D, H d), times a lambda
@@ -644,7 +645,7 @@ class LayerWeights(NamedTuple):
 
 class Factors:
     """factors(place, name): the factors of x0, bigram and mix (each 0-D or (n,)) and of xsa (H,) at a layer or at the
-    end; behind a dynamic layer, which adds to them, a row for every token."""
+    end; from the first dynamic layer on, whose network adds to them, a row for every token."""
 
     def __init__(self, model):
         config, dtype = model.config, model.dtype
@@ -808,10 +809,10 @@ class GPT(nn.Module):
         return [LayerWeights(**{name: by_layer[i] for name, by_layer in found.items() if i in by_layer})
                 for i in range(len(config.layers))]
 
-    def attention(self, i, w: LayerWeights, inputs, ve, cu_seqlens, attn: AttentionSettings, xsa):
-        """Output of the attention of layer i (N, D). inputs: of `attention_input`; ve (N, D) or None: value embeddings;
-        xsa: the factors of the heads, or None."""
-        layer, (x, codes) = self.config.layers[i], inputs
+    def attention(self, i, w: LayerWeights, normed, ve, cu_seqlens, attn: AttentionSettings, xsa):
+        """Output of the attention of layer i (N, D). normed: of `attention_input`; ve (N, D) or None: value embeddings;
+        xsa: the factors of the heads, or None. y, and with xsa the values v that attention has read, are (N, H, d)."""
+        layer, (x, codes) = self.config.layers[i], normed
         rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
         codes = codes and self.fp8_projections(i, codes, self.sa_lambdas[i, 0])
         y, v = self.ops.attention(x, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
@@ -831,7 +832,7 @@ class GPT(nn.Module):
         return x, kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
 
     def mlp(self, i, w: LayerWeights, stream, factor=None):
-        """Output of the MLP of layer i (N, D) for the RMS-normed stream, times a 0-D factor."""
+        """Output of the MLP of layer i (N, D) for a stream (N, D), which it norms, times a 0-D factor."""
         x = rms_norm(stream)
         if self.fp8_mlps and torch.is_grad_enabled():
             return self.fp8_mlps(i, x, w.W1, w.W2, factor)
@@ -849,7 +850,7 @@ class GPT(nn.Module):
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
 
         lane0, lane1 = x0, None  # lane 1 begins where a layer has two lanes
-        first = backout = before_mix = None  # streams that later layers read
+        embedded = backout = before_mix = None  # streams for mixtures and for the end
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
@@ -857,7 +858,7 @@ class GPT(nn.Module):
             if layer.dynamic:
                 factors.run_network(i, lane0)
             if i == 0:
-                first = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add it before their MLPs
+                embedded = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add bigrams before their MLPs
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = w.skip
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
@@ -865,25 +866,27 @@ class GPT(nn.Module):
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.mix:
-                before_mix, sources = lane0, (first, backout, lane0)
-                for_value, for_lane = factors(i, "mix").chunk(2, -1)
+                before_mix, sources = lane0, (embedded, backout, lane0)
+                for_value, for_lane = factors(i, "mix").chunk(2, -1)  # three factors each
                 values[i] = values[i] + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
 
-            # Attention. Before the lanes split, its output has no factor here, since one is in `w.out`.
+            # Attention. `w.out` contains a factor of its output; each of two lanes has another one.
             resid_attn, resid_mlp = w.resid
             if layer.attention:
-                read = self.attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]
+                normed = self.attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]
                 xsa = factors(i, "xsa") if layer.xsa else None
-                a = self.attention(i, w, read, values.get(i), cu_seqlens, attn, xsa)
+                a = self.attention(i, w, normed, values.get(i), cu_seqlens, attn, xsa)
                 lane0 = resid_attn * lane0 + (a if lane1 is None else w.post["attn0"] * a)
                 if lane1 is not None:
-                    lane1 = resid_attn * lane1 + w.post["attn1"] * a  # K5
+                    lane1 = resid_attn * lane1 + w.post["attn1"] * a
             elif layer.embeds:
                 lane0 = resid_attn * lane0
-            if layer.embeds:
+            if layer.embeds:  # K5: into lane 0 only
                 injected = factors(i, "x0") * x0
-                lane0 = lane0 + (injected + factors(i, "bigram") * bigram if i else injected)
+                if i:
+                    injected = injected + factors(i, "bigram") * bigram
+                lane0 = lane0 + injected
             if i in skip_sources:
                 skips[i] = lane0
 
@@ -903,7 +906,7 @@ class GPT(nn.Module):
         if config.backout_layer is not None:
             x = x - self.backout_lambda[0] * backout
         if config.mix_sizes:
-            sources = first, backout, before_mix, values[self.with_values[0]], *skips.values()
+            sources = embedded, backout, before_mix, values[self.with_values[0]], *skips.values()
             x = x + mixture(factors(len(layers), "mix"), sources)
         x = rms_norm(x)
         return (x, *self.pointer_inputs(x, cu_seqlens)) if config.pointer else (x,)
@@ -1400,7 +1403,7 @@ class Trainer:
         self.static_settings = ops.attention is not kernels.attention_block
         make = (lambda x: x) if self.static_settings else torch.tensor
         self.attn = attention_settings(config, rt.device, self.dtype, make)
-        self.profiler = profiler(self) if config.system.profile else None
+        self.profiler = profiler and profiler(self)
         self.synchronize()
         watch.lap("model")
 
@@ -1597,6 +1600,7 @@ def train(config, rt, log, argv, watch, automatic=False):
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices)
+        digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
     resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
     try:
@@ -1630,6 +1634,8 @@ def train(config, rt, log, argv, watch, automatic=False):
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
+    if rt.rank == 0:
+        log.line(digests.result())
     for key, value in summary.items():
         log.line(f"{key}: {value}")
     if system.save or system.save_every:
@@ -1642,8 +1648,8 @@ def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
     knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
     """
     state = load_checkpoint(path)
-    config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
-    check_weights(state, param_table(config.model))
+    config, ops, device = arguments.checkpoint_config(state["config"], RECORD74, knobs)
+    check_weights(state, config.model, param_table(config.model))
     model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
     model.load_state_dict(state["model"])
     return config, model, attention_settings(config, device, model.dtype)[-1]

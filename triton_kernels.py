@@ -1990,8 +1990,8 @@ class Fp8Mlps:
         With another number of ranks, the loss has another scale."""
         state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
         ratio = self.loss_scale / state["loss_scale"]
-        for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]), (4, G8_SCALE * self.loss_scale),
-                              (5, state["dpre_scale"] * ratio)):
+        for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]),
+                              (4, G8_SCALE * self.loss_scale), (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
         self.post_max.zero_()
         self.dpre_max.zero_()
@@ -3028,9 +3028,8 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #       average ← average + average_rate (w − average)                    if there is an average
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
-#   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated, not rounded. Numbers
-#   that change from step to step may be 0-D tensors; the optimizer compiles both functions. Our own kernels for them
-#   were not faster by .3 % of a step (records/2026-11-25_ground).
+#   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Numbers that
+#   change from step to step may be 0-D tensors. The optimizer compiles both functions.
 #
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.

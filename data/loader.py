@@ -74,9 +74,7 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
     return cu
 
 
-# `embedding_grad` of triton_kernels.py sums the tokens of one id in pieces of up to so many: some ids occur thousands
-# of times.
-PIECE = 64
+PIECE = 64  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
@@ -176,8 +174,7 @@ class Loader:
     """Training batches of one rank. The order of documents does not depend on the number of ranks.
 
     A step takes `micro_batches` micro-batches; number j goes to rank j mod G as micro-step j div G. A micro-batch that
-    does not fit into the rest of a shard starts on the next shard. (The reference then repeats all G micro-batches of
-    the micro-step, so after the first shard its order depends on G; our order is its order on one rank.) One thread
+    does not fit into the rest of a shard starts on the next shard. (Record 74 did so only on one rank.) One thread
     builds the next batch, another thread reads the next shard.
 
     plans: the plans of the steps to serve, in order. hash_ids: see make_batch.

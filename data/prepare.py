@@ -113,7 +113,8 @@ def training_arguments(name: str, separator: int) -> list[str]:
     preset = "cpu" if separator == BYTE_SEPARATOR else "single"
     import train_gpt  # only this command needs it, for the presets
     config = train_gpt.parse_config([f"--preset={preset}"])
-    data, stages, least = config.data, config.schedule.stages, config.system.micro_batches or 4  # 0: at least 4 of single
+    data, stages = config.data, config.schedule.stages
+    least = config.system.micro_batches or 4  # 0: at least the 4 of `single`
     arguments = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
 
     # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an

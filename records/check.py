@@ -1,8 +1,8 @@
 """The table of `python train_gpt.py --check`: whether a run with these arguments would start on this machine.
 
-Each function in CHECKS takes a Run and returns a description. It raises UserError if the run will not start,
-CheckWarning if the run may fail later. Every run makes the same checks without this file, in data/run/start.py, and
-stops at the first failure.
+Each function in CHECKS takes a Run and returns a description, or (description, whether all is well). It raises UserError
+if the run will not start. Every run makes the same checks without this file, in data/run/start.py, and stops at the
+first failure.
 """
 
 import getpass
@@ -23,10 +23,6 @@ from data.run.machine import capability, choose_kernels, find_device
 from data.run.memory import choose_micro_batches, memory_report, state_bytes
 from data.tokenizer import text_codec
 from records.work import ceilings
-
-
-class CheckWarning(UserError):
-    """A problem that a run reports without stopping."""
 
 
 class Run(NamedTuple):
@@ -60,16 +56,9 @@ def device(run):
 
 
 def implementations(run):
-    """Of each operation."""
+    """The implementation of each operation."""
     names = choose_kernels(run.config, find_device(run.config))[2]
     return " ".join(f"{op}:{name}" for op, name in names.items())
-
-
-def warned(found, fine):
-    """The sentence `found`, or a warning with it."""
-    if not fine:
-        raise CheckWarning(found)
-    return found
 
 
 def tokenizer(run):
@@ -81,7 +70,7 @@ def tokenizer(run):
 def checkpoint(run):
     """The checkpoint of --resume."""
     state = load_checkpoint(run.config.system.resume)
-    check_weights(state, run.table)
+    check_weights(state, run.config.model, run.table)
     return f"{run.config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
@@ -93,8 +82,7 @@ def caches(run):
     except (KeyError, OSError):
         compiles = run.config.system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ
         if compiles and start.torch_version() < (2, 13):
-            raise CheckWarning("older versions of PyTorch need a user with a name: set USER, or"
-                               " TORCHINDUCTOR_CACHE_DIR") from None
+            return "older versions of PyTorch need a user with a name: set USER, or TORCHINDUCTOR_CACHE_DIR", False
     return ", ".join(folders) or "nothing is compiled"
 
 
@@ -124,16 +112,16 @@ def expected_time(run):
 
 CHECKS = {
     "versions": versions, "device": device, "kernels": implementations,
-    "training data": lambda run: warned(*start.survey_training_data(run.config)),
+    "training data": lambda run: start.survey_training_data(run.config),
     "validation data": lambda run: start.survey_validation_data(run.config),
     "caches": caches, "disk": lambda run: start.require_disk(run.config, run.sizes),
-    "memory": lambda run: warned(*memory_report(run.config, run.sizes, find_device(run.config), run.world))}
+    "memory": lambda run: memory_report(run.config, run.sizes, find_device(run.config), run.world)}
 
 
 def check_table(config, world, table, models, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
 
-    The arguments are those of Run.
+    The others are those of Run.
     """
     columns, status = "{:<15} | {:<90} | {}", 0
     if show:
@@ -151,9 +139,11 @@ def check_table(config, world, table, models, show) -> int:
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:
-            found, ok = check(run), "yes"
+            found = check(run)
+            found, fine = found if isinstance(found, tuple) else (found, True)
+            ok = "yes" if fine else "maybe"
         except (UserError, OSError) as error:
-            found, ok = str(error), "maybe" if isinstance(error, CheckWarning) else "no"
+            found, ok = str(error), "no"
         status |= ok == "no"
         if show:
             first, *rest = textwrap.wrap(found, 90, break_on_hyphens=False)

@@ -134,7 +134,7 @@ def read_run(path: Path) -> Run:
             break
         if line.startswith("kernels: "):
             run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
-        elif line.startswith("length: "):  # what --minutes has chosen, after the header
+        elif line.startswith(("length: ", "shards: ")):  # what --minutes has chosen, and checksums
             run.facts |= dict(pair.split("=", 1) for pair in line.split()[1:] if "=" in pair)
         elif "step:" in STEP.sub("", line) or not (STEP.search(line) or OTHER.match(line)):
             unread.append(f"{number} '{line.strip()[:60]}'")
@@ -378,7 +378,7 @@ def spans(run: Run) -> dict[str, tuple[int, int]]:
     """{part of the run: (first step, step after the last)}."""
     first = max(1, min(FIRST_STEPS, run.total // 10))
     parts = {"first steps": (0, first), "later steps": (first, run.total)}
-    # This computes from a log what stage_starts in data/run/length.py computes. The public logs lack the stages. Our older
+    # This computes from a log what stage_starts in data/run/length.py computes. The public logs lack stages. Our older
     # logs lack the shares: the last stage had no scheduled steps, and the others had equal shares.
     count = sum(re.fullmatch(r"stage\d+\.batch_tokens", key) is not None for key in run.facts)
     shares = [float(run.facts.get(f"stage{i}.share", i < count)) for i in range(1, count + 1)]

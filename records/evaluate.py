@@ -2,8 +2,8 @@
 
     python records/evaluate.py CHECKPOINT [--hellaswag[=FILE]] [--export=FILE.safetensors] [--validate=false]
 
-The command also takes the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=... (less
-memory). All other settings come from the checkpoint. It uses a GPU if there is one.
+The command also takes the trainer's knobs: --device=cpu, --val_files=..., --val_tokens=..., --val_batch_tokens=...
+(less memory). All other settings come from the checkpoint. It uses a GPU if there is one.
 """
 
 import functools
@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import sys
+import urllib.request
 from itertools import accumulate
 from pathlib import Path
 
@@ -68,7 +69,6 @@ HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c99
 
 def fetch_hellaswag() -> Path:
     """Path of the authors' validation set in data/hellaswag (of DATA_PATH), downloaded once. Raises UserError."""
-    import urllib.request  # slow to import, and a training run imports this file, too
     path = data_root() / "data" / "hellaswag" / "hellaswag_val.jsonl"
     if not path.exists():
         try:

@@ -81,8 +81,8 @@ def unpack(run: Run) -> dict[str, str]:
 
 def settings(run: Run, overrides) -> dict[str, str]:
     """The knobs of the rerun: the log's knobs with the user's overrides."""
-    keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels
-    first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS or key.startswith("env."))
+    keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels, then SHA-256
+    first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS[:2] or key.startswith("env."))
     knobs = {key: run.facts[key] for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
     knobs = {key: value for key, value in knobs.items() if key not in LEFT_OUT and key not in overrides} | overrides

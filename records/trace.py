@@ -1,8 +1,8 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
 This program reads the chrome traces of --profile=START:COUNT; its class `Profiler` writes them. A kernel belongs to the
-region, a named range of host time (`trace_range` in data/run/clock.py), that launched it. A CUDA graph is one launch for
-all kernels of a micro-step. So the trainer runs the first profiled micro-step without its graph, kernel by kernel, and
+region, a named range of host time (`trace_range` in data/run/clock.py), that launched it. A CUDA graph is one launch
+for all kernels of a micro-step. So the trainer runs the first profiled micro-step without its graph, by kernels, and
 `tell_apart` gives the regions of these kernels to the kernels of the graphs. The gaps between the many launches would
 count as idle time, so the tables leave out the first step, unless it is the only profiled step. Without a GPU,
 operators take the place of kernels, waiting for other processes takes the place of communication, and all steps count.

@@ -110,7 +110,8 @@ def compile_ahead(folder, *sizes):
         oracles.write_shard(Path(folder) / f"{name}.bin", tokens)
     config = T.parse_config([
         "--preset=short", "--compile=false", "--cuda_graphs=false", "--fp8=false", "--bigram_normal=false",
-        "--vocab_size=513", "--candidates=8", *sizes, "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2",
+        "--vocab_size=513", "--candidates=8", *sizes, "--micro_batches=1", "--scheduled_steps=14",
+        "--extension_steps=2",
         "--val_tokens=2048", "--val_batch_tokens=2048", f"--train_files={folder}/train.bin",
         f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4))])
     config = with_system(config, device="cpu")
@@ -155,7 +156,8 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
 
 
 @pytest.mark.parametrize("sizes", [
-    "--model_dim=256 --num_heads=2", "--model_dim=320 --num_heads=5 --depth=8", "--model_dim=128 --num_heads=1 --depth=3"])
+    "--model_dim=256 --num_heads=2", "--model_dim=320 --num_heads=5 --depth=8",
+    "--model_dim=128 --num_heads=1 --depth=3"])
 def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
     program = start_program("ahead", tmp_path, *sizes.split())

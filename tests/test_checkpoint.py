@@ -216,7 +216,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
-    config = T.PRESETS["cpu"]
+    config, presets = T.PRESETS["cpu"], arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire)
     assert arguments.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
     free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
     monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
@@ -226,11 +226,11 @@ def test_every_knob_is_learned_or_free(monkeypatch):
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
         overrides = {"resume": "x", key: render(other)}
         if key in free - {"resume"}:
-            changed, step = arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire))
+            changed, step = arguments.resumed_config(overrides, None, 1, presets)
             assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
-                arguments.resumed_config(overrides, None, 1, arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire))
+                arguments.resumed_config(overrides, None, 1, presets)
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 

@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -210,6 +211,16 @@ def test_refused_in_one_line_that_names_the_knob(args):
     ("--preset=cpu", 32, 32)])
 def test_every_rank_has_a_micro_batch(args, world, micro_batches):
     assert T.parse_config(args.split(), world).system.micro_batches == micro_batches
+
+
+@pytest.mark.parametrize("args, message", [
+    ("--stages=2 --stage1.share=0", "shares of the stages: 0.0, 0.0; the share of the last"),
+    ("--extension_steps=1000001", "--extension_steps=1000001: must be below 1000000"),
+    ("--train_tokens=100 --scheduled_steps=25 --extension_steps=24", "--table_beta2=1.0: must be from 0 to below 1")])
+def test_lengths_that_do_not_fit_other_values(args, message):
+    """Values are checked before a length is fitted, and what the length makes of them afterwards."""
+    with pytest.raises(UserError, match="^" + re.escape(message)):
+        T.parse_config(["--preset=short", "--train_tokens=2e7", *args.split()])
 
 
 def test_parsing_leaves_the_presets_alone():

@@ -456,7 +456,8 @@ def test_refresh(device):
     assert torch.equal(mlps.scales[:, 1:3, 0], (largest / 448).clamp(min=1e-12))
     assert not mlps.codes[2, 1].float().any() and torch.equal(bits(mlps.codes_t), bits(mlps.codes).mT)
     assert mlps.codes.float().flatten(2).abs().amax(2).flatten().tolist() == [448.0] * 5 + [0.0] + [448.0] * 2
-    assert mlps.scales[:, [0, 3, 4, 5], 0].unique(dim=0).tolist() == [[tk.x8_scale(48), 1, LOSS_SCALE / 64, LOSS_SCALE / 64]]
+    scales = mlps.scales[:, [0, 3, 4, 5], 0].unique(dim=0).tolist()
+    assert scales == [[tk.x8_scale(48), 1, LOSS_SCALE / 64, LOSS_SCALE / 64]]
     mlps.post_max.copy_(torch.tensor([7.0, 0.0, math.inf, math.nan]))
     mlps.dpre_max.copy_(torch.tensor([math.nan, 1e-3, 0.0, 1e-30]))
     bank.mul_(2)
@@ -532,8 +533,8 @@ def test_fp8_mlps_refuses(change, message, device):
 
 def test_bytes_of_the_codes():
     """The estimate of the memory knows them, for MLPs and for projections."""
-    config = T.parse_config(["--preset=short", "--device=cpu", "--vocab_size=120", "--model_dim=96", "--bigram_tables=1",
-                             "--bigram_normal=false"])
+    config = T.parse_config(["--preset=short", "--device=cpu", "--vocab_size=120", "--model_dim=96",
+                             "--bigram_tables=1", "--bigram_normal=false"])
     model = T.GPT(config.model, None, torch.bfloat16, torch.device("cpu"))
     mlps = tk.Fp8Mlps(model.mlp_bank, 1.0)
     projections = tk.Fp8Projections(lambda: model.projections(model.vo_bank.detach()[:, 0]), 1.0)

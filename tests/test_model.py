@@ -138,8 +138,9 @@ def test_no_weight_is_dead(preset):
     """Every entry of the banks has a gradient, also in narrow layers."""
     config = T.parse_config([f"--preset={preset}", "--device=cpu", "--vocab_size=120", "--model_dim=96",
                              "--bigram_tables=1", "--bigram_normal=false"]).model
-    setting = exact, tokens, cu, rows, view, _ = make_setting(config)
-    h, point = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces_of(tokens[:-1], rows, torch.device("cpu")))
+    exact, tokens, cu, rows, view, _ = make_setting(config)
+    pieces = pieces_of(tokens[:-1], rows, torch.device("cpu"))
+    h, point = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces)
     plain_head(exact)(h, tokens[1:], torch.ones(1), KAPPA, point=point).backward()
     banks = {row.label: exact.get_parameter(row.label).grad for row in T.param_table(config) if row.optim == "normuon"}
     assert len(banks) == (4 if preset == "short" else 3)

@@ -34,18 +34,19 @@ def main(knobs):
              "layer0": "paired, wide", "train_files": "data/*.py", "val_files": "data/*.py", "save": "True",
              "save_every": "2", "resume": "", "profile": "1:2", "sample_tokens": "9"} | knobs
     script, *others = sources.items()
+    sha256 = knobs.pop("sha256", "0a")
     line, versions = "-" * 40, f"{RULE}\\nRunning Python 3.11\\nRunning PyTorch 2.13.0 compiled for CUDA 9\\n{RULE}"
     recorded = "TORCH", "TRITON", "NCCL", "OMP"
     env = {f"env.{key}": value for key, value in os.environ.items() if key.startswith(recorded)}
     settings = {"hardware": "x86_64", "ranks": 1, "command": "train_gpt.py --seed=3",
                 "commit": f"{uuid.uuid4()} clean", "sources": " ".join(NAMES),
-                "train_shards": knobs.pop("shards", "a.bin:9"), "val_shards": "b.bin:5",
-                "train_sha256": knobs.pop("sha256", "0a"), **env, **knobs}
+                "train_shards": knobs.pop("shards", "a.bin:9"), "val_shards": "b.bin:5", **env, **knobs}
     Path(knobs["log_dir"]).mkdir(exist_ok=True)
     path = Path(knobs["log_dir"], f"{knobs['run_label']}_{uuid.uuid4()}.txt")
     with open(path, "w", encoding="utf-8", newline="") as log:
         for text in (script[1], *(f"\\n{line}\\n# {name}\\n{line}\\n\\n{text}" for name, text in others), versions,
-                     *(f"{key}: {value}" for key, value in settings.items()), RULE, "kernels: XXT:torch head:float32"):
+                     *(f"{key}: {value}" for key, value in settings.items()), RULE, "kernels: XXT:torch head:float32",
+                     f"shards: train_sha256={sha256}"):
             log.write(text + "\\n")
         for step in range(0, 7, 2):
             loss = 5 - RATE * step + int(knobs["seed"]) / 100 + int(os.environ.get("OMP_FAKE", 0)) / 1000

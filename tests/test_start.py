@@ -28,8 +28,8 @@ def test_wrong_codes_end_the_start_in_one_line(monkeypatch, wrong):
     monkeypatch.setattr(tk, "relu_square_codes", lambda *_: (codes, codes_t.view(codes.dtype)))
     monkeypatch.setattr(tk, "project_backward", lambda *_: None)  # leaves zeros in both layouts
     trainer = SimpleNamespace(config=T.RECORD74, rt=Runtime(0, 1, CPU))
-    with pytest.raises(UserError, match="^the FP8 kernels of the MLP store wrong codes .*--fp8_qkv=false$") if wrong else (
-            contextlib.nullcontext()):
+    message = "^the FP8 kernels of the MLP store wrong codes .*--fp8_qkv=false$"
+    with pytest.raises(UserError, match=message) if wrong else contextlib.nullcontext():
         require_codes(trainer)
 
 
@@ -51,8 +51,8 @@ GRAPHS = 2 + 5 + 2 * 2
                     reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_graphs(tmp_path, monkeypatch):
-    """One graph serves all stages and lengths. A change that adds a graph of the model costs every user half a minute of
-    every cold start."""
+    """One graph serves all stages and lengths. A change that adds a graph of the model costs every user half a minute
+    of every cold start."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, 4000)
     tokens[::40] = 256

@@ -1,13 +1,16 @@
-"""From the arguments of a command to the config of a run."""
+"""From the arguments of a command to the config of a run, and from a checkpoint to that of its model."""
 
 import dataclasses
 from typing import Callable, NamedTuple
+
+import torch
 
 from data.run.checkpoint import load_checkpoint
 from data.run.errors import UserError
 from data.run.knobs import config_from_dict, flatten, override, read_arguments, render, with_system
 from data.run.length import fit_length, stage_starts
 from data.run.limits import check_config, check_values
+from data.run.machine import choose_kernels, find_device
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
@@ -32,7 +35,6 @@ def parse_config(argv, world, presets: Presets):
         raise UserError(f"--preset={preset}: known presets are {', '.join(presets.configs)}")
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset, world, presets)
-        check_values(config)
     else:
         config = preset_config(preset or "record", overrides, world, presets)
     check_config(config, world)
@@ -49,8 +51,8 @@ def wired_preset(preset, overrides, presets):
     if model.depth == 11 and (model.num_heads % 2 == 0 or preset == "record74"):
         return config
     if preset == "record74" or not 3 <= model.depth <= 24:
-        raise UserError(f"--depth={model.depth}: " + ("from 3 to 24 layers" if preset != "record74" else
-                                                      "record74 has 11 layers; take --preset=record"))
+        raise UserError(f"--depth={model.depth}: " + ("record74 has 11 layers; take --preset=record"
+                                                      if preset == "record74" else "from 3 to 24 layers"))
     layers = presets.wire(model.depth, any(layer.narrow for layer in model.layers), model.num_heads % 2 == 0)
     return dataclasses.replace(config, model=dataclasses.replace(
         config.model, layers=layers, backout_layer=layers[-1].input_from))
@@ -59,7 +61,7 @@ def wired_preset(preset, overrides, presets):
 def preset_config(preset, overrides, world, presets):
     """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it."""
     config = override(wired_preset(preset, overrides, presets), overrides)
-    check_values(config)
+    check_values(config)  # `fit_length` computes with them
     if 0 < config.system.micro_batches < world:
         config = with_system(config, micro_batches=world)
     made_for = presets.configs[preset].schedule, presets.gpus[preset]
@@ -101,3 +103,21 @@ def allowed_changes(path, wanted, saved, overrides, preset) -> dict[str, str]:
         advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
     return {key: text for key, text in overrides.items() if key in free}
+
+
+def checkpoint_config(saved, default, knobs):
+    """(config, implementations of the operations, device) for the model of a checkpoint, on a GPU if there is one.
+
+    saved: "config" of the checkpoint; default: config of the knobs that it lacks; knobs: {name: text}, overrides.
+    Raises UserError for bad knobs.
+    """
+    config = config_from_dict(default, saved)
+    device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
+    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
+    config = override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
+                               "resume": "", "profile": ""} | knobs)  # nothing is trained
+    config = with_system(config, micro_batches=config.system.micro_batches or 1)
+    check_config(config)
+    device = find_device(config)
+    config, ops, _ = choose_kernels(config, device)
+    return config, ops, device

@@ -1,7 +1,9 @@
-"""Folders, room on the disk, and files that appear only when they are complete."""
+"""Folders, room on the disk, files that appear only when they are complete, and bytecode."""
 
+import importlib.util
 import os
 import shutil
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,3 +55,16 @@ def atomic_write(path):
     finally:
         with suppress(OSError):
             partial.unlink()
+
+
+def keep_bytecode():
+    """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode. This must run
+    before torch is imported.
+
+    Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
+    translate 2300 files. The processes of the compiler read the environment variable.
+    """
+    spec = importlib.util.find_spec("torch")
+    if sys.pycache_prefix is None and spec and not os.path.exists(spec.cached or ""):
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / "__pycache__")
+        sys.dont_write_bytecode = False

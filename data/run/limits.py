@@ -8,10 +8,10 @@ from data.run.length import momentum_steps, stage_starts
 
 MAY_BE_ZERO = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer",
                "muon_warmup", "muon_cooldown", "train_tokens")
-BELOW_ONE = (lambda x: x < 1, "from 0 to below 1")
 # knob -> (whether a value is accepted, which values are)
 ACCEPTED = {
     "vocab_size": (lambda x: 2 <= x <= 65536, "2 to 65536, as shards hold 16-bit tokens"),
+    "extension_steps": (lambda x: x < 10**6, "below 1000000"),  # names of checkpoints have six digits
     "minutes": (lambda x: x <= 10**6, "from 0 to 1000000"),
     "train_tokens": (lambda x: x <= 10**15, f"from 0 to {10**15}"),
     "cooldown_frac": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
@@ -20,7 +20,7 @@ ACCEPTED = {
     "muon_momentum": (lambda x: len(x) == 2, "two numbers, before and after the warm-up"),
     **dict.fromkeys(("muon_warmup", "muon_cooldown"), (
         lambda x: x < 1 or type(x) is int, "a whole number of steps, or from 0 to below 1, a part of the run")),
-    **dict.fromkeys(("table_beta2", "muon_beta2", "slow_momentum"), BELOW_ONE),
+    **dict.fromkeys(("table_beta2", "muon_beta2", "slow_momentum"), (lambda x: x < 1, "from 0 to below 1")),
     "polar_steps": (lambda x: x in (4, 5), "4 or 5"),
     "average_blend": (lambda x: x <= 1, "from 0 (last weights) to 1 (averages)"),
     "seed": (lambda x: x < 2**63, "below 2 ** 63"),
@@ -42,12 +42,18 @@ def check_values(config):
     for key, value in flatten(config).items():
         least = int(type(value) is int and key not in MAY_BE_ZERO)
         require(type(value) not in (int, float) or value >= least, f"--{key}={value}: must be {least} or more")
-        accepts, values = ACCEPTED.get(key, (lambda _: True, ""))
-        require(accepts(value), f"--{key}={render(value)}: must be {values}")
+        if key in ACCEPTED:
+            accepts, values = ACCEPTED[key]
+            require(accepts(value), f"--{key}={render(value)}: must be {values}")
+    shares = [stage.share for stage in config.schedule.stages]
+    require(min(shares[:-1]) > 0 == shares[-1],
+            f"shares of the stages: {', '.join(map(render, shares))}; the share of the last stage, which is the"
+            " extension, must be 0, all others above 0")
 
 
 def check_config(config, world=1):
-    """Raises UserError when values do not fit together, or not `world` ranks. `check_values` has accepted each."""
+    """Raises UserError when a value is not accepted, or when values do not fit together, or not `world` ranks."""
+    check_values(config)
     check_model(config.model)
     check_schedule(config.schedule)
     check_profile(config)
@@ -100,12 +106,9 @@ def check_model(model):
 
 def check_schedule(schedule):
     stages = schedule.stages
-    require(all(stage.share > 0 for stage in stages[:-1]) and stages[-1].share == 0,
-            f"shares of the stages: {', '.join(render(stage.share) for stage in stages)}; the share of the last stage,"
-            " which is the extension, must be 0, all others above 0")
     *starts, total = stage_starts(schedule)
-    require(total < 10**6, f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 999999 steps,"
-            " the extension included")  # names of checkpoints have six digits
+    require(total < 10**6,
+            f"--scheduled_steps={schedule.scheduled_steps}: a run has at most 999999 steps, the extension included")
     require(all(a < b for a, b in zip(starts, starts[1:])),
             f"--scheduled_steps={schedule.scheduled_steps}: each stage needs at least one step")
     require(schedule.cooldown_frac * schedule.scheduled_steps >= 1,

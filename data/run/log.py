@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -88,6 +87,12 @@ def revision(sources) -> str:
         return "unknown"
 
 
+def shards_line(config) -> str:
+    """The SHA-256 of all shards of a run, in name order."""
+    parts = {part: find_files(getattr(config.data, f"{part}_files")) for part in ("train", "val")}
+    return "shards: " + " ".join(f"{part}_sha256={','.join(map(digest, files))}" for part, files in parts.items())
+
+
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict):
     """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
     kernels and the sizes of the micro-batches.
@@ -106,8 +111,6 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict)
     for part in "train", "val":
         files = find_files(getattr(config.data, f"{part}_files"))
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)
-        with ThreadPoolExecutor() as pool:  # 2 GB of FineWeb take a second of one core
-            facts[f"{part}_sha256"] = " ".join(pool.map(digest, files))
     facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
               if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
               and not key.startswith("TORCHELASTIC")}  # these variables differ between runs

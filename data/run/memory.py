@@ -33,10 +33,9 @@ def state_bytes(config, table) -> tuple[int, int, int]:
 def estimate_memory(config, sizes, world) -> tuple[float, float]:
     """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
 
-    Measured on 1, 2 and 4 H200s, the error is at most 0.8 % and 2 % (records/2026-11-22_lengths: the record run took
-    22432 and 38744 MiB on one GPU, 19435 and 35784 MiB on four). For LAYERS at 49152 tokens it is 1.6 % too high with
-    FP8 MLPs (22924 MiB), and .2 % with FP8 projections, too (21443 MiB). The number of activations that autograd keeps
-    per layer is fitted to layers with attention. 18, the number of activations in a validation, is counted.
+    The error was at most 2.2 % on 1, 2 and 4 H200s and at widths from 256 to 1024 (records/2026-11-22_lengths). The
+    number of activations that autograd keeps per layer is fitted to layers with attention. 18, the number of
+    activations in a validation, is counted.
     """
     (weights, state, codes), system, V = sizes, config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches

@@ -1,4 +1,4 @@
-"""Text from a model, and the settings of the model of a checkpoint; the command --sample.
+"""Text from a model; the command --sample.
 
     python train_gpt.py --sample=CHECKPOINT --prompt="..." [--tokens=200 --temperature=0.8 --top_k=0 --seed=1337]
 
@@ -15,28 +15,8 @@ import torch
 import triton_kernels as kernels
 from data.loader import cu_seqlens, make_batch
 from data.run.errors import UserError
-from data.run.knobs import config_from_dict, flatten, override, read_options
-from data.run.limits import check_config, check_values
-from data.run.machine import choose_kernels, find_device
+from data.run.knobs import flatten, read_options
 from data.tokenizer import text_codec
-
-
-def checkpoint_config(saved, default, knobs):
-    """(config, implementations of the operations, device) for the model of a checkpoint, on a GPU if there is one.
-
-    saved: "config" of the checkpoint; default: config of the knobs that it lacks; knobs: {name: text}, overrides.
-    Raises UserError for bad knobs.
-    """
-    config = config_from_dict(default, saved)
-    device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
-    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
-    config = override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
-                               "resume": "", "profile": ""} | knobs)  # nothing is trained
-    check_values(config)
-    check_config(config)
-    device = find_device(config)
-    config, ops, _ = choose_kernels(config, device)
-    return config, ops, device
 
 
 def hash_ids(model):
@@ -80,7 +60,7 @@ def generate(model, config, attention, ids, count, temperature, top_k):
     """Yields `count` token ids that follow `ids`. attention: AttentionSettings of the last validation.
 
     Each token takes a forward pass over a separator and the most recent tokens, at most as many as the longest training
-    document. It never draws the separator, so the text is one document.
+    document or as `attention` has angles for. It never draws the separator, so the text is one document.
     """
     ids, separator = list(ids), config.model.bos_id
     most = len(attention.rotary) // 2 // 128 * 128  # tokens of a forward pass: a paired layer takes two rows for each

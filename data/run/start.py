@@ -109,7 +109,7 @@ def check_start(config, table, world):
     require_torch()
     device = find_device(config)
     if config.system.resume:
-        check_weights(load_checkpoint(config.system.resume), table)
+        check_weights(load_checkpoint(config.system.resume), config.model, table)
     config = choose_kernels(config, device)[0]
     sizes = state_bytes(config, table)
     config = choose_micro_batches(config, sizes, device, world)

@@ -1,4 +1,4 @@
-"""The start of a run, between its Trainer (train_gpt.py) and the clock: compile, capture, fit the length to --minutes."""
+"""The start of a run, between its Trainer and the clock: compile, capture graphs, fit the length to --minutes."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def warm_up(trainer):
     trainer.synchronize()
     trainer.watch.lap("evaluation")
     run_steps(trainer, seen := set())
-    if trainer.model.fp8_projections and trainer.rt.device.type == "cuda":
+    if (trainer.model.fp8_mlps or trainer.model.fp8_projections) and trainer.rt.device.type == "cuda":
         require_codes(trainer)
     if trainer.config.schedule.minutes:
         fit_minutes(trainer)
@@ -70,8 +70,7 @@ def compile_kernels(trainer):
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
     with torch.cuda.stream(trainer.graphs.stream):
         with kernels.only_compiling():
-            with torch.no_grad():
-                trainer.summed_loss(make_batch(tokens, cu, config, device), attn, trainer.model)
+            trainer.summed_loss(make_batch(tokens, cu, config, device), attn, trainer.model)
             for count, terms in losses:
                 batch = make_batch(tokens, cu, config, device, row=0, count=count)
                 trainer.micro_step(batch, trainer.mtp_table[0, :terms], attn, trainer.model)
@@ -93,7 +92,7 @@ def steps_with_new_keys(plans, seen) -> list[int]:
 
 
 def run_steps(trainer, seen):
-    """Run the first step with each key that is not in `seen`, with one micro-batch: compiles and captures its graphs."""
+    """Run the first step with each key that is not in `seen`, with one micro-batch, to compile and capture graphs."""
     if not (steps := steps_with_new_keys(trainer.plans[trainer.first_step:-1], seen)):
         return
     trainer.log.line(f"Sampling steps {steps} for warmup")
