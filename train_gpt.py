@@ -1622,6 +1622,8 @@ def train(config, rt, log, argv, watch, automatic=False):
     seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     seconds |= clock.paused_seconds
+    if rt.rank == 0:
+        log.line(digests.result(), console=False)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and rt.rank == 0:
@@ -1634,8 +1636,6 @@ def train(config, rt, log, argv, watch, automatic=False):
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
-    if rt.rank == 0:
-        log.line(digests.result())
     for key, value in summary.items():
         log.line(f"{key}: {value}")
     if system.save or system.save_every:
