@@ -1589,8 +1589,7 @@ class Trainer:
 def train(config, rt, log, argv, watch, automatic=False):
     """Train, from the log's header to the results.
 
-    automatic: the script has chosen the number of micro-batches, so it may choose a larger one if the memory is not
-    enough.
+    automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
     """
     profiler = None
     if config.system.profile:
@@ -1623,7 +1622,8 @@ def train(config, rt, log, argv, watch, automatic=False):
     loss, clock = trainer.run()
     seconds |= clock.paused_seconds
     if rt.rank == 0:
-        log.line(digests.result(), console=False)
+        error = digests.exception()  # such as a shard deleted during the run: the results must still be logged
+        log.line(f"warning: {one_line(error)}" if error else digests.result(), console=error is not None)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and rt.rank == 0:

@@ -25,6 +25,8 @@ import torch
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
+from data.run import log
+from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.log import published
 from forks import Forks, free_port, rank_variables
@@ -302,6 +304,17 @@ def test_log_lines_and_results(runs):
     assert abs(1000 * train - last) <= 1.001 and min(others) >= 0 and train + sum(others) <= total + 0.01
     # the two shards run out twice, but the run says so once
     assert run.state["loader"]["shard"] >= 2 * 2 and run.out.count("warning: training data exhausted") == 1
+
+
+def test_a_shard_that_cannot_be_read_any_more_costs_no_results(corpus, tmp_path, monkeypatch, capsys):
+    """Checksums are read beside the run."""
+    def gone(path):
+        raise UserError(f"{path}: cannot be read")
+    monkeypatch.setattr(log, "digest", gone)
+    args = [*corpus.args, "--scheduled_steps=3", "--extension_steps=1", f"--log_dir={tmp_path}"]
+    assert T.main(args) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^warning: .*train_1.bin: cannot be read$", out, re.M) and "\nfinal_val_loss: " in out
 
 
 @pytest.fixture
