@@ -1,7 +1,8 @@
 """Triton kernels of the trainer, each beside the plain PyTorch code that it replaces.
 
-Every operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, which raises a ValueError for a wrong argument
-and launches the kernel; a reference `<name>_ref`, which is plain PyTorch with the same contract; and a Triton kernel.
+Every operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, which launches the kernel and whose decorator
+`operation` says and checks what its tensors must be; a reference `<name>_ref`, which is plain PyTorch with the same
+contract; and a Triton kernel.
 Tests and benchmarks compare the kernel with the reference. CPU tensors take the reference, so the trainer runs without
 a GPU. If TRITON_INTERPRET=1 is set before the import, as the tests do, Triton's interpreter runs the kernels on CPU
 tensors. The interpreter computes products of bf16 matrices, and FP8 codes, wrongly: such operations still take the
@@ -150,13 +151,69 @@ def _at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check(op, name, tensor, shape, dtype, device, contiguous=True):
-    """Raise a ValueError unless argument `name` of `op` has this shape, dtype, device and, if asked, is contiguous."""
-    if (tensor.shape != shape or tensor.dtype != dtype or tensor.device != device
-            or contiguous and not tensor.is_contiguous()):
-        raise ValueError(f"{op}: {name} must be {'contiguous ' if contiguous else ''}{dtype} of shape {tuple(shape)} on"
-                         f" {device}, got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on"
-                         f" {tensor.device}")
+# ---- Contracts -------------------------------------------------------------------------------------------------------
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "bool": torch.bool, "uint8": torch.uint8,
+          "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "e4m3": E4M3, "e5m2": E5M2}
+IMPLEMENTATIONS = {}  # operation -> {name: implementation}; a GPU takes the first, a CPU "torch"
+
+
+def _contract(**texts):
+    """{argument: text} -> {argument: (whether None is allowed, axes, dtypes, layout)}; see `operation`."""
+    found = {}
+    for name, text in texts.items():
+        axes, _, words = text.removeprefix("?").partition(":")
+        dtypes = tuple(DTYPES[word] for word in words.split() if word in DTYPES)
+        layout = " ".join(word for word in words.split() if word not in DTYPES)
+        found[name] = text[0] == "?", axes.split(), dtypes, layout
+    return found
+
+
+def _require(op, contract, given, sizes, dtype, device):
+    """Raise a ValueError unless the tensors {argument: tensor} keep a contract. sizes: {letter: size}, gets new ones."""
+    for name, (optional, axes, dtypes, layout) in contract.items():
+        tensor = given.get(name)
+        if tensor is None and optional:
+            continue
+        shape, batch = list(tensor.shape), tensor.ndim - len(axes) + 1
+        if axes[:1] == ["..."] and batch >= 0:
+            shape[:batch] = [tuple(shape[:batch])]
+        fits = len(shape) == len(axes) and all(
+            size == int(axis) if axis.isdecimal() else sizes.setdefault(axis, size) == size
+            for axis, size in zip(axes, shape))
+        dense = layout == "strided" or tensor.is_contiguous() or layout == "rows" and tensor.stride(-1) == 1
+        dtypes = dtypes or (dtype,)
+        if not (fits and dense and tensor.device == device and tensor.dtype in dtypes):
+            known = [sizes.get(axis, axis) for axis in axes]
+            wanted = [size for part in known for size in (part if isinstance(part, tuple) else [part])]
+            kind = {"": "contiguous ", "rows": "contiguous rows of ", "strided": ""}[layout]
+            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape"
+                             f" ({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)}) on {device}, got {tensor.dtype}"
+                             f" of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}")
+
+
+def operation(reference, any_dtype=False, label=None, **texts):
+    """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
+
+    texts {argument: text}: the axes, then behind a colon the dtypes (without: that of the first argument), and "rows"
+    (unit stride in the last axis) or "strided" (any strides; without: contiguous). A letter is one size in all
+    arguments, a number is itself, "..." stands for any first axes, a "?" in front allows None. A wrong tensor raises a
+    ValueError. any_dtype: see `_takes_ref`; label: the name in IMPLEMENTATIONS.
+    """
+    def decorate(wrapper):
+        op, names, lead, contract = wrapper.__name__, wrapper.__code__.co_varnames, next(iter(texts)), _contract(**texts)
+
+        @functools.wraps(wrapper)
+        def checked(*args, **options):
+            given = dict(zip(names, args)) | options
+            first, grad = given[lead], given.get("grad")
+            _require(op, contract, given, {}, first.dtype, first.device)
+            if _takes_ref(first, first if grad is None else grad, any_dtype=any_dtype):
+                return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
+            return wrapper(*args, **options)
+        IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}
+        return checked
+    return decorate
 
 
 # ======================================================================================================================
@@ -232,16 +289,12 @@ def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, N, D, stride_sn, FINAL: tl.co
         id = tl.load(Ids + (begin if FINAL else s)).to(tl.int64)
 
 
+@operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows")
 def embedding_grad(grad, sorted_ids, upstream):
     """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id; see the banner above."""
-    N, D = sorted_ids.ids.numel(), grad.size(1)
-    if not grad.is_contiguous():
-        raise ValueError(f"embedding_grad: grad must be contiguous, got strides {grad.stride()}")
-    if upstream.shape != (N, D) or upstream.stride(1) != 1:
-        raise ValueError(f"embedding_grad: for grad {tuple(grad.shape)} and {N} ids upstream must be {(N, D)} with unit"
-                         f" stride in the last axis, got {tuple(upstream.shape)} with strides {upstream.stride()}")
-    if _takes_ref(grad, any_dtype=True):
-        return embedding_grad_ref(grad, sorted_ids, upstream)
+    N, D = upstream.shape
+    if len(sorted_ids.ids) != N:
+        raise ValueError(f"embedding_grad: {len(sorted_ids.ids)} ids, but upstream has {N} rows")
     if sorted_ids.pieces is None:
         raise ValueError("embedding_grad: sorted_ids has no pieces; make them with sorted_pieces of data/loader.py")
     order, piece_starts, group_starts, piece_ids = sorted_ids.pieces
@@ -308,17 +361,11 @@ def _update_rows_kernel(P, V, Last, Touched, Grad, Average, R, D, t, step_size, 
     tl.store(Touched + first + row, tl.zeros_like(row).to(Touched.dtype.element_ty), mask=first + row < R)
 
 
+@operation(update_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R D: fp32", last="R 1: int32", touched="R: bool",
+           grad="R D", average="?R D: fp32")
 def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
-    """`update_rows_ref` as a kernel: p and grad bf16 or fp32, all tensors contiguous, the rest numbers. Raises a
-    ValueError if an argument is wrong."""
-    (R, D), fp32 = p.shape, torch.float32
-    wanted = [("p", p, p.shape, p.dtype), ("v", v, p.shape, fp32), ("last", last, (R, 1), torch.int32),
-              ("touched", touched, (R,), torch.bool), ("grad", grad, p.shape, p.dtype),
-              ("average", average, p.shape, fp32)]
-    for name, tensor, shape, dtype in wanted if average is not None else wanted[:-1]:
-        _check("update_rows", name, tensor, shape, dtype, p.device)
-    if _takes_ref(p, any_dtype=True):
-        return update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average, average_rate)
+    """`update_rows_ref` as a kernel."""
+    R, D = p.shape
     _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
         p, v, last, touched, grad, average, R, D, t, step_size, weight_decay, beta2,
         math.log2(beta2) if beta2 else -math.inf, eps, average_rate, COLUMNS=triton.next_power_of_2(D),
@@ -1226,6 +1273,11 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
     return y, v if with_values else None
 
 
+BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
+
+
+@operation(attention_block_ref, label="attention", x="N D: bf16 fp32 strided", weight="R D: strided", rotary="P F 2",
+           ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided", cu_seqlens="K: int32")
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
                     codes=None, with_values=True):
     """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values."""
@@ -1240,32 +1292,23 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
     if narrow and (offset or d < 32):
         raise ValueError("attention_block: a narrow layer has no offset, and d is at least 32; got"
                          f" d = {d}, offset={offset}")
-    if rotary.shape[2:] != (2,) or rotary.size(0) < N * (1 + paired) or not rotary.is_contiguous():
-        raise ValueError(f"attention_block: rotary must be (>= {N * (1 + paired)}, d/4, 2), contiguous, got"
-                         f" {tuple(rotary.shape)} with strides {rotary.stride()}")
+    if rotary.size(0) < N * (1 + paired):
+        raise ValueError(f"attention_block: rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}")
     if d & (d - 1) or d < 16:
         raise ValueError(f"attention_block: head width must be a power of two and at least 16, got {d}")
-    if w_out.ndim != 2 or w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
+    if w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
         raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * d)}, got"
                          f" {tuple(w_out.shape)}")
-    if (ve is None) != (w_ve is None) or ve is not None and (ve.shape != (N, H * d) or w_ve.shape != w_out.shape):
+    if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
         raise ValueError(f"attention_block: ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None,"
                          f" got {got[0]} and {got[1]}")
-    tensors = [u for u in (x, weight, rotary, ve, w_ve, w_out) if u is not None]
-    if x.dtype not in (torch.bfloat16, torch.float32) or any(u.dtype != x.dtype for u in tensors):
-        raise ValueError("attention_block: x, weight, rotary, ve, w_ve and w_out must be all bfloat16 or all float32,"
-                         f" got {[u.dtype for u in tensors]}")
     if codes is not None:
         if any(size % 16 for size in (N, *weight.shape)):
             raise ValueError(f"attention_block: N, rows of weight and D must be multiples of 16 for codes, got {N} and"
                              f" {tuple(weight.shape)}")
-        for name, matrix in ("x", x), ("w", weight):
-            _check("attention_block", f"codes.{name}8", getattr(codes, f"{name}8"), matrix.shape, E4M3, x.device)
-            _check("attention_block", f"codes.{name}8_t", getattr(codes, f"{name}8_t"), matrix.mT.shape, E4M3, x.device)
-    if _takes_ref(x):
-        return attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset,
-                                   narrow, codes, with_values)
+        given = {"codes.x8": codes.x8, "codes.x8_t": codes.x8_t, "codes.w8": codes.w8, "codes.w8_t": codes.w8_t}
+        _require("attention_block", BLOCK_CODES, given, {"N": N, "D": D, "R": len(weight)}, E4M3, x.device)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
@@ -1558,19 +1601,12 @@ def _mlp_setup(ctx, inputs, output):
 _mlp.register_autograd(lambda ctx, grad, _: _mlp_backward(grad, *ctx.saved_tensors), setup_context=_mlp_setup)
 
 
+@operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D")
 def mlp(x, W1, W2):
     """`mlp_ref` with the square and its derivative inside the products; x (N, D), W1 and W2 (F, D), result (N, D)."""
-    if x.ndim != 2 or x.size(0) == 0 or W1.ndim != 2:
-        raise ValueError(f"mlp: x must be (N, D) with N > 0 and W1 (F, D), got {tuple(x.shape)} and {tuple(W1.shape)}")
-    if x.dtype not in MLP_LAUNCH:
-        raise ValueError(f"mlp: x must be bfloat16 or float32, got {x.dtype}")
-    weight_shape = (W1.size(0), x.size(1))
-    for name, tensor, shape in ("x", x, x.shape), ("W1", W1, weight_shape), ("W2", W2, weight_shape):
-        _check("mlp", name, tensor, shape, x.dtype, x.device)
-    if any(size * x.element_size() % 16 for size in W1.shape):
-        raise ValueError(f"mlp: rows of F or D elements must be multiples of 16 bytes, got (F, D) = {tuple(W1.shape)}")
-    if _takes_ref(x):
-        return mlp_ref(x, W1, W2)
+    if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
+        raise ValueError("mlp: N must be above 0, and rows of F or D elements multiples of 16 bytes, got"
+                         f" x {tuple(x.shape)} and (F, D) = {tuple(W1.shape)}")
     return _mlp(x, W1, W2)[0]
 
 
@@ -1709,17 +1745,18 @@ def _quantise_weights(x, scales, codes, codes_t):
         BLOCKS=triton.next_power_of_2(blocks), **launch)
 
 
+# x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
+WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
+
+
 def quantise_weights(x, scales, codes, codes_t):
     """quantise_weights_ref in place, on a GPU with two reads of the weights.
 
     x (matrices, M, N) bf16; scales (layers, matrices of a layer) fp32, in the order of the matrices; codes
     (matrices, M, N) and codes_t (matrices, N, M) e4m3. All but scales are contiguous.
     """
-    matrices, M, N = x.shape
-    _check("quantise_weights", "x", x, x.shape, torch.bfloat16, x.device)  # Triton 3.6 gave wrong tiles for fp32
-    _check("quantise_weights", "scales", scales, (len(scales), matrices // len(scales)), torch.float32, x.device, False)
-    _check("quantise_weights", "codes", codes, (matrices, M, N), E4M3, x.device)
-    _check("quantise_weights", "codes_t", codes_t, (matrices, N, M), E4M3, x.device)
+    given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
+    _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
         wanted, *both = quantise_weights_ref(x)
         for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
@@ -1969,6 +2006,8 @@ class Fp8Mlps:
     optimizer step. All tensors keep their addresses, because CUDA graphs read them.
     """
 
+    contract = _contract(x="N D: bf16", W1="F D", W2="F D")
+
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
         self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
@@ -2010,9 +2049,8 @@ class Fp8Mlps:
                          self.codes_t.flatten(0, 1))
 
     def __call__(self, i, x, W1, W2, factor=None):
-        _check("Fp8Mlps", "x", x, (len(x), self.codes.size(3)), torch.bfloat16, x.device)
-        for name, W in ("W1", W1), ("W2", W2):
-            _check("Fp8Mlps", name, W, self.codes.shape[2:], torch.bfloat16, x.device)
+        F, D = self.codes.shape[2:]
+        _require("Fp8Mlps", self.contract, dict(x=x, W1=W1, W2=W2), {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i,
@@ -2341,22 +2379,13 @@ class _Pointer(torch.autograd.Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
+@operation(pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
+           end="N: int32", targets="N J: int64 strided")
 def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
-    if q.ndim != 2 or q.dtype not in POINTER_LAUNCH or q.size(1) < 16 or q.size(1) & (q.size(1) - 1):
-        raise ValueError("pointer: q must be (N, d), bfloat16 or float32, d a power of two from 16 on, got"
-                         f" {q.dtype} of shape {tuple(q.shape)}")
-    N = len(q)
-    if targets.ndim != 2 or not targets.size(1):
-        raise ValueError(f"pointer: targets must be (N, 1 or more), got {tuple(targets.shape)}")
-    _check("pointer", "q", q, q.shape, q.dtype, q.device)
-    _check("pointer", "k", k, q.shape, q.dtype, q.device)
-    _check("pointer", "sink", sink, (N,), torch.float32, q.device)
-    _check("pointer", "targets", targets, (N, targets.size(1)), torch.int64, q.device, contiguous=False)
-    for name, x in ("tokens", tokens), ("start", start), ("end", end):
-        _check("pointer", name, x, (N,), torch.int32, q.device)
-    if _takes_ref(q):
-        return pointer_ref(q, k, sink, tokens, start, end, window, scale, targets)
+    if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
+        raise ValueError("pointer: d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
+                         f" {tuple(q.shape)} and {tuple(targets.shape)}")
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
 
 
@@ -2653,24 +2682,20 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
             tl.store(Grad + gate, at_gate.to(Grad.dtype.element_ty))
 
 
+COPIES = _contract(**{"copies.mass": "n K", "copies.sink_mass": "n", "copies.dmass": "n K", "copies.dsink_mass": "n"})
+
+
+@operation(cross_entropy_ref, logits="n C: bf16 fp16 fp32 rows", targets="n K: int64 strided", weights="K: fp32",
+           grad="?n C: bf16 fp16 fp32 e5m2 rows")
 def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale."""
     (n, C), K = logits.shape, weights.numel()
-    _check("cross_entropy", "targets", targets, (n, K), torch.int64, logits.device, contiguous=False)
-    _check("cross_entropy", "weights", weights, (K,), torch.float32, logits.device)
-    if logits.stride(1) != 1:
-        raise ValueError(f"cross_entropy: logits must have contiguous rows, got strides {logits.stride()}")
-    if grad is not None and (grad.shape != logits.shape or grad.stride(1) != 1):
-        raise ValueError(f"cross_entropy: grad must have contiguous rows and shape {(n, C)}, got shape"
-                         f" {tuple(grad.shape)}, strides {grad.stride()}")
     if copies is not None:
         if not 0 <= copies.gate < C:
             raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {copies.gate}")
-        for name, shape in ("mass", (n, K)), ("sink_mass", (n,)):
-            for name in (name, f"d{name}") if grad is not None else (name,):
-                _check("cross_entropy", f"copies.{name}", getattr(copies, name), shape, torch.float32, logits.device)
-    if _takes_ref(logits, logits if grad is None else grad):
-        return cross_entropy_ref(logits, targets, weights, loss_scale, code_scale, grad, copies)
+        given = {f"copies.{name}": x for name, x in copies._asdict().items() if grad is not None or name[0] != "d"}
+        contract = {name: COPIES[name] for name in given if name in COPIES}
+        _require("cross_entropy", contract, given, {"n": n, "K": K}, torch.float32, logits.device)
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
@@ -2946,22 +2971,10 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, st
     tl.store(Out + m[:, None] * stride_om + n[None, :] * stride_on, tile, mask=in_tile)
 
 
-def _check_gram(name, X, out, axis, scale):
-    """Raise a ValueError if an argument is wrong; `out` has as many rows and columns as X has along `axis`."""
-    if X.ndim not in (2, 3):
-        raise ValueError(f"{name}: input must have 2 or 3 dimensions, got shape {tuple(X.shape)}")
-    if X.dtype not in GRAM_LAUNCH:
-        raise ValueError(f"{name}: input must be bfloat16 or float32, got {X.dtype}")
-    side = X.shape[axis]
-    _check(name, "out", out, (*X.shape[:-2], side, side), X.dtype, X.device, contiguous=False)
-    if out is X:
-        raise ValueError(f"{name}: out must not be the input, which is read while out is written")
-    if scale is not None:
-        _check(name, "scale", scale, X.shape[:-2], torch.float32, X.device)
-
-
 def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     """Sums products over the axis of X other than `axis` (-1 or -2). Returns out."""
+    if out is X:
+        raise ValueError(f"{name}: out must not be the input, which is read while out is written")
     if X.numel() == 0:
         return out.zero_()
     X, out_3d = (X, out) if X.ndim == 3 else (X[None], out[None])
@@ -2983,29 +2996,21 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     return out
 
 
+@operation(XXT_ref, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
 def XXT(X, out, scale=None):
     """out = s² X Xᵀ; returns out."""
-    _check_gram("XXT", X, out, -2, scale)
-    if _takes_ref(X):
-        return XXT_ref(X, out, scale)
     return _launch_gram("XXT", X, -2, out, scale)
 
 
+@operation(XTX_ref, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
 def XTX(X, out, scale=None):
     """out = s² Xᵀ X; returns out."""
-    _check_gram("XTX", X, out, -1, scale)
-    if _takes_ref(X):
-        return XTX_ref(X, out, scale)
     return _launch_gram("XTX", X, -1, out, scale)
 
 
+@operation(ba_plus_cAA_ref, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
 def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
     """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
-    _check_gram("ba_plus_cAA", P, out, -1, scale)
-    if P.shape[-2] != P.shape[-1]:
-        raise ValueError(f"ba_plus_cAA: P must be square, got shape {tuple(P.shape)}")
-    if _takes_ref(P):
-        return ba_plus_cAA_ref(P, c, b, out, a, scale)
     return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
 
 
@@ -3181,16 +3186,9 @@ def _transpose_bytes_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, str
              mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _check_transpose(name, src, dst):
-    """Raise a ValueError if an argument is wrong."""
-    if src.ndim != 2:
-        raise ValueError(f"{name}: src must be (M, N), got shape {tuple(src.shape)}")
-    _check(name, "dst", dst, src.shape[::-1], src.dtype, src.device, contiguous=False)
-    if dst is src:
-        raise ValueError(f"{name}: dst must not be src, which is read while dst is written")
-
-
 def _launch_transpose(src, dst, add):
+    if dst is src:
+        raise ValueError("transpose: dst must not be src, which is read while dst is written")
     M, N = src.shape
     launch = TRANSPOSE_LAUNCH[add]
     programs = min(_sm_count(src.device), triton.cdiv(M, launch["BLOCK"]) * triton.cdiv(N, launch["BLOCK"]))
@@ -3198,13 +3196,10 @@ def _launch_transpose(src, dst, add):
     return dst
 
 
+@operation(transpose_copy_ref, any_dtype=True, src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided",
+           dst="N M: strided")
 def transpose_copy(src, dst):
     """dst = srcᵀ; returns dst."""
-    _check_transpose("transpose_copy", src, dst)
-    if src.element_size() not in (1, 2, 4):
-        raise ValueError(f"transpose_copy: dtype must have 1, 2 or 4 bytes per element, got {src.dtype}")
-    if _takes_ref(src, any_dtype=True):
-        return transpose_copy_ref(src, dst)
     if src.element_size() > 1:
         return _launch_transpose(src, dst, add=False)
     (M, N), launch = src.shape, TRANSPOSE_BYTES_LAUNCH
@@ -3213,34 +3208,15 @@ def transpose_copy(src, dst):
     return dst
 
 
+@operation(transpose_add_ref, any_dtype=True, src="M N: bf16 fp16 fp32 strided", dst="N M: strided")
 def transpose_add(src, dst):
     """dst += srcᵀ; returns dst."""
-    _check_transpose("transpose_add", src, dst)
-    if src.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"transpose_add: dtype must be bfloat16, float16 or float32, got {src.dtype}")
-    if _takes_ref(src, any_dtype=True):
-        return transpose_add_ref(src, dst)
     return _launch_transpose(src, dst, add=True)
 
 
 # ======================================================================================================================
 # 10  The choice of implementation, made once at start
 # ======================================================================================================================
-
-IMPLEMENTATIONS = {
-    "XXT": {"triton": XXT, "torch": XXT_ref},
-    "XTX": {"triton": XTX, "torch": XTX_ref},
-    "ba_plus_cAA": {"triton": ba_plus_cAA, "torch": ba_plus_cAA_ref},
-    "transpose_copy": {"triton": transpose_copy, "torch": transpose_copy_ref},
-    "transpose_add": {"triton": transpose_add, "torch": transpose_add_ref},
-    "attention": {"triton": attention_block, "torch": attention_block_ref},
-    "mlp": {"triton": mlp, "torch": mlp_ref},
-    "pointer": {"triton": pointer, "torch": pointer_ref},
-    "cross_entropy": {"triton": cross_entropy, "torch": cross_entropy_ref},
-    "update_rows": {"triton": update_rows, "torch": update_rows_ref},
-    "embedding_grad": {"triton": embedding_grad, "torch": embedding_grad_ref},
-}
-
 
 def choose_ops(device, wanted="auto"):
     """One implementation per operation -> (namespace of callables, {operation: name of the choice}).

@@ -82,9 +82,9 @@ def test_lookup(num_tables, device):
 def test_wrong_arguments(device):
     ids, grad, upstream = setting(10, 8, 5, torch.float32, device)
     for wrong_grad, wrong_upstream, message in [
-            (grad, upstream[:4], "embedding_grad: for grad .* upstream must be"),
-            (grad, upstream.mT.contiguous().mT, "unit stride"),
-            (grad.mT.contiguous().mT, upstream, r"embedding_grad: grad must be contiguous, got strides \(1, 10\)")]:
+            (grad, upstream[:4], "embedding_grad: 5 ids, but upstream has 4 rows"),
+            (grad, upstream.mT.contiguous().mT, "upstream must be contiguous rows"),
+            (grad.mT.contiguous().mT, upstream, r"embedding_grad: grad must be contiguous .* strides \(1, 10\)")]:
         with pytest.raises(ValueError, match=message):
             tk.embedding_grad(wrong_grad, sorted_ids(ids), wrong_upstream)
     with pytest.raises(ValueError, match="embedding_grad: sorted_ids has no pieces"):
