@@ -476,11 +476,12 @@ def fill_mlps(p, generator):
 
 
 def lambdas(label, shape, init, beta2, lr_mul) -> Param:
-    """fp32 numbers."""
+    """Learned factors in fp32, without weight decay."""
     return Param(label, shape, "adam", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0, dtype=torch.float32)
 
 
 def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
+    """Weights of gates: for each gate a row for the first channels of its input."""
     return Param(label, (*shape, GATE_CHANNELS), "adam", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
 
 
@@ -871,7 +872,7 @@ class GPT(nn.Module):
                 values[i] = values[i] + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
 
-            # Attention. `w.out` contains a factor of its output; each of two lanes has another one.
+            # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
             resid_attn, resid_mlp = w.resid
             if layer.attention:
                 normed = self.attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]
@@ -1347,7 +1348,7 @@ def summed_loss(forward, head, batch, attn) -> Tensor:
 def validate(summed_loss, data, attn, rt) -> float:
     """Mean loss over the validation tokens of all ranks. A rank may have fewer batches than others, or none.
 
-    summed_loss: function (batch, attn), such as the one above with its first two arguments.
+    summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D.
     """
     total = sum((summed_loss(batch, attn) for batch in data), torch.zeros((), device=rt.device))
     all_reduce(total, rt)

@@ -153,8 +153,9 @@ def _at_least_fp32(x):
 
 # ---- Contracts -------------------------------------------------------------------------------------------------------
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "bool": torch.bool, "uint8": torch.uint8,
-          "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "e4m3": E4M3, "e5m2": E5M2}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "bool": torch.bool,
+          "uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
+          "e4m3": E4M3, "e5m2": E5M2}
 IMPLEMENTATIONS = {}  # operation -> {name: implementation}; a GPU takes the first, a CPU "torch"
 
 
@@ -170,7 +171,7 @@ def _contract(**texts):
 
 
 def _require(op, contract, given, sizes, dtype, device):
-    """Raise a ValueError unless the tensors {argument: tensor} keep a contract. sizes: {letter: size}, gets new ones."""
+    """Raise a ValueError unless the tensors {argument: tensor} keep a contract. sizes {letter: size} gets new ones."""
     for name, (optional, axes, dtypes, layout) in contract.items():
         tensor = given.get(name)
         if tensor is None and optional:
@@ -187,9 +188,10 @@ def _require(op, contract, given, sizes, dtype, device):
             known = [sizes.get(axis, axis) for axis in axes]
             wanted = [size for part in known for size in (part if isinstance(part, tuple) else [part])]
             kind = {"": "contiguous ", "rows": "contiguous rows of ", "strided": ""}[layout]
-            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape"
-                             f" ({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)}) on {device}, got {tensor.dtype}"
-                             f" of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}")
+            wanted = f"({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)})"
+            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on"
+                             f" {device}, got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on"
+                             f" {tensor.device}")
 
 
 def operation(reference, any_dtype=False, label=None, **texts):
@@ -201,14 +203,14 @@ def operation(reference, any_dtype=False, label=None, **texts):
     ValueError. any_dtype: see `_takes_ref`; label: the name in IMPLEMENTATIONS.
     """
     def decorate(wrapper):
-        op, names, lead, contract = wrapper.__name__, wrapper.__code__.co_varnames, next(iter(texts)), _contract(**texts)
+        op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
 
         @functools.wraps(wrapper)
         def checked(*args, **options):
             given = dict(zip(names, args)) | options
-            first, grad = given[lead], given.get("grad")
+            first, *others = (given[name] for name in contract if given.get(name) is not None)
             _require(op, contract, given, {}, first.dtype, first.device)
-            if _takes_ref(first, first if grad is None else grad, any_dtype=any_dtype):
+            if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
                 return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
             return wrapper(*args, **options)
         IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}

@@ -1,8 +1,8 @@
 """The table of `python train_gpt.py --check`: whether a run with these arguments would start on this machine.
 
-Each function in CHECKS takes a Run and returns a description, or (description, whether all is well). It raises UserError
-if the run will not start. Every run makes the same checks without this file, in data/run/start.py, and stops at the
-first failure.
+Each function in CHECKS takes a Run and returns a description, or (description, whether all is well). It raises
+UserError if the run will not start. Every run makes the same checks without this file, in data/run/start.py, and stops
+at the first failure.
 """
 
 import getpass

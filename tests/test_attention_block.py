@@ -260,7 +260,8 @@ def test_reference_on_cpu(monkeypatch):
     ({4: None}, r"ve must be \(9, 32\) and w_ve \(2, 12\), or both None, got \(9, 32\) and None"),
     ({3: torch.zeros(9, 31)}, r"got \(9, 31\) and \(2, 12\)"),
     ({4: torch.zeros(2, 6)}, r"w_ve must be .* shape \(2, 12\) .* got .* shape \(2, 6\)"),
-    ({0: torch.zeros(9, 18), 1: torch.zeros(96, 18)}, "rows of x must be multiples of 16 bytes, got 18 elements of torch.float32"),
+    ({0: torch.zeros(9, 18), 1: torch.zeros(96, 18)},
+     "rows of x must be multiples of 16 bytes, got 18 elements of torch.float32"),
     ({0: torch.zeros(9, 16, dtype=BF16)}, "weight must be torch.bfloat16 .* got torch.float32"),
     ({1: torch.zeros(144, 16), 2: torch.zeros(18, 6, 2)}, "power of two and at least 16, got 24"),
 ])

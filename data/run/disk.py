@@ -58,9 +58,9 @@ def atomic_write(path):
 
 
 def keep_bytecode():
-    """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode. This must run
-    before torch is imported.
+    """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode.
 
+    This must run before torch is imported.
     Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
     translate 2300 files. The processes of the compiler read the environment variable.
     """

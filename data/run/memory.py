@@ -21,7 +21,8 @@ def state_bytes(config, table) -> tuple[int, int, int]:
     for param in table:
         size = math.prod(param.shape)
         weights += size * param.dtype.itemsize
-        # Adam has fp32 m and v, NorMuon fp32 m, perhaps a slow average, and an int16 mantissa, a lazy table only v.
+        # Adam keeps m and v in fp32, and only v for a lazy table. NorMuon keeps m in fp32, a mantissa of 16 bits, and
+        # with --slow_momentum a slow average in fp32.
         muon = 10 if config.optim.slow_momentum else 6
         state += size * (muon if param.optim == "normuon" else 4 if param.lazy and config.optim.lazy_tables else 8)
         state += 4 * size * bool(param.average and config.optim.average_blend)
