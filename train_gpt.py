@@ -627,6 +627,7 @@ class Output(NamedTuple):
 
     h: Tensor  # (N, D), the final stream after its norm
     point: kernels.Point | None  # where the pointer head looks
+    codes: tuple[Tensor, Tensor] | None = None  # of h in both layouts, where the head trains in FP8
 
 
 class LayerWeights(NamedTuple):
@@ -687,7 +688,7 @@ class GPT(nn.Module):
     def __init__(self, config: Model, ops, dtype, device):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.table, self.fp8_mlps, self.fp8_projections = param_table(config), None, None
+        self.table, self.fp8_head, self.fp8_mlps, self.fp8_projections = param_table(config), False, None, None
         self.touched = {}  # table -> (rows,) bool, which the backward pass of `lookup` sets for its rows
         fields = "attention", "value_embed", "skip_from", "xsa"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
@@ -736,11 +737,11 @@ class GPT(nn.Module):
 
     def output(self, results, tokens, attn) -> Output:
         """The result of `layers` as an Output. The pointer reads its own document, and nothing else."""
-        h, *point = results
+        h, codes, point = results
         if point:
             q, k, sink, start, end = point
             point = kernels.Point(q, k, sink, tokens, start, end, attn.pointer_window, POINTER_WIDTH**-0.5)
-        return Output(h, point or None)
+        return Output(h, point, codes)
 
     def lookup(self, tokens, row_ids, pieces=None):
         """Embeddings, each (N, D): of the tokens, of the bigrams, then the value embeddings.
@@ -825,12 +826,14 @@ class GPT(nn.Module):
             y = (y - part[..., None] * v).to(self.dtype)
         return F.linear(y.flatten(1), w.out)
 
+    def training_codes(self, x, fp8, scale):
+        """Codes of x (N, D) in both layouts; None without FP8, which only training uses."""
+        return kernels.both_layouts(x.detach(), scale, kernels.E4M3) if fp8 and torch.is_grad_enabled() else None
+
     def attention_input(self, stream):
         """Stream (N, D) -> RMS-normed stream and, in FP8, its codes."""
         x = rms_norm(stream)
-        if not (self.fp8_projections and torch.is_grad_enabled()):  # only training uses FP8
-            return x, None
-        return x, kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
+        return x, self.training_codes(x, self.fp8_projections, kernels.x8_scale(x.size(1)))
 
     def mlp(self, i, w: LayerWeights, stream, factor=None):
         """Output of the MLP of layer i (N, D) for a stream (N, D), which it norms, times a 0-D factor."""
@@ -840,8 +843,8 @@ class GPT(nn.Module):
         return self.ops.mlp(x, w.W1, w.W2 if factor is None else factor * w.W2)
 
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The compiled part of the forward pass: the result of `lookup` -> (final stream (N, D) after its norm, and
-        with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
+        """The compiled part of the forward pass: the result of `lookup` -> (final stream after its norm, its codes
+        for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
         config, layers = self.config, self.config.layers
         e, bigram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
@@ -910,7 +913,8 @@ class GPT(nn.Module):
             sources = embedded, backout, before_mix, values[self.with_values[0]], *skips.values()
             x = x + mixture(factors(len(layers), "mix"), sources)
         x = rms_norm(x)
-        return (x, *self.pointer_inputs(x, cu_seqlens)) if config.pointer else (x,)
+        codes = self.training_codes(x, self.fp8_head, kernels.X_SCALE)
+        return x, codes, self.pointer_inputs(x, cu_seqlens) if config.pointer else None
 
     def pointer_inputs(self, x, cu_seqlens):
         """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
@@ -1341,8 +1345,9 @@ def make_plan(config: Config, step: int) -> StepPlan:
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the exact head, not FP8."""
-    h, point = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(pointer_window=len(batch.tokens)))
-    return head(h, batch.targets, torch.ones(1, device=h.device), 1.0, exact=True, point=point)
+    tokens, weights = batch.tokens, torch.ones(1, device=batch.tokens.device)
+    h, point, _ = forward(tokens, batch.cu_seqlens, batch.row_ids, attn._replace(pointer_window=len(tokens)))
+    return head(h, batch.targets, weights, 1.0, exact=True, point=point)
 
 
 def validate(summed_loss, data, attn, rt) -> float:
@@ -1394,7 +1399,7 @@ class Trainer:
                                      self.model.embed, ops.pointer, config.model.gate_id)
         self.graphs = MicroStepGraphs(self.micro_step, config.system.cuda_graphs and rt.device.type == "cuda")
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
-        self.model.touched = self.optimizer.touched
+        self.model.touched, self.model.fp8_head = self.optimizer.touched, config.system.fp8
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
             self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:
@@ -1481,10 +1486,10 @@ class Trainer:
         of micro-steps.
         """
         with trace_range("forward"):
-            h, point = (forward or self.forward)(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
+            out = (forward or self.forward)(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
         with trace_range("loss"):
-            loss = self.head(h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
-                             point=point)
+            loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
+                             point=out.point, codes=out.codes)
         with trace_range("backward"):
             loss.backward()
         return loss.detach()

@@ -77,6 +77,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the largest finite values; without saturation, e4m3 would make NaN of larger ones
 FP8_MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 _RMS_EPS, _E4M3_MAX, _E5M2_MAX = map(tl.constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX))  # for kernels
+NAN_STAYS = tl.constexpr(tl.PropagateNan.ALL)
 
 
 def _takes_ref(*tensors, any_dtype=False):
@@ -216,6 +217,30 @@ def operation(reference, any_dtype=False, label=None, **texts):
         IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}
         return checked
     return decorate
+
+
+# ---- Tiles -----------------------------------------------------------------------------------------------------------
+
+@triton.jit
+def _matrix_tile(X, m, k, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(ROWS, COLUMNS) tile of X (M, K) from row m and column k on, zeros beyond the edges; X: see _matrix_tiles."""
+    if isinstance(X, tl.tensor_descriptor):
+        return X.load([m, k])
+    else:
+        rows = m + tl.arange(0, ROWS)
+        columns = k + tl.arange(0, COLUMNS)
+        return tl.load(X + rows.to(tl.int64)[:, None] * K + columns[None, :],
+                       mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+def _matrix_tiles(x, rows, columns):
+    """TMA descriptor of (rows, columns) tiles of a contiguous matrix; without TMA the matrix."""
+    return TensorDescriptor.from_tensor(x, [rows, columns]) if _has_tma(x.device) else x
+
+
+def _strided(x):
+    """What a kernel takes for a tensor whose last axis is contiguous: (x, its other strides). None stays None."""
+    return x if x is None else (x, *x.stride()[:-1])
 
 
 # ======================================================================================================================
@@ -492,31 +517,41 @@ def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
 
 
 @triton.jit
-def _load_rows(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl.constexpr):
-    """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N, loaded by pointers.
+def _load_tile(X, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
+    """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N.
 
-    Several of these loads can be under way at once.
+    X is a descriptor (see _head_tiles), or a tuple of a pointer and the strides of a row and of a head. Several loads by
+    pointers can be under way at once.
     """
-    i = first + tl.arange(0, BLOCK)
-    X += tl.cast(head, tl.int64) * stride_h
-    return tl.load(X + i.to(tl.int64)[:, None] * stride_n + tl.arange(0, D)[None, :], mask=(i < N)[:, None], other=0.0)
-
-
-@triton.jit
-def _load_tile(X, head, first, N, stride_n, stride_h, BLOCK: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr):
-    """The same rows as _load_rows; with TMA, X is a descriptor (see _head_tiles)."""
-    if TMA:
+    if isinstance(X, tl.tensor_descriptor):
         return X.load([head, first, 0]).reshape(BLOCK, D)
     else:
-        return _load_rows(X, head, first, N, stride_n, stride_h, BLOCK, D)
+        x, stride_n, stride_h = X
+        i = first + tl.arange(0, BLOCK)
+        x += tl.cast(head, tl.int64) * stride_h
+        return tl.load(x + i.to(tl.int64)[:, None] * stride_n + tl.arange(0, D)[None, :], mask=(i < N)[:, None],
+                       other=0.0)
 
 
 @triton.jit
-def _store_rows(X, x, head, first, N, stride_n, BLOCK: tl.constexpr, D: tl.constexpr):
-    """Stores x (BLOCK, D) to the same rows of an X (N, H, D) in which the heads of a token are contiguous."""
+def _load_scalars(X, head, first, N, BLOCK: tl.constexpr):
+    """(BLOCK,): columns `first`, `first` + 1, ... of row `head` of X (H, N), zeros beyond N; X as in _load_tile."""
+    if isinstance(X, tl.tensor_descriptor):
+        return X.load([head, first]).reshape(BLOCK)
+    else:
+        x, stride_h = X
+        t = first + tl.arange(0, BLOCK)
+        return tl.load(x + head.to(tl.int64) * stride_h + t, mask=t < N, other=0.0)
+
+
+@triton.jit
+def _store_tile(X, x, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Stores x (BLOCK, D) to one head of rows `first`, ... of an X (N, H, D) in which the heads of a token are
+    contiguous; X is a tuple of a pointer and the stride of a row."""
+    ptr, stride_n = X
     i = first + tl.arange(0, BLOCK)
-    tl.store(X + i.to(tl.int64)[:, None] * stride_n + head * D + tl.arange(0, D)[None, :], x.to(X.dtype.element_ty),
-             mask=(i < N)[:, None])
+    tl.store(ptr + i.to(tl.int64)[:, None] * stride_n + head * D + tl.arange(0, D)[None, :],
+             x.to(ptr.dtype.element_ty), mask=(i < N)[:, None])
 
 
 @triton.jit
@@ -532,6 +567,18 @@ def _keys_of_queries(Start, m0, N, window, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _queries_of_keys(End, n0, N, window, BLOCK: tl.constexpr):
+    """Queries that see the keys n0 ... n0 + BLOCK - 1.
+
+    (last query that sees each key (BLOCK,), last query that sees some key, last query that could see every key)
+    """
+    s = n0 + tl.arange(0, BLOCK)
+    last = tl.minimum(n0 + BLOCK, N) - 1
+    return (tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window),
+            tl.minimum(tl.load(End + last) - 1, last + window), tl.minimum(tl.load(End + n0) - 1, n0 + window))
+
+
+@triton.jit
 def _mask_keys(x, low, m0, n0, to_all, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """x (BLOCK_M, BLOCK_N) with -inf where row t does not see key s; unchanged where every row sees the whole block."""
     if (n0 < to_all) | (n0 + BLOCK_N - 1 > m0):
@@ -543,82 +590,74 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit(do_not_specialize=["window"])
-def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, stride_qn, stride_qh, stride_kn, stride_kh,
-                      stride_vn, stride_vh, stride_gn, stride_gh, stride_lh, D: tl.constexpr, DV: tl.constexpr,
-                      TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: tl.constexpr, DV: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     # In launch order, first the heads of a tile, then the next tile: programs that run together share keys in L2 and
     # read whole tokens.
     head = tl.program_id(0) % H
     m0 = tl.program_id(0) // H * BLOCK_M
     scale2 = scale * LOG2_E
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK_M)
-    q = _load_rows(Q, head, m0, N, stride_qn, stride_qh, BLOCK_M, D)
+    q = _load_tile(Q, head, m0, N, BLOCK_M, D)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK_N):
-        k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK_N, D, TMA)
+        k = _load_tile(K, head, n0, N, BLOCK_N, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
         x = _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N)
         p = tl.exp2(x * scale2)
         total += tl.sum(p, 1)
         # Loaded here and not together with k: the first product would wait for both.
-        v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK_N, DV, TMA)
+        v = _load_tile(V, head, n0, N, BLOCK_N, DV)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     t = m0 + tl.arange(0, BLOCK_M)
-    gate = tl.load(Gate + t.to(tl.int64) * stride_gn + head * stride_gh, mask=t < N, other=1.0).to(tl.float32)
-    _store_rows(Y, acc * (gate / total)[:, None], head, m0, N, H * DV, BLOCK_M, DV)
-    tl.store(Lse + head.to(tl.int64) * stride_lh + t, tl.log2(total) - tl.log2(gate), mask=t < N)
+    gate_ptr, gate_stride_n, gate_stride_h = Gate
+    gate = tl.load(gate_ptr + t.to(tl.int64) * gate_stride_n + head * gate_stride_h, mask=t < N, other=1.0)
+    gate = gate.to(tl.float32)
+    _store_tile((Y, H * DV), acc * (gate / total)[:, None], head, m0, N, BLOCK_M, DV)
+    lse, stride_h = Lse
+    tl.store(lse + head.to(tl.int64) * stride_h + t, tl.log2(total) - tl.log2(gate), mask=t < N)
 
 
 @triton.jit
-def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, stride_kn, stride_kh, stride_vn,
-             stride_vh, D: tl.constexpr, DV: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, D: tl.constexpr, DV: tl.constexpr,
+             BLOCK: tl.constexpr):
     """Gradient of the queries m0 ... m0 + BLOCK - 1 of one head."""
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
-    t = m0 + tl.arange(0, BLOCK)
-    lse = tl.load(Lse + t, mask=t < N, other=0.0)
-    row_dot = tl.load(RowDot + t, mask=t < N, other=0.0)
+    lse = _load_scalars(Lse, head, m0, N, BLOCK)
+    row_dot = _load_scalars(RowDot, head, m0, N, BLOCK)
     dq = tl.zeros((BLOCK, D), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK):
-        k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
-        v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, DV, TMA)
+        k = _load_tile(K, head, n0, N, BLOCK, D)
+        v = _load_tile(V, head, n0, N, BLOCK, DV)
         x = tl.dot(q, tl.trans(k), input_precision="ieee")
         dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
         x = _mask_keys(x, low, m0, n0, to_all, BLOCK, BLOCK)
         ds = tl.exp2(x * (scale * LOG2_E) - lse[:, None]) * (dp - row_dot[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    _store_rows(dQ, dq * scale, head, m0, N, H * D, BLOCK, D)
+    _store_tile((dQ, H * D), dq * scale, head, m0, N, BLOCK, D)
 
 
 @triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window, scale, stride_qn, stride_qh,
-              stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
-              DV: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window, scale, D: tl.constexpr,
+              DV: tl.constexpr, BLOCK: tl.constexpr):
     """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
     # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
     s = n0 + tl.arange(0, BLOCK)
-    high = tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window)  # last query that sees each key
-    last_key = tl.minimum(n0 + BLOCK, N) - 1
-    last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
-    of_all = tl.minimum(tl.load(End + n0) - 1, n0 + window)  # last query that could see every key
-    k = _load_tile(K, head, n0, N, stride_kn, stride_kh, BLOCK, D, TMA)
-    v = _load_tile(V, head, n0, N, stride_vn, stride_vh, BLOCK, DV, TMA)
+    high, last, of_all = _queries_of_keys(End, n0, N, window, BLOCK)
+    k = _load_tile(K, head, n0, N, BLOCK, D)
+    v = _load_tile(V, head, n0, N, BLOCK, DV)
     dk = tl.zeros((BLOCK, D), dtype=tl.float32)
     if dV0 is None:
         dv = tl.zeros((BLOCK, DV), dtype=tl.float32)
     else:
-        dv = _load_rows(dV0, head, n0, N, H * DV, DV, BLOCK, DV).to(tl.float32)
+        dv = _load_tile((dV0, H * DV, DV), head, n0, N, BLOCK, DV).to(tl.float32)
     for m0 in range(n0, last + 1, BLOCK):
-        q = _load_tile(Q, head, m0, N, stride_qn, stride_qh, BLOCK, D, TMA)
-        dy = _load_tile(dY, head, m0, N, stride_dn, stride_dh, BLOCK, DV, TMA)
+        q = _load_tile(Q, head, m0, N, BLOCK, D)
+        dy = _load_tile(dY, head, m0, N, BLOCK, DV)
         t = m0 + tl.arange(0, BLOCK)
-        if TMA:
-            lse = Lse.load([head, m0]).reshape(BLOCK)
-            row_dot = RowDot.load([head, m0]).reshape(BLOCK)
-        else:
-            row = head.to(tl.int64) * stride_lh + t
-            lse = tl.load(Lse + row, mask=t < N, other=0.0)
-            row_dot = tl.load(RowDot + row, mask=t < N, other=0.0)
+        lse = _load_scalars(Lse, head, m0, N, BLOCK)
+        row_dot = _load_scalars(RowDot, head, m0, N, BLOCK)
         x = tl.dot(k, tl.trans(q), input_precision="ieee")  # (keys, queries)
         dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
         if (m0 < n0 + BLOCK - 1) | (m0 + BLOCK - 1 > of_all):
@@ -627,28 +666,25 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window
         dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
         ds = p * (dp - row_dot[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    _store_rows(dK, dk * scale, head, n0, N, H * D, BLOCK, D)
-    _store_rows(dV, dv, head, n0, N, stride_dv, BLOCK, DV)
+    _store_tile((dK, H * D), dk * scale, head, n0, N, BLOCK, D)
+    _store_tile(dV, dv, head, n0, N, BLOCK, DV)
 
 
 @triton.jit(do_not_specialize=["window"])
-def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dQ,
-                               dK, dV, dV0, Start, End, N, H, window, scale, stride_qn, stride_qh, stride_dn, stride_dh,
-                               stride_kn, stride_kh, stride_vn, stride_vh, stride_lh, stride_dv, D: tl.constexpr,
-                               DV: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads,
+                               Start, End, N, H, window, scale, D: tl.constexpr, DV: tl.constexpr,
+                               BLOCK: tl.constexpr):
+    dQ, dK, dV, dV0 = Grads
     tile = tl.program_id(0) // 2
     head = tile % H
     first = tile // H * BLOCK
     if tl.program_id(0) % 2 == 0:
         _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, dV0, End, N, H,
-                  window, scale, stride_qn, stride_qh, stride_dn, stride_dh, stride_kn, stride_kh, stride_vn, stride_vh,
-                  stride_lh, stride_dv, D, DV, TMA, BLOCK)
+                  window, scale, D, DV, BLOCK)
     else:
-        q = _load_rows(Q, head, first, N, stride_qn, stride_qh, BLOCK, D)
-        dy = _load_rows(dY, head, first, N, stride_dn, stride_dh, BLOCK, DV)
-        row = head.to(tl.int64) * stride_lh
-        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse + row, RowDot + row, dQ, Start, N, H, window, scale,
-                 stride_kn, stride_kh, stride_vn, stride_vh, D, DV, TMA, BLOCK)
+        q = _load_tile(Q, head, first, N, BLOCK, D)
+        dy = _load_tile(dY, head, first, N, BLOCK, DV)
+        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, dQ, Start, N, H, window, scale, D, DV, BLOCK)
 
 
 def _aligned_for_tma(x):
@@ -660,9 +696,9 @@ def _aligned_for_tma(x):
 
 
 def _head_tiles(x, block):
-    """TMA descriptor of (1, block, d) tiles of x (N, H, d) or of (1, block) tiles of x (H, N); without TMA x itself."""
+    """TMA descriptor of (1, block, d) tiles of x (N, H, d) or of (1, block) tiles of x (H, N); without TMA _strided."""
     if not _has_tma(x.device):
-        return x
+        return _strided(x)
     if x.ndim == 3:
         x = x.transpose(0, 1)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, block, *x.shape[2:]])
@@ -685,9 +721,8 @@ def attend(q, k, v, gate, start, end, window, scale):
     y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
     q, k, v = (_aligned_for_tma(x) for x in (q, k, v))
     _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
-        q, *(_head_tiles(x, launch["BLOCK_N"]) for x in (k, v)), gate, y, lse, start, N, H, int(window), float(scale),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride(), lse.stride(0), D=D, DV=v.size(2),
-        TMA=_has_tma(q.device), **launch)
+        _strided(q), *(_head_tiles(x, launch["BLOCK_N"]) for x in (k, v)), (gate, *gate.stride()), y, _strided(lse),
+        start, N, H, int(window), float(scale), D=D, DV=v.size(2), **launch)
     return y, lse
 
 
@@ -711,9 +746,8 @@ def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None,
     q, dy, k, v = (_aligned_for_tma(x) for x in (q, dy, k, v))
     launch = ATTENTION_LAUNCH[q.dtype]["backward" if D > 64 else "narrow_backward"]
     _attention_backward_kernel[(2 * triton.cdiv(N, launch["BLOCK"]) * H,)](
-        q, dy, lse, row_dot, *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)), dq, dk, dv,
-        dv_upstream, start, end, N, H, window, scale, *q.stride()[:2], *dy.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], lse.stride(0), dv.stride(0), D=D, DV=v.size(2), TMA=_has_tma(q.device), **launch)
+        *map(_strided, (q, dy, lse, row_dot)), *(_head_tiles(x, launch["BLOCK"]) for x in (q, dy, k, v, lse, row_dot)),
+        (dq, dk, (dv, dv.stride(0)), dv_upstream), start, end, N, H, window, scale, D=D, DV=v.size(2), **launch)
     return dq, dk, dv
 
 
@@ -810,37 +844,49 @@ def head_gates_ref(x, ve, w_ve, w_out, paired):
 
 
 @triton.jit
-def _gate_ptrs(X, row, num_rows, stride, c, first, end):
-    """Pointers (rows, columns) into the rows `row` of X, and their mask (rows, columns).
+def _gate_ptrs(X, row, num_rows, c, first, end):
+    """Pointers (rows, columns) into the rows `row` of X, and their mask (rows, columns). X is a tuple of a pointer and
+    the stride of a row.
 
     Columns first ... end - 1 are channels 0, 1, ... of X; all other columns are masked.
     """
-    ptrs = X + row.to(tl.int64)[:, None] * stride + (c - first)[None, :]
+    x, stride = X
+    ptrs = x + row.to(tl.int64)[:, None] * stride + (c - first)[None, :]
     return ptrs, (row < num_rows)[:, None] & ((c >= first) & (c < end))[None, :]
+
+
+@triton.jit
+def _gate_inputs(X, Ve, t, N, c, FROM_X: tl.constexpr, C: tl.constexpr):
+    """What the output gate and the value gate read of the tokens t, each (tokens, channels): the channels from FROM_X
+    on come from Ve for the latter."""
+    x_ptrs, x_mask = _gate_ptrs(X, t, N, c, 0, C)
+    x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+    if Ve is None:
+        return x, x
+    else:
+        ve_ptrs, ve_mask = _gate_ptrs(Ve, t, N, c, FROM_X, C)
+        return x, tl.where(ve_mask, tl.load(ve_ptrs, mask=ve_mask, other=0.0), x)
 
 
 @triton.jit
 def _store_gate(gate_input, W, Gate, t, N, h, c, H: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr):
     """Gate = SCALE · σ(gate_input Wᵀ), gate_input (tokens, channels)."""
-    w_ptrs, w_mask = _gate_ptrs(W, h, H, C, c, 0, C)
+    w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
     w = tl.load(w_ptrs, mask=w_mask, other=0.0)
     gate = SCALE * tl.sigmoid(tl.dot(gate_input, tl.trans(w), input_precision="ieee"))
-    gate_ptrs, gate_mask = _gate_ptrs(Gate, t, N, H, h, 0, H)
+    gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
     tl.store(gate_ptrs, gate.to(Gate.dtype.element_ty), mask=gate_mask)
 
 
 @triton.jit
-def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, stride_x, stride_ve, FROM_X: tl.constexpr, H: tl.constexpr,
-                       C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+                       HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
-    x_ptrs, x_mask = _gate_ptrs(X, t, N, stride_x, c, 0, C)
-    gate_input = tl.load(x_ptrs, mask=x_mask, other=0.0)
-    _store_gate(gate_input, WOut, Gates, t, N, h, c, H, C, 1.0)
+    x, mixed = _gate_inputs(X, Ve, t, N, c, FROM_X, C)
+    _store_gate(x, WOut, Gates, t, N, h, c, H, C, 1.0)
     if Ve is not None:
-        ve_ptrs, ve_mask = _gate_ptrs(Ve, t, N, stride_ve, c, FROM_X, C)  # the channels from FROM_X on come from Ve
-        gate_input = tl.where(ve_mask, tl.load(ve_ptrs, mask=ve_mask, other=0.0), gate_input)
-        _store_gate(gate_input, WVe, Gates + N * H, t, N, h, c, H, C, 2.0)
+        _store_gate(mixed, WVe, Gates + N * H, t, N, h, c, H, C, 2.0)
 
 
 @triton.jit
@@ -849,39 +895,40 @@ def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H: tl.constexpr, C: t
 
     The gradient of the logits is rounded to the dtype of gate_input.
     """
-    gate_ptrs, gate_mask = _gate_ptrs(Gate, t, N, H, h, 0, H)
+    gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
     gate = tl.load(gate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
-    dgate_ptrs, _ = _gate_ptrs(dGate, t, N, H, h, 0, H)
+    dgate_ptrs, _ = _gate_ptrs((dGate, H), t, N, h, 0, H)
     dgate = tl.load(dgate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
     dlogit = (dgate * gate * (1 - gate / SCALE)).to(gate_input.dtype)
-    w_ptrs, w_mask = _gate_ptrs(W, h, H, C, c, 0, C)
+    w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
     w = tl.load(w_ptrs, mask=w_mask, other=0.0)
-    dw_ptrs, _ = _gate_ptrs(dW, h, H, C, c, 0, C)
+    dw_ptrs, _ = _gate_ptrs((dW, C), h, H, c, 0, C)
     tl.store(dw_ptrs, tl.dot(tl.trans(dlogit), gate_input, input_precision="ieee"), mask=w_mask)
     return tl.dot(dlogit, w, input_precision="ieee")
 
 
 @triton.jit
-def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dW, N, stride_x, stride_ve, stride_dx,
-                            stride_dve, FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr,
-                            CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_to_channels(X, grad, t, N, c, first, end):
+    """Adds grad (tokens, channels) to the channels of X that _gate_ptrs gives."""
+    ptrs, mask = _gate_ptrs(X, t, N, c, first, end)
+    total = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) + grad
+    tl.store(ptrs, total.to(X[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dW, N, FROM_X: tl.constexpr,
+                            H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+                            BLOCK: tl.constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
     dW += tl.program_id(0) * (1 if Ve is None else 2) * H * C
-    x_ptrs, x_mask = _gate_ptrs(X, t, N, stride_x, c, 0, C)
-    gate_input = tl.load(x_ptrs, mask=x_mask, other=0.0)
-    grad = _gate_grad(gate_input, WOut, Gates, dOutGate, dW, t, N, h, c, H, C, 1.0)
+    x, mixed = _gate_inputs(X, Ve, t, N, c, FROM_X, C)
+    grad = _gate_grad(x, WOut, Gates, dOutGate, dW, t, N, h, c, H, C, 1.0)
     if Ve is not None:
-        ve_ptrs, ve_mask = _gate_ptrs(Ve, t, N, stride_ve, c, FROM_X, C)
-        gate_input = tl.where(ve_mask, tl.load(ve_ptrs, mask=ve_mask, other=0.0), gate_input)
-        ve_grad = _gate_grad(gate_input, WVe, Gates + N * H, dVeGate, dW + H * C, t, N, h, c, H, C, 2.0)
-        dve_ptrs, _ = _gate_ptrs(dVe, t, N, stride_dve, c, FROM_X, C)
-        total = tl.load(dve_ptrs, mask=ve_mask, other=0.0).to(tl.float32) + ve_grad
-        tl.store(dve_ptrs, total.to(dVe.dtype.element_ty), mask=ve_mask)
-        grad += tl.where(ve_mask, 0.0, ve_grad)
-    dx_ptrs, _ = _gate_ptrs(dX, t, N, stride_dx, c, 0, C)
-    total = tl.load(dx_ptrs, mask=x_mask, other=0.0).to(tl.float32) + grad
-    tl.store(dx_ptrs, total.to(dX.dtype.element_ty), mask=x_mask)
+        ve_grad = _gate_grad(mixed, WVe, Gates + N * H, dVeGate, dW + H * C, t, N, h, c, H, C, 2.0)
+        _add_to_channels(dVe, ve_grad, t, N, c, FROM_X, C)
+        grad += tl.where((c < FROM_X)[None, :], ve_grad, 0.0)
+    _add_to_channels(dX, grad, t, N, c, 0, C)
 
 
 def _gate_launch(ve, w_out, paired):
@@ -896,7 +943,7 @@ def head_gates(x, ve, w_ve, w_out, paired):
     N = x.size(0)
     gates = x.new_empty(1 if ve is None else 2, N, w_out.size(0))
     _head_gates_kernel[(triton.cdiv(N, GATE_LAUNCH["BLOCK"]),)](
-        x, ve, w_ve, w_out, gates, N, x.stride(0), 0 if ve is None else ve.stride(0), **_gate_launch(ve, w_out, paired))
+        _strided(x), _strided(ve), w_ve, w_out, gates, N, **_gate_launch(ve, w_out, paired))
     return gates
 
 
@@ -909,8 +956,8 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
     programs = triton.cdiv(N, GATE_LAUNCH["BLOCK"])
     parts = x.new_empty(programs, len(gates), *w_out.shape, dtype=torch.float32)
     _head_gates_grad_kernel[(programs,)](
-        dout_gate, dve_gate, gates, x, ve, w_ve, w_out, dx, dve, parts, N,
-        *(0 if u is None else u.stride(0) for u in (x, ve, dx, dve)), **_gate_launch(ve, w_out, paired))
+        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), parts, N,
+        **_gate_launch(ve, w_out, paired))
     return parts.sum(0)
 
 
@@ -963,117 +1010,130 @@ def _rotated(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _project_kernel(X, W, ScaleX, ScaleW, Qk, V, Rstd, Rotary, Ve, Gate, N, stride_part, stride_ve,
-                    K: tl.constexpr, PAIRED: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr, H: tl.constexpr,
-                    D: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    # X and W are codes if there are scales.
-    c = tl.arange(0, D // 2)[None, :]
-    if ScaleX is not None:
-        scale = tl.load(ScaleX) * tl.load(ScaleW)
-    TILES: tl.constexpr = 2 * H if NARROW else 3 * H  # NARROW: a tile of q or k has two heads
-    # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
-    # tiles and K, so that the first loads of a tile are under way while the tile before is finished.
-    for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
-        first = tile // TILES * BLOCK_M
-        head = tile % TILES
-        acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
-        for k in range(0, K, BLOCK_K):
-            if TMA:
-                x, w = X.load([first, k]), tl.trans(W.load([head * D, k]))
-            else:
-                m = first + tl.arange(0, BLOCK_M)
-                n = head * D + tl.arange(0, D)
-                j = k + tl.arange(0, BLOCK_K)
-                x = tl.load(X + m.to(tl.int64)[:, None] * K + j[None, :],
-                            mask=(m < N)[:, None] & (j < K)[None, :], other=0.0)
-                w = tl.load(W + n[None, :] * K + j[:, None], mask=(j < K)[:, None], other=0.0)
-            acc = tl.dot(x, w, acc, input_precision="ieee")
-        if ScaleX is not None:
-            acc *= scale
-        # From here on, operations of q and k alone, or of v alone, are masked. A branch on `part` would keep Triton
-        # from joining the loop over tiles and the loop over K into one pipelined loop.
-        if NARROW:
-            part = tl.minimum(2 * head // H, 2)
-            h = tl.where(part == 2, head - H, 2 * head % H)  # of q and k the first of two heads
-            next_part, next_h = part, h + 1
-            if H % 2:  # one tile has the last head of q and the first of k
-                next_part, next_h = tl.minimum((2 * head + 1) // H, 2), (2 * head + 1) % H
-        else:
-            part, h = head // H, head % H
-        t = first + tl.arange(0, BLOCK_M)
-        token = t.to(tl.int64)[:, None]
-        inside = (t < N)[:, None]
-        lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, D // 2)), (0, 2, 1)))
-        if NARROW:
-            rstd = tl.rsqrt(tl.sum(lo * lo, 1) / (D // 2) + _RMS_EPS)
-            second_rstd = tl.rsqrt(tl.sum(hi * hi, 1) / (D // 2) + _RMS_EPS)
-            tl.store(Rstd + (next_part * N + t) * H + next_h, second_rstd, mask=(t < N) & (part < 2))
-        else:
-            rstd = tl.rsqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D + _RMS_EPS)
-        tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
-        rstd = tl.where(part < 2, rstd, 1.0)[:, None]
-        row = 2 * t + h % 2 if PAIRED else t
-        lo = _rotated(lo * rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
-        if NARROW:
-            second_rstd = tl.where(part < 2, second_rstd, 1.0)[:, None]
-            # In unpaired layers `hi` turns by the angles of `lo`. Its row is written differently, so that the compiler
-            # loads the angles again and does not keep them in registers: it spills 16 instead of 136 bytes (sm_90).
-            row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
-            hi = _rotated(hi * second_rstd, Rotary, row, inside, part, D // 2, BLOCK_M)
-        else:
-            hi *= rstd
-        if Ve is not None:
-            gate = tl.load(Gate + t * H + h, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
-            ve = Ve + token * stride_ve + h * D + c
-            lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
-            hi += gate * tl.load(ve + D // 2, mask=inside & (part == 2), other=0.0).to(tl.float32)
-        out = tl.where(part == 2, V, Qk + part.to(tl.int64) * stride_part) + c
-        if NARROW:
-            width = tl.where(part == 2, D, D // 2)
-            out += token * (H * width) + h * width
-        else:
-            out += token * (H * D) + h * D
-        tl.store(out, lo.to(Qk.dtype.element_ty), mask=inside)
-        hi = hi.to(Qk.dtype.element_ty)
-        if OFFSET:
-            tl.store(out + D // 2, hi, mask=(t == 0)[:, None] & (part == 1))
-            out += tl.where(part == 1, H * D, 0)
-        if NARROW and H % 2:
-            second = Qk + next_part.to(tl.int64) * stride_part + c + (token * H + next_h) * (D // 2)
-            tl.store(tl.where(part == 2, out + D // 2, second), hi, mask=inside)
-        else:
-            tl.store(out + D // 2, hi, mask=inside)
+def _heads_of_tile(tile, H: tl.constexpr, NARROW: tl.constexpr):
+    """(part, head) twice, for the lower and the upper half of the columns of a tile; part 0, 1, 2: q, k, v. Only tiles
+    of q and k in narrow layers have two heads; with an odd H, one of these tiles has the last of q and the first of k."""
+    if NARROW:
+        part = tl.minimum(2 * tile // H, 2)
+        h = tl.where(part == 2, tile - H, 2 * tile % H)
+        next_part, next_h = part, h + 1
+        if H % 2:
+            next_part, next_h = tl.minimum((2 * tile + 1) // H, 2), (2 * tile + 1) % H
+    else:
+        part, h = tile // H, tile % H
+        next_part, next_h = part, h
+    return part, h, next_part, next_h
 
 
 @triton.jit
-def _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST: tl.constexpr, D: tl.constexpr):
-    """Store dx (BLOCK, D), heads h of tokens t, to the columns of dQkv from FIRST on. With dQkvT, store the codes of
-    dx / Scale, also to the rows of dQkvT; then all h are the same."""
+def _head_rstd(squares, Rstd, part, h, t, N, H: tl.constexpr, D: tl.constexpr):
+    """1 / rms (BLOCK, 1) of a head of D channels from its sum of squares (BLOCK,), stored for q and k; 1 for v."""
+    rstd = tl.rsqrt(squares / D + _RMS_EPS)
+    tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
+    return tl.where(part < 2, rstd, 1.0)[:, None]
+
+
+@triton.jit
+def _angle_row(t, h, PAIRED: tl.constexpr):
+    """The row of the rotary table of the heads h of the tokens t."""
+    return 2 * t + h % 2 if PAIRED else t
+
+
+@triton.jit
+def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: tl.constexpr, PAIRED: tl.constexpr,
+                    OFFSET: tl.constexpr, NARROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    # X and W are codes if there are scales. Qk and Ve: a pointer and a stride.
+    qk, stride_part = Qk
+    HALF: tl.constexpr = D // 2
+    c = tl.arange(0, HALF)[None, :]
+    if Scales is not None:
+        scale = tl.load(Scales[0]) * tl.load(Scales[1])
+    TILES: tl.constexpr = 2 * H if NARROW else 3 * H
+    # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
+    # tiles and K, so that the first loads of a tile are under way while the tile before is finished.
+    for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
+        first = i // TILES * BLOCK_M
+        tile = i % TILES
+        acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x = _matrix_tile(X, first, k, N, K, BLOCK_M, BLOCK_K)
+            w = tl.trans(_matrix_tile(W, tile * D, k, TILES * D, K, D, BLOCK_K))
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+        if Scales is not None:
+            acc *= scale
+        # From here on, operations of q and k alone, or of v alone, are masked. A branch on `part` would keep Triton
+        # from joining the loop over tiles and the loop over K into one pipelined loop.
+        part, h, next_part, next_h = _heads_of_tile(tile, H, NARROW)
+        t = first + tl.arange(0, BLOCK_M)
+        token = t.to(tl.int64)[:, None]
+        inside = (t < N)[:, None]
+        lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        row = _angle_row(t, h, PAIRED)
+        if NARROW:
+            rstd = _head_rstd(tl.sum(lo * lo, 1), Rstd, part, h, t, N, H, HALF)
+            next_rstd = _head_rstd(tl.sum(hi * hi, 1), Rstd, next_part, next_h, t, N, H, HALF)
+            lo = _rotated(lo * rstd, Rotary, row, inside, part, HALF, BLOCK_M)
+            # In unpaired layers `hi` turns by the angles of `lo`. Its row is written differently, so that the compiler
+            # loads the angles again and does not keep them in registers: it spills 16 instead of 136 bytes (sm_90).
+            row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
+            hi = _rotated(hi * next_rstd, Rotary, row, inside, part, HALF, BLOCK_M)
+        else:
+            rstd = _head_rstd(tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1), Rstd, part, h, t, N, H, D)
+            lo = _rotated(lo * rstd, Rotary, row, inside, part, HALF, BLOCK_M)
+            hi *= rstd
+        if Ve is not None:
+            gate = tl.load(Gate + t * H + h, mask=(t < N) & (part == 2), other=0.0).to(tl.float32)[:, None]
+            ve = Ve[0] + token * Ve[1] + h * D + c
+            lo += gate * tl.load(ve, mask=inside & (part == 2), other=0.0).to(tl.float32)
+            hi += gate * tl.load(ve + HALF, mask=inside & (part == 2), other=0.0).to(tl.float32)
+        width = tl.where(part == 2, D, HALF) if NARROW else D
+        out = tl.where(part == 2, V, qk + part.to(tl.int64) * stride_part) + c + token * (H * width) + h * width
+        tl.store(out, lo.to(V.dtype.element_ty), mask=inside)
+        hi = hi.to(V.dtype.element_ty)
+        out += HALF
+        if NARROW and H % 2:  # the upper half may belong to k where the lower half belongs to q
+            next_out = qk + next_part.to(tl.int64) * stride_part + c + (token * H + next_h) * HALF
+            out = tl.where(part == 2, out, next_out)
+        if OFFSET:
+            tl.store(out, hi, mask=(t == 0)[:, None] & (part == 1))
+            out += tl.where(part == 1, H * D, 0)
+        tl.store(out, hi, mask=inside)
+
+
+@triton.jit
+def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST: tl.constexpr, D: tl.constexpr):
+    """Store dx (BLOCK, D), heads h of tokens t, to the columns of dQkv from FIRST on.
+
+    dQkv is a tuple: a matrix, None, None; or codes, transposed codes, scale. For codes all h are the same.
+    """
+    out, out_t, scale = dQkv
     c = tl.arange(0, D)
-    ptrs = dQkv + FIRST + t[:, None].to(tl.int64) * stride + ((h * D)[:, None] + c[None, :])
-    if dQkvT is None:
-        tl.store(ptrs, dx.to(dQkv.dtype.element_ty), mask=(t < N)[:, None])
+    ptrs = out + FIRST + t[:, None].to(tl.int64) * stride + ((h * D)[:, None] + c[None, :])
+    if out_t is None:
+        tl.store(ptrs, dx.to(out.dtype.element_ty), mask=(t < N)[:, None])
     else:
         dx = dx.to(tl.float32)
-        codes = _saturate(dx * tl.div_rn(1.0, tl.load(Scale)), dQkv.dtype.element_ty)
+        codes = _saturate(dx * tl.div_rn(1.0, tl.load(scale)), out.dtype.element_ty)
         tl.store(ptrs, codes, mask=(t < N)[:, None])
         # The kernel makes the codes twice. If it made them once and stored them in both layouts, the assembler of CUDA
         # 12.8 would read every second byte of e5m2 before the byte is computed. The compiler cannot merge the two
         # computations, because each loads the scale.
-        codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(Scale)), dQkvT.dtype.element_ty)
-        ptrs = dQkvT + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
+        codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(scale)), out_t.dtype.element_ty)
+        ptrs = out_t + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, codes_t, mask=(t < N)[None, :])
 
 
 @triton.jit
-def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dy, stride, FIRST: tl.constexpr,
-                      PAIRED: tl.constexpr, OFFSET: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr,
-                      D: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST: tl.constexpr, PAIRED: tl.constexpr,
+                      OFFSET: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+                      BLOCK: tl.constexpr):
     """Gradient of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k; see
-    _store_qkv_grad.
+    _store_qkv_grad. dY is a tuple of a pointer and the stride of a row.
 
-    The first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads; row = t · H + h.
+    The first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads.
     """
+    dy_ptr, stride_dy = dY
     c = tl.arange(0, D)[None, :]
     column = (h * D)[:, None] + c
     inside = (t < N)[:, None]
@@ -1081,14 +1141,14 @@ def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, str
     if OFFSET:
         came_from += (c >= D // 2)
     y = tl.load(Y + came_from * (H * D) + column, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dY + came_from * stride_dy + column, mask=inside & (came_from < N), other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + came_from * stride_dy + column, mask=inside & (came_from < N), other=0.0).to(tl.float32)
     if OFFSET:
-        dy += tl.load(dY + column, mask=(t == 0)[:, None] & (c >= D // 2), other=0.0).to(tl.float32)
-    rstd = tl.load(Rstd + row, mask=t < N, other=0.0)
+        dy += tl.load(dy_ptr + column, mask=(t == 0)[:, None] & (c >= D // 2), other=0.0).to(tl.float32)
+    rstd = tl.load(Rstd + t * H + h, mask=t < N, other=0.0)
     mean = tl.sum(dy * y, 1) / D
 
-    angle = 2 * t + h % 2 if PAIRED else t
-    table = tl.load(Rotary + angle[:, None] * TURNED + c, mask=inside & (c < TURNED), other=0.0)
+    row = _angle_row(t, h, PAIRED)
+    table = tl.load(Rotary + row[:, None] * TURNED + c, mask=inside & (c < TURNED), other=0.0)
     table = tl.where(c < TURNED, table.to(tl.float32), 1.0 - c % 2)  # cosine 1, sine 0: the other channels do not turn
     cos, sin = tl.split(tl.reshape(table, (BLOCK, D // 2, 2)))
     y_even, y_odd = tl.split(tl.reshape(y, (BLOCK, D // 2, 2)))
@@ -1097,44 +1157,48 @@ def _norm_rotary_grad(dY, Y, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, str
     even = (dy_even - along * y_even) * rstd[:, None]
     odd = (dy_odd - along * y_odd) * rstd[:, None]
     dx = tl.reshape(tl.join(cos * even - sin * odd, sin * even + cos * odd), (BLOCK, D))
-    _store_qkv_grad(dx, dQkv, dQkvT, Scale, t, h, N, stride, FIRST, D)
+    _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D)
 
 
 @triton.jit
-def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, dQkvT, Scale, Rstd, Rotary, Ve, Gate, dVe, dGate, N, stride_dq,
-                         stride_dk, stride_dv, stride_ve, PAIRED: tl.constexpr, OFFSET: tl.constexpr,
-                         NARROW: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-                         BLOCK: tl.constexpr):
-    # Grid axis 0: q, k or v. The rows are on axes 1 and 2, because either axis is limited to 65535 programs.
+def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H: tl.constexpr, D: tl.constexpr):
+    """Gradients of the value embeddings Ve, a pointer and a stride, and of their gate from dv (BLOCK, D)."""
+    token = t.to(tl.int64)[:, None]
+    column = (h * D)[:, None] + tl.arange(0, D)[None, :]
+    row = t * H + h
+    gate = tl.load(Gate + row, mask=t < N, other=0.0).to(tl.float32)
+    ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
+    tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
+    tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
+
+
+@triton.jit
+def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: tl.constexpr,
+                         OFFSET: tl.constexpr, NARROW: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
+                         D: tl.constexpr, BLOCK: tl.constexpr):
+    # dQ, dK, dV and Ve: a pointer and the stride of a row; dQkv: see _store_qkv_grad. Grid axis 0: q, k or v. The rows
+    # are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
     block = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    if dQkvT is None:
+    if dQkv[1] is None:
         row = block * BLOCK + tl.arange(0, BLOCK)  # of the matrix (N · H, D), one head of one token each
         t, h = row // H, row % H
     else:  # tokens of one head, whose transposed codes are contiguous
         t, h = block // H * BLOCK + tl.arange(0, BLOCK), tl.full((BLOCK,), block % H, tl.int32)
-        row = t * H + h
     WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
     stride: tl.constexpr = H * (2 * WIDTH + D)  # of dQkv
     if part == 0:
-        _norm_rotary_grad(dQ, Q, dQkv, dQkvT, Scale, Rstd, Rotary, row, t, h, N, stride_dq, stride, 0, PAIRED, False,
-                          D // 2, H, WIDTH, BLOCK)
+        _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, t, h, N, stride, 0, PAIRED, False, D // 2, H, WIDTH, BLOCK)
     elif part == 1:
-        _norm_rotary_grad(dK, K, dQkv, dQkvT, Scale, Rstd + N * H, Rotary, row, t, h, N, stride_dk, stride, H * WIDTH,
-                          PAIRED, OFFSET, D // 2, H, WIDTH, BLOCK)
+        _norm_rotary_grad(dK, K, dQkv, Rstd + N * H, Rotary, t, h, N, stride, H * WIDTH, PAIRED, OFFSET, D // 2, H,
+                          WIDTH, BLOCK)
     else:
         token = t.to(tl.int64)[:, None]
-        inside = token < N
-        column = (h * D)[:, None] + tl.arange(0, D)[None, :]
-        dv = tl.load(dV + token * stride_dv + column, mask=inside, other=0.0)
+        dv = tl.load(dV[0] + token * dV[1] + ((h * D)[:, None] + tl.arange(0, D)[None, :]), mask=token < N, other=0.0)
         if COPY:
-            _store_qkv_grad(dv, dQkv, dQkvT, Scale, t, h, N, stride, 2 * H * WIDTH, D)
+            _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
-            dv = dv.to(tl.float32)
-            gate = tl.load(Gate + row, mask=row < N * H, other=0.0).to(tl.float32)
-            ve = tl.load(Ve + token * stride_ve + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=inside)
-            tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=row < N * H)
+            _value_grad(dv.to(tl.float32), Ve, Gate, dVe, dGate, t, h, N, H, D)
 
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=(None,) * 4):
@@ -1150,12 +1214,10 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
     rstd = x.new_empty(2, N, H, dtype=torch.float32)
     tiles = triton.cdiv(N, launch["BLOCK_M"]) * weight.size(0) // d
     programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
-    tma, stride_ve = _has_tma(x.device), 0 if ve is None else ve.stride(0)
     _project_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [launch["BLOCK_M"], launch["BLOCK_K"]]) if tma else a,
-        TensorDescriptor.from_tensor(b, [d, launch["BLOCK_K"]]) if tma else b, *scales, qk, v, rstd,
-        rotary, ve, ve_gate, N, qk.stride(0), stride_ve, K=b.size(1),
-        PAIRED=paired, OFFSET=offset, NARROW=narrow, H=H, D=d, TMA=tma, **launch)
+        _matrix_tiles(a, launch["BLOCK_M"], launch["BLOCK_K"]), _matrix_tiles(b, d, launch["BLOCK_K"]),
+        None if x8 is None else tuple(scales), (qk, qk.stride(0)), v, rstd, rotary, _strided(ve), ve_gate, N, K=b.size(1),
+        PAIRED=paired, OFFSET=offset, NARROW=narrow, H=H, D=d, **launch)
     return qk, v, rstd
 
 
@@ -1171,9 +1233,8 @@ def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, 
     launch = PROJECT_GRAD_LAUNCH if dqkv_t is None else PROJECT_GRAD_CODES_LAUNCH
     blocks = triton.cdiv(N * H, launch["BLOCK"]) if dqkv_t is None else H * triton.cdiv(N, launch["BLOCK"])
     _project_grad_kernel[(2 + (value or copy), min(blocks, 65535), triton.cdiv(blocks, 65535))](
-        dq, dk, dv, qk[0], qk[1], dqkv, dqkv_t, scale, rstd, rotary, ve, ve_gate, dve, dgate, N, dq.stride(0),
-        dk.stride(0), dv.stride(0), ve.stride(0) if value else 0, PAIRED=paired, OFFSET=offset,
-        NARROW=dq.size(2) < d, COPY=copy, H=H, D=d, **launch)
+        *((u, u.stride(0)) for u in (dq, dk, dv)), qk[0], qk[1], (dqkv, dqkv_t, scale), rstd, rotary, _strided(ve),
+        ve_gate, dve, dgate, N, PAIRED=paired, OFFSET=offset, NARROW=dq.size(2) < d, COPY=copy, H=H, D=d, **launch)
     return dve, dgate
 
 
@@ -1321,7 +1382,239 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 
 
 # ======================================================================================================================
-# 4  ReLU² MLP
+# 4  FP8 codes
+#
+#   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; the compiler fuses the codes into the
+#                                                              pass that makes x
+#   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
+#   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) bf16 = a bᵀ, the library's product
+#   Fp8Projections                                             the codes of section 3's projection
+#
+# Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
+# stays NaN. Operands of the forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the
+# summed axis, so a tensor that enters two products is stored in both layouts.
+# A scale is static (a constant), exact (the largest weight of a matrix / 448, after every update), or delayed (from the
+# largest value of the last step, section 5). The static scale of gradients carries loss_scale, because the loss is a
+# sum over tokens times loss_scale.
+# ======================================================================================================================
+
+G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
+WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
+_WEIGHT_FLOOR = tl.constexpr(WEIGHT_FLOOR)
+
+# A tile of the second kernel reads lines of 128 bytes. It writes the transposed codes in lines of 128 bytes, but the
+# codes in the layout of the matrix in lines of 64 bytes.
+LARGEST_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=4)
+QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
+
+
+def x8_scale(D) -> float:
+    """Static scale of the codes of an RMS-normed stream of D channels: the least power of two whose 448-fold is not
+    below √D, the largest possible value (D = 768: 27.7 and 448 · 2⁻⁴ = 28)."""
+    return 2.0**math.ceil(math.log2(D**0.5 / E4M3_MAX))
+
+
+def transposed(codes):
+    """A new tensor (N, M), the transpose of codes (M, N)."""
+    return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
+
+
+# Without the tag, the compiler writes a second copy of `codes` for this op.
+@torch.library.custom_op("speedrun::transpose_codes", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def _transposed_codes(codes: Tensor) -> Tensor:
+    return transposed(codes) if codes.ndim == 2 else codes.mT.contiguous()
+
+
+@_transposed_codes.register_fake
+def _(codes):
+    return codes.new_empty(codes.mT.shape)
+
+
+def both_layouts(x, scale, dtype):
+    """Codes of x (..., M, N) / scale in `dtype`, and their transpose (..., N, M). scale: a number or a tensor (...)."""
+    limit, inverse = FP8_MAX[dtype], 1 / scale
+    inverse = inverse[..., None, None] if isinstance(scale, Tensor) else inverse
+    codes = (x.float() * inverse).clamp(-limit, limit).to(dtype).contiguous()
+    return codes, _transposed_codes(codes)
+
+
+def scaled_product(a, b, scale_a, scale_b, fast=False):
+    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer bits."""
+    if _takes_ref(a):
+        return (a.float() @ b.float().mT * (scale_a * scale_b)).bfloat16()
+    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def _saturated(x, DTYPE: tl.constexpr):
+    """x as e4m3 or e5m2, bounded to its largest value."""
+    MAX: tl.constexpr = _E4M3_MAX if DTYPE == tl.float8e4nv else _E5M2_MAX
+    return tl.clamp(x, -MAX, MAX, propagate_nan=NAN_STAYS).to(DTYPE)
+
+
+_saturate, _saturate_hopper = triton.jit(_saturated), gluon.jit(_saturated)
+
+
+def quantise_weights_ref(x, scales=None):
+    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices x (matrices, M, N).
+    scales None: exact scales."""
+    if scales is None:
+        largest = torch.linalg.vector_norm(x, math.inf, (-2, -1)).float()
+        scales = (largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR)
+    return scales, *both_layouts(x, scales, E4M3)
+
+
+@triton.jit
+def _largest_kernel(X, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Largest (matrices, blocks): the largest |x| of BLOCK_M rows of a matrix."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.program_id(1).to(tl.int64) * M + m
+    largest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, N, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        x = tl.load(X + row[:, None] * N + n[None, :], mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    tl.store(Largest + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit
+def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, blocks, columns, stride_i, stride_j,
+                             BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One tile of one matrix. Scales (matrices / columns, columns), with Largest a result."""
+    matrix = tl.program_id(1)
+    Scales += matrix // columns * stride_i + matrix % columns * stride_j
+    if Largest is None:
+        scale = tl.load(Scales)
+    else:
+        block = tl.arange(0, BLOCKS)
+        largest = tl.max(tl.load(Largest + matrix * blocks + block, mask=block < blocks, other=0.0))
+        scale = tl.maximum(largest * (1.0 / _E4M3_MAX), _WEIGHT_FLOOR)  # as PyTorch divides by a number on a GPU
+        if tl.program_id(0) == 0:
+            tl.store(Scales, scale)
+    tiles = tl.cdiv(N, BLOCK_N)
+    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    first = matrix.to(tl.int64) * M * N
+    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
+    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
+    tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
+    tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+def _quantise_weights(x, scales, codes, codes_t, static=False):
+    """Launch the kernels; the interpreter is exact only for values that FP8 holds."""
+    (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
+    blocks, largest = triton.cdiv(M, LARGEST_LAUNCH["BLOCK_M"]), None
+    if not static:
+        largest = torch.empty(matrices, blocks, device=x.device)
+        _largest_kernel[(blocks, matrices)](x, largest, M, N, **LARGEST_LAUNCH)
+    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+    _quantise_weights_kernel[(tiles, matrices)](
+        x, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(),
+        BLOCKS=triton.next_power_of_2(blocks), **launch)
+
+
+# x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
+WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
+
+
+def quantise_weights(x, scales, codes, codes_t, static=False):
+    """quantise_weights_ref in place. scales (layers, matrices of a layer), in the order of the matrices; static: the
+    scales are given, not made."""
+    given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
+    _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
+    if _takes_ref(x):
+        wanted, *both = quantise_weights_ref(x, scales.flatten() if static else None)
+        for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
+            target.copy_(new)
+    else:
+        _quantise_weights(x, scales, codes, codes_t, static)
+    torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
+
+
+# ---- The projection of the attention block ---------------------------------------------------------------------------
+#
+#   codes = Fp8Projections(weights, loss_scale)(layer, both_layouts(x, x8_scale(D), E4M3), factor)
+#   y, v = attention_block(x, factor · weight of the layer, ..., codes)
+#
+#   product            operands (scale)                                  result
+#   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)        fp32, for norm and rotation in the kernel
+#   dx = dqkv W        dqkv e5m2 (2⁻⁶ · loss_scale), W                   bf16, then the gradients of the gates are added
+#   dW = dqkvᵀ x       dqkv, x                                           bf16, gradient of factor · W
+#
+#   N, D and the rows of W are multiples of 16.
+#
+# Codes and scales follow the rules of the MLP in FP8. Here no scale is delayed, because no result is stored in FP8. The
+# bf16 weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the
+# factor. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in
+# bf16. Layers that share an input also share its codes. The forward product keeps about 14 bits of a sum, as in the
+# MLP.
+
+
+class ProjectionCodes(NamedTuple):
+    """Codes of x and weight of attention_block, and 0-D fp32 scales, in the order of the op's arguments."""
+
+    x8: Tensor  # (N, D) e4m3
+    w8: Tensor  # (rows, D) e4m3
+    x_scale: Tensor
+    w_scale: Tensor  # of the weight with its factor
+    x8_t: Tensor  # (D, N) e4m3
+    w8_t: Tensor  # (D, rows) e4m3
+    grad_scale: Tensor  # of the e5m2 codes of the gradient of x Wᵀ
+
+
+class _ProductOfCodes(torch.autograd.Function):
+    """x Wᵀ (N, rows) fp32 from ProjectionCodes, with the gradients of x and W."""
+
+    @staticmethod
+    def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
+        ctx.save_for_backward(x_scale, w_scale, *others)
+        ctx.dtype = x.dtype
+        return x8.float() @ w8.float().mT * (x_scale * w_scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x_scale, w_scale, x8_t, w8_t, grad_scale = ctx.saved_tensors
+        g, g_t = both_layouts(grad, grad_scale, E5M2)
+        dx, dweight = scaled_product(g, w8_t, grad_scale, w_scale), scaled_product(g_t, x8_t, grad_scale, x_scale)
+        return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 7
+
+
+class Fp8Projections:
+    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), factor): the ProjectionCodes of x and of factor
+    times the projection of a layer; factor: 0-D. No gradient goes through codes, so x is detached.
+
+    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w.
+    loss_scale: the factor of the sum over tokens in the loss. Call `refresh` after every change of the weights. All
+    tensors keep their addresses, because CUDA graphs read them.
+    """
+
+    def __init__(self, weights, loss_scale):
+        self.weights, self.kinds, self.layers = weights, [], {}
+        for layers, weight in weights():
+            (n, rows, D), device = weight.shape, weight.device
+            codes, codes_t = (torch.empty(n, *shape, dtype=E4M3, device=device) for shape in ((rows, D), (D, rows)))
+            scales = torch.ones(n, 4, device=device)[:, :1]  # 16 bytes apart, as in Fp8Mlps
+            self.kinds.append((scales, codes, codes_t))
+            self.layers |= zip(layers, zip(codes, codes_t, scales[:, 0]))
+        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (x8_scale(D), G8_SCALE * loss_scale))
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self):
+        """Quantise the weights again."""
+        for (_, weight), kind in zip(self.weights(), self.kinds):
+            quantise_weights(weight, *kind)
+
+    def __call__(self, layer, inputs, factor):
+        codes, codes_t, scale = self.layers[layer]
+        x8, x8_t = inputs
+        return ProjectionCodes(x8, codes, self.x_scale, scale * factor.detach(), x8_t, codes_t, self.grad_scale)
+
+
+# ======================================================================================================================
+# 5  ReLU² MLP
 #
 #   y = mlp(x, W1, W2)      post = relu(x W1ᵀ)²,  y = post W2          replaces F.linear(x, W1).relu().square() @ W2
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
@@ -1350,15 +1643,18 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 
 # Hopper: one warp fetches, and two warp groups take turns tile by tile. One warp group multiplies while the other
 # finishes its tile, so the tensor cores do not wait for roots and stores. 128x128 fp32 sums take 128 registers per
-# thread; 256 columns would take too many. A stage of both operands is 32 KiB. 5 stages, and a 32 KiB tile for each warp
-# group, which holds post and then the result, take 224 of the 227 KiB of an SM.
-MLP_HOPPER = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4)  # num_warps: of one warp group
+# thread; 256 columns would take too many. A stage of both operands is 32 KiB, 128 bytes of each row. 5 stages, and 32
+# KiB for each warp group, take 224 of the 227 KiB of an SM. In bf16 these 32 KiB hold post and then the result; in FP8
+# one half holds post and then the codes, the other half the transposed codes. num_warps is that of one warp group.
+MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
+              E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)}
 
 # On other GPUs, in Triton's interpreter, and for fp32, which exists for tests: plain tiles. 4 stages of 16 KiB fit
-# every GPU that has bf16 units.
+# every GPU that has bf16 units, and with the tile that is transposed also the 99 KiB of sm_89 and sm_120.
 MLP_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4),
     torch.float32: dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2),
+    E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4),
 }
 
 
@@ -1367,28 +1663,69 @@ def mlp_ref(x, W1, W2):
     return F.linear(x, W1).relu().square() @ W2
 
 
-@triton.jit
-def _mlp_kernel(A, B, Post, Out, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Out (M, N) = relu(A Bᵀ)², or with Post (M, N): 2 (A Bᵀ) √Post. A (M, K), B (N, K)."""
-    columns = tl.cdiv(N, BLOCK_N)
-    m = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    n = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = k < K - start
-        a = tl.load(A + m * K + (start + k)[None, :], mask=(m < M) & inside[None, :], other=0.0)
-        b = tl.load(B + n * K + (start + k)[:, None], mask=(n < N) & inside[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    in_tile = (m < M) & (n < N)
-    if Post is None:
-        pre = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL).to(Out.dtype.element_ty)
-        result = pre * pre
+def _post_or_dpre(acc, post, scale, DTYPE: tl.constexpr):
+    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With a scale, which is that of acc, in fp32
+    and without the factors that `_unit` gives."""
+    if scale is None:
+        # In bf16 arithmetic on purpose: one instruction for two elements, and conversions in pairs. Doubling is exact.
+        if post is None:
+            pre = tl.maximum(acc, 0.0, propagate_nan=NAN_STAYS).to(DTYPE)
+            result = pre * pre
+        else:
+            root = tl.sqrt(post.to(tl.float32)).to(DTYPE)
+            result = acc.to(DTYPE) * (root + root)
     else:
-        post = tl.load(Post + m * N + n, mask=in_tile, other=0.0)
-        root = tl.sqrt(post.to(tl.float32)).to(Out.dtype.element_ty)
-        result = acc.to(Out.dtype.element_ty) * (root + root)
-    tl.store(Out + m * N + n, result, mask=in_tile)
+        if post is None:
+            pre = tl.maximum(acc * scale, 0.0, propagate_nan=NAN_STAYS).to(tl.bfloat16).to(tl.float32)
+            result = pre * pre
+        else:
+            result = acc * tl.sqrt(post.to(tl.float32))
+    return result
+
+
+def _scale_and_unit(Scales):
+    """(scale of a sum, factor of the results of `_post_or_dpre`, the same divided by the scale of the codes). Scales:
+    pointers to the scales of A, B, the result, and of post or None."""
+    a, b, out, post = Scales
+    scale = tl.load(a) * tl.load(b)
+    unit = tl.cast(1.0, tl.float32) if post is None else 2 * scale * tl.sqrt_rn(tl.load(post))
+    return scale, unit, tl.div_rn(unit, tl.load(out))
+
+
+# The same lines for Triton's tiles and for Gluon's, whose compilers differ.
+_tile_result, _tile_result_hopper = triton.jit(_post_or_dpre), gluon.jit(_post_or_dpre)
+_tile_scales, _tile_scales_hopper = triton.jit(_scale_and_unit), gluon.jit(_scale_and_unit)
+
+
+@triton.jit
+def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                BLOCK_K: tl.constexpr):
+    """Out (M, N) = relu(A Bᵀ)², or with Post (M, N): 2 (A Bᵀ) √Post. A (M, K), B (N, K). With Scales A, B and Post are
+    codes, Out and OutT get codes, and Largest, fp32 seen as int32, is raised to the largest absolute value."""
+    columns = tl.cdiv(N, BLOCK_N)
+    m0, n0 = tl.program_id(0) // columns * BLOCK_M, tl.program_id(0) % columns * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a, b = _matrix_tile(A, m0, k, M, K, BLOCK_M, BLOCK_K), _matrix_tile(B, n0, k, N, K, BLOCK_N, BLOCK_K)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+    m, n = m0.to(tl.int64) + tl.arange(0, BLOCK_M), n0.to(tl.int64) + tl.arange(0, BLOCK_N)
+    place, in_tile = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+    if Post is None:
+        post: tl.constexpr = None
+    else:
+        post = tl.load(Post + place, mask=in_tile, other=0.0)
+    if OutT is None:
+        tl.store(Out + place, _tile_result(acc, post, None, Out.dtype.element_ty), mask=in_tile)
+    else:
+        scale, unit, to_code = _tile_scales(Scales)
+        value = _tile_result(acc, post, scale, tl.float32)
+        largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
+        tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
+        value *= to_code
+        tl.store(Out + place, _saturate(value, Out.dtype.element_ty), mask=in_tile)
+        # The kernel transposes the values and then rounds them again, for the reason that _store_qkv_grad gives.
+        codes_t = _saturate(tl.trans(value), Out.dtype.element_ty)
+        tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
 
 
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
@@ -1396,10 +1733,14 @@ def _mlp_kernel(A, B, Post, Out, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 #
 # Its arguments travel as one tuple `args`:
 #   A, B, Post, Out   TMA descriptors of the tensors; Post is None in the forward pass
+#   OutT, Scales, Largest   see _mlp_kernel; OutT is a descriptor
 #   a_ring, b_ring    (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
 #   full, free        (STAGES,) barriers of the stages
 #   posts, turn       (2,) barriers, one per warp group
 #   tiles             (2, BLOCK_M, BLOCK_N) shared memory: post and then the result, one tile per warp group
+#   tiles_t           (2, BLOCK_N, BLOCK_M): the transposed codes; None without codes. A warp group writes its tile byte
+#                     by byte, 128 bytes per thread: the lanes of a warp write 8 neighbouring bytes of 4 rows, which the
+#                     swizzle puts into different banks.
 #
 #   barrier   who arrives                            who waits                        what the barrier protects
 #   full      the copy engine, when both operands    the warp group whose step        operands in a stage: no product
@@ -1415,9 +1756,6 @@ def _mlp_kernel(A, B, Post, Out, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 # returns when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at
 # once.
 
-NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
-
-
 @gluon.jit
 def _parity(uses, OPEN: gl.constexpr):
     """Parity to wait for at use number `uses` (0, 1, ...) of a barrier.
@@ -1430,7 +1768,7 @@ def _parity(uses, OPEN: gl.constexpr):
 @gluon.jit
 def _mlp_fetch(args):
     """The fetching warp: copies the operands of every step of every tile of this program into the ring."""
-    A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = args
+    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -1451,7 +1789,7 @@ def _mlp_fetch(args):
 def _mlp_sums(args, step, count, ME: gl.constexpr, LAYOUT: gl.constexpr):
     """The sum of the products of one tile. step: number of its first step; count: number of this tile among those of
     warp group ME."""
-    A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = args
+    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -1477,13 +1815,19 @@ def _mlp_sums(args, step, count, ME: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _mlp_multiply(args, ME: gl.constexpr):
     """Warp group ME (0 or 1): products and epilogue of every second tile of this program."""
-    A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = args
+    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     steps = gl.cdiv(A.shape[1], a_ring.shape[2])
     buffer = tiles.index(ME)
+    if OutT is None:
+        scale: gl.constexpr = None
+    else:
+        buffer_t = tiles_t.index(ME)
+        scale, unit, to_code = _tile_scales_hopper(Scales)
+        largest = gl.zeros((BLOCK_M,), gl.int32, gl.SliceLayout(1, LAYOUT))  # per row of a tile, over all tiles
     step = ME * steps  # counts the steps of all tiles of this program, because both warp groups share one ring
     count = 0  # counts the tiles of this warp group
     for tile in range(gl.program_id(0) + ME * gl.num_programs(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns,
@@ -1495,20 +1839,29 @@ def _mlp_multiply(args, ME: gl.constexpr):
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
         acc = _mlp_sums(args, step, count, ME, LAYOUT)
-        # In bf16 arithmetic on purpose: one instruction for two elements, and conversions in pairs. Doubling is exact.
         if Post is None:
-            pre = gl.maximum(acc, 0.0, propagate_nan=NAN_STAYS).to(Out.dtype)
-            result = pre * pre
+            result = _tile_result_hopper(acc, None, scale, Out.dtype)
             tma.store_wait(0)
         else:
             mbarrier.wait(posts.index(ME), _parity(count, 0))
-            root = gl.sqrt(buffer.load(LAYOUT).to(gl.float32)).to(Out.dtype)
-            result = acc.to(Out.dtype) * (root + root)
+            post = buffer.load(LAYOUT)
+            if OutT is not None:
+                post = post.to(gl.float8e4nv, bitcast=True)
+            result = _tile_result_hopper(acc, post, scale, Out.dtype)
+        if OutT is not None:
+            largest = gl.maximum(largest, gl.max(gl.abs(result).to(gl.int32, bitcast=True), axis=1))
+            result = _saturate_hopper(result * to_code, Out.dtype)
+            buffer_t.permute((1, 0)).store(result)
         buffer.store(result)
         fence_async_shared()
         tma.async_copy_shared_to_global(Out, [m, n], buffer)
+        if OutT is not None:
+            tma.async_copy_shared_to_global(OutT, [n, m], buffer_t)
         step += 2 * steps  # of this tile and of the tile of the other warp group
         count += 1
+    if OutT is not None:
+        most = gl.max(largest, axis=0).to(gl.float32, bitcast=True) * gl.abs(unit)
+        gl.atomic_max(Largest, most.to(gl.int32, bitcast=True), sem="relaxed")
     tma.store_wait(0)
 
 
@@ -1530,14 +1883,18 @@ def _mlp_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _mlp_hopper_kernel(A, B, Post, Out, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-                       STAGES: gl.constexpr):
-    """Computes the same as _mlp_kernel, from descriptors of blocks of the operands."""
+def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Computes the same as _mlp_kernel, from descriptors of blocks of the matrices."""
     a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
     b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
     tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
+    if OutT is None:
+        tiles_t: gl.constexpr = None
+    else:
+        tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
     full, free, posts, turn = _mlp_barriers(STAGES)
-    args = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
+    args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
     gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
                        [240, 24])
@@ -1551,23 +1908,31 @@ def _tma_blocks(launch, tensor, rows, columns):
     return GluonDescriptor.from_tensor(tensor, [launch[rows], launch[columns]], swizzle)
 
 
-def _relu_square(a, b, post=None):
-    """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
-    (M, K), N = a.shape, b.size(0)
-    out = a.new_empty(M, N)
-    hopper = a.dtype == torch.bfloat16 and _is_hopper(a.device)
-    launch = MLP_HOPPER if hopper else MLP_LAUNCH[a.dtype]
+def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
+    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N) and, for codes, (N, M) matrices."""
+    (M, N), K, dtype = out.shape, a.size(1), E4M3 if scales else a.dtype
+    hopper = dtype in MLP_HOPPER and _is_hopper(a.device)
+    launch = (MLP_HOPPER if hopper else MLP_LAUNCH)[dtype]
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+    # The maximum as int32: the bits of nonnegative numbers are ordered as the numbers are, and NaN is the largest.
+    largest = largest if largest is None else largest.view(torch.int32)
     if not hopper:
-        _mlp_kernel[(tiles,)](a, b, post, out, M, N, K, **launch)
-        return out
+        _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
+        return
     if any(t.data_ptr() % 16 for t in (a, b)):
         raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
-
-    programs, blocks = min(tiles, _sm_count(a.device)), functools.partial(_tma_blocks, launch)
-    _mlp_hopper_kernel[(programs,)](
+    if scales and post is not None:
+        post = post.view(out.dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
+    blocks = functools.partial(_tma_blocks, launch)
+    _mlp_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
         blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
-        blocks(out, "BLOCK_M", "BLOCK_N"), **launch)
+        blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
+
+
+def _relu_square(a, b, post=None):
+    """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
+    out = a.new_empty(len(a), len(b))
+    _launch_mlp(a, b, post, out)
     return out
 
 
@@ -1651,121 +2016,8 @@ def mlp(x, W1, W2):
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
 # PR 363 (Warpscale).
 
-G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
 HEADROOM = 1.25  # of the delayed scales: the maximum of a step may exceed that of the step before by this factor
-# Least scales of weights, post and dpre; they keep the division by a scale finite.
-WEIGHT_FLOOR, POST_FLOOR, DPRE_FLOOR = 1e-12, 1e-6, 1e-12
-_WEIGHT_FLOOR = tl.constexpr(WEIGHT_FLOOR)
-
-# On one H200, the first kernel takes 33 µs for 22 x 2560 x 768 weights, 62 % of the copy rate, and the second kernel
-# 58 µs, 71 %. A tile of the second kernel reads lines of 128 bytes. It writes the transposed codes in lines of 128
-# bytes, but the codes in the layout of the matrix in lines of 64 bytes.
-LARGEST_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=4)
-QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
-
-# Hopper: as MLP_HOPPER, with 128 codes in the 128 bytes of a step. 5 stages of 32 KiB, and for each warp group two
-# tiles of 16 KiB, one of which holds post and then the codes, the other the transposed codes, take 224 KiB. Each warp
-# group writes its transposed tile byte by byte, 128 bytes per thread: the lanes of a warp write 8 neighbouring bytes of
-# 4 rows, which the swizzle puts into different banks.
-MLP_CODES_HOPPER = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)  # num_warps: of one warp group
-
-# GPUs other than Hopper that have FP8 (sm_89, sm_120): stages of 16 KiB; with the tile that is transposed, they fit the
-# 99 KiB of shared memory of these GPUs.
-MLP_CODES_LAUNCH = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4)
-
-
-def x8_scale(D) -> float:
-    """Static scale of the codes of an RMS-normed stream of D channels."""
-    return 2.0**math.ceil(math.log2(D**0.5 / E4M3_MAX))
-
-
-def quantise_both_ref(x, scale, dtype):
-    """Codes of x (..., M, N), divided by scale (...), in `dtype`, and their transpose (..., N, M)."""
-    limit = FP8_MAX[dtype]
-    codes = (x.float() * (1 / scale)[..., None, None]).clamp(-limit, limit).to(dtype)
-    return codes, codes.mT.contiguous()
-
-
-@triton.jit
-def _saturate(x, DTYPE: tl.constexpr):
-    """x as e4m3 or e5m2, bounded to its largest value."""
-    MAX: tl.constexpr = _E4M3_MAX if DTYPE == tl.float8e4nv else _E5M2_MAX
-    return tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
-
-
-def quantise_weights_ref(x):
-    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices x (matrices, M, N).
-    A scale is the largest weight of its matrix / 448."""
-    largest = torch.linalg.vector_norm(x, math.inf, (-2, -1)).float()
-    scales = (largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR)
-    return scales, *quantise_both_ref(x, scales, E4M3)
-
-
-@triton.jit
-def _largest_kernel(X, Largest, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Largest (matrices, blocks): the largest |x| of BLOCK_M rows of a matrix."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.program_id(1).to(tl.int64) * M + m
-    largest = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, N, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        x = tl.load(X + row[:, None] * N + n[None, :], mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
-        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
-    tl.store(Largest + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(largest))
-
-
-@triton.jit
-def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, blocks, columns, stride_i, stride_j,
-                             BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One tile of one matrix. Scales (matrices / columns, columns)."""
-    matrix = tl.program_id(1)
-    block = tl.arange(0, BLOCKS)
-    largest = tl.max(tl.load(Largest + matrix * blocks + block, mask=block < blocks, other=0.0))
-    scale = tl.maximum(largest * (1.0 / _E4M3_MAX), _WEIGHT_FLOOR)  # as PyTorch divides a tensor by a number on a GPU
-    if tl.program_id(0) == 0:
-        tl.store(Scales + matrix // columns * stride_i + matrix % columns * stride_j, scale)
-    tiles = tl.cdiv(N, BLOCK_N)
-    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    first = matrix.to(tl.int64) * M * N
-    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
-    codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
-    tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
-    tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
-
-
-def _quantise_weights(x, scales, codes, codes_t):
-    """Launch the kernels; the interpreter is exact only for values that FP8 holds."""
-    (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
-    blocks = triton.cdiv(M, LARGEST_LAUNCH["BLOCK_M"])
-    largest = torch.empty(matrices, blocks, device=x.device)
-    _largest_kernel[(blocks, matrices)](x, largest, M, N, **LARGEST_LAUNCH)
-    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
-    _quantise_weights_kernel[(tiles, matrices)](
-        x, largest, scales, codes, codes_t, M, N, blocks, scales.size(1), *scales.stride(),
-        BLOCKS=triton.next_power_of_2(blocks), **launch)
-
-
-# x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
-WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
-
-
-def quantise_weights(x, scales, codes, codes_t):
-    """quantise_weights_ref in place, on a GPU with two reads of the weights.
-
-    x (matrices, M, N) bf16; scales (layers, matrices of a layer) fp32, in the order of the matrices; codes
-    (matrices, M, N) and codes_t (matrices, N, M) e4m3. All but scales are contiguous.
-    """
-    given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
-    _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
-    if _takes_ref(x):
-        wanted, *both = quantise_weights_ref(x)
-        for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
-            target.copy_(new)
-    else:
-        _quantise_weights(x, scales, codes, codes_t)
-    torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
+POST_FLOOR, DPRE_FLOOR = 1e-6, 1e-12  # least delayed scales
 
 
 def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
@@ -1785,158 +2037,17 @@ def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None,
     return codes, codes.mT.contiguous()
 
 
-@triton.jit
-def _mlp_codes_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut, Largest, M, N, K,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """relu_square_codes_ref; Largest is fp32 seen as int32."""
-    columns = tl.cdiv(N, BLOCK_N)
-    m = (tl.program_id(0) // columns).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (tl.program_id(0) % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inside = k < K - start
-        a = tl.load(A + m[:, None] * K + (start + k)[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(B + n[None, :] * K + (start + k)[:, None], mask=(n < N)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(a, b, acc)
-    in_tile = (m < M)[:, None] & (n < N)[None, :]
-    scale = tl.load(ScaleA) * tl.load(ScaleB)
-    if Post is None:
-        pre = tl.maximum(acc * scale, 0.0, propagate_nan=tl.PropagateNan.ALL).to(tl.bfloat16).to(tl.float32)
-        value = pre * pre
-        unit = tl.full((), 1.0, tl.float32)
-    else:
-        post = tl.load(Post + m[:, None] * N + n[None, :], mask=in_tile, other=0.0)
-        value = acc * tl.sqrt(post.to(tl.float32))
-        unit = 2 * scale * tl.sqrt_rn(tl.load(ScalePost))
-    largest = tl.max(tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1), axis=0).to(tl.float32, bitcast=True)
-    tl.atomic_max(Largest, (largest * tl.abs(unit)).to(tl.int32, bitcast=True), sem="relaxed")
-    value *= tl.div_rn(unit, tl.load(ScaleOut))
-    tl.store(Out + m[:, None] * N + n[None, :], _saturate(value, Out.dtype.element_ty), mask=in_tile)
-    # The kernel transposes the values and then rounds them again, for the reason that _store_qkv_grad gives.
-    codes_t = _saturate(tl.trans(value), Out.dtype.element_ty)
-    tl.store(OutT + n[:, None] * M + m[None, :], codes_t, mask=(n < N)[:, None] & (m < M)[None, :])
-
-
-@gluon.jit
-def _mlp_codes_multiply(args, ME: gl.constexpr):
-    """Warp group ME (0 or 1), as in _mlp_multiply: products and epilogue of every second tile of this program."""
-    common, OutT, tiles_t, ScaleA, ScaleB, ScalePost, ScaleOut, Largest = args
-    A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn = common
-    MAX: gl.constexpr = _E4M3_MAX if Post is None else _E5M2_MAX
-    BLOCK_M: gl.constexpr = a_ring.shape[1]
-    BLOCK_N: gl.constexpr = b_ring.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    columns = gl.cdiv(Out.shape[1], BLOCK_N)
-    steps = gl.cdiv(A.shape[1], a_ring.shape[2])
-    buffer = tiles.index(ME)
-    buffer_t = tiles_t.index(ME)
-    scale = gl.load(ScaleA) * gl.load(ScaleB)
-    unit = gl.to_tensor(1.0) if Post is None else 2 * scale * gl.sqrt_rn(gl.load(ScalePost))
-    to_code = gl.div_rn(unit, gl.load(ScaleOut))
-    largest = gl.zeros((BLOCK_M,), gl.int32, gl.SliceLayout(1, LAYOUT))  # per row of a tile, over all tiles
-    step = ME * steps  # counts the steps of all tiles of this program, because both warp groups share one ring
-    count = 0  # counts the tiles of this warp group
-    for tile in range(gl.program_id(0) + ME * gl.num_programs(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns,
-                      2 * gl.num_programs(0)):
-        m = tile // columns * BLOCK_M
-        n = tile % columns * BLOCK_N
-        if Post is not None:
-            tma.store_wait(0)
-            mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
-            tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
-        acc = _mlp_sums(common, step, count, ME, LAYOUT)
-        if Post is None:
-            pre = gl.maximum(acc * scale, 0.0, propagate_nan=NAN_STAYS).to(gl.bfloat16).to(gl.float32)
-            value = pre * pre
-            tma.store_wait(0)
-        else:
-            mbarrier.wait(posts.index(ME), _parity(count, 0))
-            value = acc * gl.sqrt(buffer.load(LAYOUT).to(gl.float8e4nv, bitcast=True).to(gl.float32))
-        largest = gl.maximum(largest, gl.max(gl.abs(value).to(gl.int32, bitcast=True), axis=1))
-        value = gl.minimum(value * to_code, MAX, propagate_nan=NAN_STAYS)
-        codes = gl.maximum(value, -MAX, propagate_nan=NAN_STAYS).to(Out.dtype)
-        buffer.store(codes)
-        buffer_t.permute((1, 0)).store(codes)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(Out, [m, n], buffer)
-        tma.async_copy_shared_to_global(OutT, [n, m], buffer_t)
-        step += 2 * steps  # of this tile and of the tile of the other warp group
-        count += 1
-    most = gl.max(largest, axis=0).to(gl.float32, bitcast=True) * gl.abs(unit)
-    gl.atomic_max(Largest, most.to(gl.int32, bitcast=True), sem="relaxed")
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _mlp_codes_hopper_kernel(A, B, Post, Out, OutT, ScaleA, ScaleB, ScalePost, ScaleOut, Largest,
-                             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-                             STAGES: gl.constexpr):
-    """Computes the same as _mlp_codes_kernel, from descriptors of blocks of the operands; the barriers and the order of
-    the work are those of _mlp_hopper_kernel."""
-    a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
-    b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
-    tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
-    tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
-    full, free, posts, turn = _mlp_barriers(STAGES)
-    common = (A, B, Post, Out, a_ring, b_ring, full, free, posts, tiles, turn)
-    args = (common, OutT, tiles_t, ScaleA, ScaleB, ScalePost, ScaleOut, Largest)
-    gl.warp_specialize([(_mlp_codes_multiply, (args, 0)), (_mlp_codes_multiply, (args, 1)), (_mlp_fetch, (common,))],
-                       [4, 1], [240, 24])
-
-
 def _relu_square_codes(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
     """Launch the kernel that computes relu_square_codes_ref."""
-    (M, K), N, dtype = a.shape, b.size(0), E4M3 if post is None else E5M2
-    out, out_t = (torch.empty(shape, dtype=dtype, device=a.device) for shape in ((M, N), (N, M)))
-    hopper = _is_hopper(a.device)
-    launch = MLP_CODES_HOPPER if hopper else MLP_CODES_LAUNCH
-    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
-    # The maximum as int32: the bits of nonnegative numbers are ordered as the numbers are, and NaN is the largest.
-    scales = scale_a, scale_b, scale_post, scale_out, largest.view(torch.int32)
-    if not hopper:
-        _mlp_codes_kernel[(tiles,)](a, b, post, out, out_t, *scales, M, N, K, **launch)
-        return out, out_t
-    if post is not None:
-        post = post.view(dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
-    blocks = functools.partial(_tma_blocks, launch)
-    _mlp_codes_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
-        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
-        blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), *scales, **launch)
+    shape, dtype = (len(a), len(b)), E4M3 if post is None else E5M2
+    out, out_t = (torch.empty(size, dtype=dtype, device=a.device) for size in (shape, shape[::-1]))
+    _launch_mlp(a, b, post, out, out_t, (scale_a, scale_b, scale_out, scale_post), largest)
     return out, out_t
 
 
 def relu_square_codes(a, *others):
     """relu_square_codes_ref, or its kernel on a GPU. On Hopper, K, M and N are multiples of 16."""
     return (relu_square_codes_ref if _takes_ref(a) else _relu_square_codes)(a, *others)
-
-
-# Without the tag, the compiler writes a second copy of `codes` for this op.
-@torch.library.custom_op("speedrun::transpose_codes", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def _transposed_codes(codes: Tensor) -> Tensor:
-    return transposed(codes)
-
-
-@_transposed_codes.register_fake
-def _(codes):
-    return codes.new_empty(codes.shape[::-1])
-
-
-def both_layouts(x, scale, dtype):
-    """Codes of x (N, D) / scale, a Python number, in `dtype`, and their transpose (D, N).
-
-    Ordinary operations make the codes, so the compiler does this in the pass that makes x.
-    """
-    limit = FP8_MAX[dtype]
-    codes = (x.float() * (1 / scale)).clamp(-limit, limit).to(dtype).contiguous()
-    return codes, _transposed_codes(codes)
-
-
-def scaled_product(a, b, scale_a, scale_b, fast=False):
-    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer bits."""
-    if _takes_ref(a):
-        return (a.float() @ b.float().mT * (scale_a * scale_b)).bfloat16()
-    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def _mlp_scales(scales, factor):
@@ -2059,87 +2170,6 @@ class Fp8Mlps:
                              self.loss_scale)
 
 
-# ---- The projection of the attention block in FP8, for training -----------------------------------------------------
-#
-#   codes = Fp8Projections(weights, loss_scale)(layer, both_layouts(x, x8_scale(D), E4M3), factor)
-#   y, v = attention_block(x, factor · weight of the layer, ..., codes)
-#
-#   product            operands (scale)                                  result
-#   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)        fp32, for norm and rotation in the kernel
-#   dx = dqkv W        dqkv e5m2 (2⁻⁶ · loss_scale), W                   bf16, then the gradients of the gates are added
-#   dW = dqkvᵀ x       dqkv, x                                           bf16, gradient of factor · W
-#
-#   N, D and the rows of W are multiples of 16.
-#
-# Codes and scales follow the rules of the MLP in FP8. Here no scale is delayed, because no result is stored in FP8. The
-# bf16 weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the
-# factor. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in
-# bf16. Layers that share an input also share its codes. The forward product keeps about 14 bits of a sum, as in the
-# MLP.
-
-
-class ProjectionCodes(NamedTuple):
-    """Codes of x and weight of attention_block, and 0-D fp32 scales, in the order of the op's arguments."""
-
-    x8: Tensor  # (N, D) e4m3
-    w8: Tensor  # (rows, D) e4m3
-    x_scale: Tensor
-    w_scale: Tensor  # of the weight with its factor
-    x8_t: Tensor  # (D, N) e4m3
-    w8_t: Tensor  # (D, rows) e4m3
-    grad_scale: Tensor  # of the e5m2 codes of the gradient of x Wᵀ
-
-
-class _ProductOfCodes(torch.autograd.Function):
-    """x Wᵀ (N, rows) fp32 from ProjectionCodes, with the gradients of x and W."""
-
-    @staticmethod
-    def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
-        ctx.save_for_backward(x_scale, w_scale, *others)
-        ctx.dtype = x.dtype
-        return x8.float() @ w8.float().mT * (x_scale * w_scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x_scale, w_scale, x8_t, w8_t, grad_scale = ctx.saved_tensors
-        g, g_t = quantise_both_ref(grad, grad_scale, E5M2)
-        dx, dweight = scaled_product(g, w8_t, grad_scale, w_scale), scaled_product(g_t, x8_t, grad_scale, x_scale)
-        return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 7
-
-
-class Fp8Projections:
-    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), factor): the ProjectionCodes of x and of factor
-    times the projection of a layer; factor: 0-D. No gradient goes through codes, so x is detached.
-
-    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w.
-    loss_scale: the factor of the sum over tokens in the loss. Call `refresh` after every change of the weights. All
-    tensors keep their addresses, because CUDA graphs read them.
-    """
-
-    def __init__(self, weights, loss_scale):
-        self.weights, self.kinds, self.layers = weights, [], {}
-        for layers, weight in weights():
-            (n, rows, D), device = weight.shape, weight.device
-            codes, codes_t = (torch.empty(n, *shape, dtype=E4M3, device=device) for shape in ((rows, D), (D, rows)))
-            scales = torch.ones(n, 4, device=device)[:, :1]  # 16 bytes apart, as in Fp8Mlps
-            self.kinds.append((scales, codes, codes_t))
-            self.layers |= zip(layers, zip(codes, codes_t, scales[:, 0]))
-        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (x8_scale(D), G8_SCALE * loss_scale))
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self):
-        """Quantise the weights again."""
-        for (_, weight), kind in zip(self.weights(), self.kinds):
-            quantise_weights(weight, *kind)
-
-    def __call__(self, layer, inputs, factor):
-        codes, codes_t, scale = self.layers[layer]
-        x8, x8_t = inputs
-        return ProjectionCodes(x8, codes, self.x_scale, scale * factor.detach(), x8_t, codes_t, self.grad_scale)
-
-
 def wrong_codes(device, H, d) -> list[str]:
     """The kernels that do not store the same e5m2 codes in both layouts, for H heads of width d. One compiler stored
     codes before they were computed (see _store_qkv_grad)."""
@@ -2159,7 +2189,7 @@ def wrong_codes(device, H, d) -> list[str]:
 
 
 # ======================================================================================================================
-# 5  Pointer: how much attention falls on earlier copies of the target
+# 6  Pointer: how much attention falls on earlier copies of the target
 #
 #   mass, sink_mass = pointer(q, k, sink, tokens, start, end, window, scale, targets)
 #
@@ -2230,9 +2260,10 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 @triton.jit
-def _target(Targets, t, N, j: tl.constexpr, stride_n, stride_j):
-    """targets[t, j] (BLOCK,) as int32; -1, which no token is, beyond N."""
-    return tl.load(Targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1).to(tl.int32)
+def _target(Targets, t, N, j: tl.constexpr):
+    """targets[t, j] (BLOCK,) as int32; -1, which no token is, beyond N. Targets: a pointer and two strides."""
+    targets, stride_n, stride_j = Targets
+    return tl.load(targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1).to(tl.int32)
 
 
 @triton.jit
@@ -2249,12 +2280,12 @@ def _mask_later(x, low, s, t):
 
 
 @triton.jit(do_not_specialize=["window"])
-def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, stride_tn, stride_tj,
-                    COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, COUNT: tl.constexpr,
+                    D: tl.constexpr, BLOCK: tl.constexpr):
     m0 = tl.program_id(0) * BLOCK
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
-    q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
+    q = _load_tile((Q, D, D), 0, m0, N, BLOCK, D)
     scale2 = scale * LOG2_E
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
     top = sink  # the largest score so far
@@ -2262,10 +2293,10 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     sums, targets = (), ()  # one tensor (BLOCK,) for each column
     for j in tl.static_range(COUNT):
         sums += (tl.zeros((BLOCK,), dtype=tl.float32),)
-        targets += (_target(Targets, t, N, j, stride_tn, stride_tj),)
+        targets += (_target(Targets, t, N, j),)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
-        k = _load_tile(K, 0, n0, N, D, D, BLOCK, D, TMA)
+        k = _load_tile(K, 0, n0, N, BLOCK, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * scale2
         x = _mask_later(x, low, s, t)
         higher = tl.maximum(top, tl.max(x, 1))
@@ -2285,75 +2316,72 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
 
 
 @triton.jit
-def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, stride_tn, stride_tj, COUNT: tl.constexpr):
+def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, COUNT: tl.constexpr):
     """Gradient of the scores x in powers of two, -inf where masked: attn (Σ_j dmass_j [hit_j] - D).
 
     lse, dot and the queries t lie along one axis of x, the keys s along the other.
     """
     grad = -dot
     for j in tl.static_range(COUNT):
-        hit = (_token(Tokens, s + j, N) == _target(Targets, t, N, j, stride_tn, stride_tj)) & (s + j <= t)
+        hit = (_token(Tokens, s + j, N) == _target(Targets, t, N, j)) & (s + j <= t)
         dmass = tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0)
         grad = grad + tl.where(hit, dmass, 0.0)
     return tl.exp2(x - lse) * grad
 
 
 @triton.jit
-def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, stride_tn,
-                     stride_tj, COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, COUNT: tl.constexpr,
+                     D: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the queries m0 ... m0 + BLOCK - 1."""
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
-    q = _load_rows(Q, 0, m0, N, D, D, BLOCK, D)
+    q = _load_tile((Q, D, D), 0, m0, N, BLOCK, D)
     lse = tl.load(Lse + t, mask=t < N, other=0.0)
     dot = tl.load(Dot + t, mask=t < N, other=0.0)
     dq = tl.zeros((BLOCK, D), dtype=tl.float32)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
-        k = _load_tile(k_tiles, 0, n0, N, D, D, BLOCK, D, TMA)
+        k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         x = _mask_later(x, low, s, t)
         grad = _pointer_score_grad(x, lse[:, None], dot[:, None], dMass, Tokens, Targets, s[None, :], t[:, None], N,
-                                   stride_tn, stride_tj, COUNT)
+                                   COUNT)
         dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
-    _store_rows(dQ, dq * scale, 0, m0, N, D, BLOCK, D)
+    _store_tile((dQ, D), dq * scale, 0, m0, N, BLOCK, D)
 
 
 @triton.jit
-def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, stride_tn, stride_tj,
-                     COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr, BLOCK: tl.constexpr):
+def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, COUNT: tl.constexpr,
+                     D: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the keys n0 ... n0 + BLOCK - 1. Keys lie along the rows, queries along the columns."""
     s = n0 + tl.arange(0, BLOCK)
-    high = tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window)  # last query that sees each key
-    last_key = tl.minimum(n0 + BLOCK, N) - 1
-    last = tl.minimum(tl.load(End + last_key) - 1, last_key + window)
-    k = _load_rows(K, 0, n0, N, D, D, BLOCK, D)
+    high, last, _ = _queries_of_keys(End, n0, N, window, BLOCK)
+    k = _load_tile((K, D, D), 0, n0, N, BLOCK, D)
     dk = tl.zeros((BLOCK, D), dtype=tl.float32)
     for m0 in range(n0, last + 1, BLOCK):
         t = m0 + tl.arange(0, BLOCK)
-        q = _load_tile(q_tiles, 0, m0, N, D, D, BLOCK, D, TMA)
+        q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
         lse = tl.load(Lse + t, mask=t < N, other=0.0)
         dot = tl.load(Dot + t, mask=t < N, other=0.0)
         x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
         # s < t <= high in one comparison
         x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
         grad = _pointer_score_grad(x, lse[None, :], dot[None, :], dMass, Tokens, Targets, s[:, None], t[None, :], N,
-                                   stride_tn, stride_tj, COUNT)
+                                   COUNT)
         dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
-    _store_rows(dK, dk * scale, 0, n0, N, D, BLOCK, D)
+    _store_tile((dK, D), dk * scale, 0, n0, N, BLOCK, D)
 
 
 @triton.jit(do_not_specialize=["window"])
 def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window,
-                             scale, stride_tn, stride_tj, COUNT: tl.constexpr, D: tl.constexpr, TMA: tl.constexpr,
-                             BLOCK: tl.constexpr):
+                             scale, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.program_id(0) // 2 * BLOCK
     if tl.program_id(0) % 2 == 0:
-        _pointer_dk_tile(first, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, stride_tn,
-                         stride_tj, COUNT, D, TMA, BLOCK)
+        _pointer_dk_tile(first, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, COUNT, D,
+                         BLOCK)
     else:
-        _pointer_dq_tile(first, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, stride_tn,
-                         stride_tj, COUNT, D, TMA, BLOCK)
+        _pointer_dq_tile(first, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, COUNT, D,
+                         BLOCK)
 
 
 class _Pointer(torch.autograd.Function):
@@ -2362,8 +2390,8 @@ class _Pointer(torch.autograd.Function):
         (N, D), count, launch = q.shape, targets.size(1), POINTER_LAUNCH[q.dtype]
         mass, sink_mass, lse = sink.new_empty((N, count)), torch.empty_like(sink), torch.empty_like(sink)
         _pointer_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
-            q, _head_tiles(k[:, None], launch["BLOCK"]), sink, tokens, targets, start, mass, sink_mass, lse, N,
-            window, scale, *targets.stride(), COUNT=count, D=D, TMA=_has_tma(q.device), **launch)
+            q, _head_tiles(k[:, None], launch["BLOCK"]), sink, tokens, (targets, *targets.stride()), start, mass,
+            sink_mass, lse, N, window, scale, COUNT=count, D=D, **launch)
         ctx.save_for_backward(q, k, tokens, targets, start, end, mass, sink_mass, lse)
         ctx.window, ctx.scale = window, scale
         return mass, sink_mass
@@ -2375,9 +2403,9 @@ class _Pointer(torch.autograd.Function):
         dot = (dmass * mass).sum(1) + dsink_mass * sink_mass
         dq, dk, dmass, launch = torch.empty_like(q), torch.empty_like(k), dmass.contiguous(), POINTER_LAUNCH[q.dtype]
         _pointer_backward_kernel[(2 * triton.cdiv(len(q), launch["BLOCK"]),)](
-            q, k, *(_head_tiles(x[:, None], launch["BLOCK"]) for x in (q, k)), tokens, targets, start, end, lse, dot,
-            dmass, dq, dk, len(q), ctx.window, ctx.scale, *targets.stride(), COUNT=targets.size(1), D=q.size(1),
-            TMA=_has_tma(q.device), **launch)
+            q, k, *(_head_tiles(x[:, None], launch["BLOCK"]) for x in (q, k)), tokens, (targets, *targets.stride()),
+            start, end, lse, dot, dmass, dq, dk, len(q), ctx.window, ctx.scale, COUNT=targets.size(1), D=q.size(1),
+            **launch)
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
@@ -2392,7 +2420,7 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 # ======================================================================================================================
-# 6  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
+# 7  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
 #
 #   ℓ = h W,  u = σ((ℓ + 5) / 7.5),  z = 23 u,  lse_t = ln Σ_v exp z
 #   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..K-1, terms with t + k >= N dropped
@@ -2444,46 +2472,6 @@ def softcap(logits):
 def multi_token_targets(targets, count):
     """(N,) next-token ids -> (N, count) view: column k is the target k positions later, -1 beyond the end."""
     return F.pad(targets, (0, count - 1), value=-1).unfold(0, count, 1)
-
-
-# ---- Codes -----------------------------------------------------------------------------------------------------------
-#
-#   codes, codes_t = quantise(x, scale)     codes = e4m3(x / scale): fp32 division, saturated, one rounding;
-#                                           codes_t = codesᵀ
-#
-# x (M, N) contiguous, bf16 or fp32. FP8 products want both operands contiguous along the summed axis, so each operand
-# is needed in both layouts. transpose_copy makes the second layout and finds the codes in L2.
-
-QUANTISE_LAUNCH = dict(BLOCK=4096, num_warps=8)  # 16 elements per thread, moved in 16-byte accesses
-
-
-def quantise_ref(x, scale):
-    """e4m3 codes of x / scale, x (M, N), and their transpose (N, M)."""
-    codes = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    return codes, codes.t().contiguous()
-
-
-@triton.jit
-def _quantise_kernel(X, Codes, size, scale, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + i, mask=i < size).to(tl.float32)
-    tl.store(Codes + i, _saturate(tl.div_rn(x, scale), Codes.dtype.element_ty), mask=i < size)
-
-
-def quantise(x, scale, out=None):
-    """(codes (M, N), codes_t (N, M)), e4m3, of x (M, N). out: an earlier result, which is overwritten on a GPU."""
-    if x.ndim != 2 or not x.is_contiguous():
-        raise ValueError(f"quantise: x must be a contiguous matrix, got shape {tuple(x.shape)}, strides {x.stride()}")
-    if out and any(o.shape != shape or not o.is_contiguous() for o, shape in zip(out, (x.shape, x.shape[::-1]))):
-        raise ValueError(f"quantise: out must be contiguous, {tuple(x.shape)} and its transpose")
-    if x.device.type == "cpu":  # Triton's interpreter rounds to FP8 wrongly
-        return quantise_ref(x, scale)
-    if out is None:
-        out = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in (x.shape, x.shape[::-1]))
-    codes, codes_t = out
-    programs = triton.cdiv(x.numel(), QUANTISE_LAUNCH["BLOCK"])
-    _quantise_kernel[(programs,)](x, codes, x.numel(), scale, **QUANTISE_LAUNCH)
-    return codes, transpose_copy(codes, codes_t)
 
 
 # ---- Cross-entropy of some rows --------------------------------------------------------------------------------------
@@ -2583,24 +2571,19 @@ def _lifted_exp(u):
     return tl.exp2(u * (_CAP * LOG2_E) + (LIFT - _CAP * LOG2_E))
 
 
-@triton.jit(do_not_specialize=["count", "gate"])
-def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass, dMass, dSinkMass, gate, loss_scale,
-                          code_scale, stride_l, stride_g, stride_tn, stride_tk, count, C: tl.constexpr,
-                          BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr):
-    # First pass: read the row in segments, sum the exponentials, and keep the unscaled gradient in registers. The two
-    # columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column).
-    row = tl.program_id(0).to(tl.int64)
-    Logits += row * stride_l
-    HALF: tl.constexpr = Logits.dtype.element_ty.primitive_bitwidth == 16
+@triton.jit
+def _read_row(Row, C: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr):
+    """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The two
+    columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
     col = tl.arange(0, SEGMENT)
     even = 2 * tl.arange(0, SEGMENT // 2)
     total = tl.zeros((SEGMENT // 2,), dtype=tl.float32)
-    unscaled = ()  # e u (1 - u) · 2^LIFT of every segment
+    unscaled = ()
     for start in tl.static_range(0, C, SEGMENT):
         if start + SEGMENT <= C:
-            x = tl.load(Logits + start + col)
+            x = tl.load(Row + start + col)
         else:
-            x = tl.load(Logits + start + col, mask=start + col < C, other=0.0)
+            x = tl.load(Row + start + col, mask=start + col < C, other=0.0)
         xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
         da = 1.0 + tl.exp2(_exponent(xa))
         db = 1.0 + tl.exp2(_exponent(xb))
@@ -2618,70 +2601,94 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Mass, SinkMass
         else:
             total += tl.where(start + even < C, ea, 0.0)
             total += tl.where(start + even + 1 < C, eb, 0.0)
-        if Grad is not None:
+        if KEEP:
             ga = ea * (ua - ua * ua)
             gb = eb * (ub - ub * ub)
-            if HALF:  # assembly, because the compiler sees through shifts and gives each half a register of its own
+            if Row.dtype.element_ty.primitive_bitwidth == 16:
+                # In assembly, because the compiler sees through shifts and gives each half a register of its own.
                 unscaled = unscaled + (tl.inline_asm_elementwise(
                     "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [ga, gb], dtype=tl.uint32, is_pure=True, pack=1),)
             else:
                 unscaled = unscaled + ((ga, gb),)
-    total = tl.sum(total, axis=0)
+    return tl.sum(total, axis=0), unscaled
+
+
+@triton.jit
+def _write_row(Row, unscaled, factor, C: tl.constexpr, SEGMENT: tl.constexpr, HALF: tl.constexpr):
+    """Row = factor times the unscaled gradient; HALF: it is packed in fp16."""
+    col = tl.arange(0, SEGMENT)
+    for start in tl.static_range(0, C, SEGMENT):
+        if HALF:
+            pair = unscaled[start // SEGMENT]
+            ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            gb = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            ga, gb = unscaled[start // SEGMENT]
+        g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
+        tl.store(Row + start + col, g.to(Row.dtype.element_ty), mask=start + col < C)
+
+
+@triton.jit
+def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, loss_scale):
+    """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses to
+    dMasses, if given. The letters are those of the section's header."""
+    Mass, SinkMass = Masses
+    ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
+    rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
+    sink = tl.load(SinkMass + row) * rest
+    kept = 1.0 + alpha * sink
+    mixed = kept + alpha * ratio  # probability of the target / p
+    push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
+    if dMasses is not None:
+        dMass, dSinkMass = dMasses
+        tl.store(dMass + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
+        tl.store(dSinkMass + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
+    return tl.log2(mixed) / LOG2_E, weight * kept / mixed, push
+
+
+@triton.jit(do_not_specialize=["count", "gate"])
+def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Masses, dMasses, gate, loss_scale, code_scale,
+                          count, C: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr):
+    # Logits, Targets and Grad: a pointer and strides.
+    row = tl.program_id(0).to(tl.int64)
+    logits = Logits[0] + row * Logits[1]
+    total, unscaled = _read_row(logits, C, SEGMENT, Grad is not None)
 
     # The loss, from the logits of the targets.
     k = tl.arange(0, BLOCK_K)
-    target = tl.load(Targets + row * stride_tn + k * stride_tk, mask=k < count, other=-1)
+    target = tl.load(Targets[0] + row * Targets[1] + k * Targets[2], mask=k < count, other=-1)
     is_target = target >= 0
     weight = tl.load(Weights + k, mask=is_target, other=0.0)
-    x = tl.load(Logits + target, mask=is_target, other=0.0)
-    u = 1.0 / (1.0 + tl.exp2(_exponent(x)))
-    lse = _CAP + (tl.log2(total) - LIFT) / LOG2_E
-    loss = lse - _CAP * u
+    u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(logits + target, mask=is_target, other=0.0))))
+    loss = _CAP + (tl.log2(total) - LIFT) / LOG2_E - _CAP * u
     pull = weight
-    if Mass is not None:  # the letters are those of the section's header
-        gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(Logits + gate))))
-        alpha = _lifted_exp(gate_u) / total
-        p = _lifted_exp(u) / total
-        ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
-        rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
-        sink = tl.load(SinkMass + row) * rest
-        kept = 1.0 + alpha * sink
-        mixed = kept + alpha * ratio  # probability of the target / p
-        loss -= tl.log2(mixed) / LOG2_E
-        pull = weight * kept / mixed
-        push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
-        if Grad is not None:
-            tl.store(dMass + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
-            tl.store(dSinkMass + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
+    if Masses is not None:
+        gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(logits + gate))))
+        gain, pull, push = _mix_copies(Masses, dMasses, row, count, k, is_target, weight, _lifted_exp(gate_u) / total,
+                                       _lifted_exp(u) / total, loss_scale)
+        loss -= gain
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
 
-    # Second pass: scale and write the gradient of every column, then overwrite the columns of the targets.
+    # Scale and write the gradient of every column, then overwrite the columns of the targets.
     if Grad is not None:
-        if Grad.dtype.element_ty == Logits.dtype.element_ty:
+        grad = Grad[0] + row * Grad[1]
+        dtype = grad.dtype.element_ty
+        if dtype == logits.dtype.element_ty:
             tl.debug_barrier()  # Grad may be Logits: all threads must have read the logits of targets and gate
-        Grad += row * stride_g
         unit = loss_scale * (_CAP / _CAP_SCALE) / code_scale
         pulls = tl.sum(pull, axis=0)
-        if Mass is not None:
+        if Masses is not None:
             pulls += push
         factor = pulls * unit / total
         # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u) - unit * summed) * (u - u * u)
-        for start in tl.static_range(0, C, SEGMENT):
-            if HALF:
-                pair = unscaled[start // SEGMENT]
-                ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-                gb = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            else:
-                ga, gb = unscaled[start // SEGMENT]
-            g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
-            tl.store(Grad + start + col, g.to(Grad.dtype.element_ty), mask=start + col < C)
+        _write_row(grad, unscaled, factor, C, SEGMENT, logits.dtype.element_ty.primitive_bitwidth == 16)
         tl.debug_barrier()  # all threads must have written the row
-        tl.store(Grad + target, at_target.to(Grad.dtype.element_ty), mask=is_target)
-        if Mass is not None:
+        tl.store(grad + target, at_target.to(dtype), mask=is_target)
+        if Masses is not None:
             at_gate = (factor * _lifted_exp(gate_u) - unit * push) * (gate_u - gate_u * gate_u)
-            tl.store(Grad + gate, at_gate.to(Grad.dtype.element_ty))
+            tl.store(grad + gate, at_gate.to(dtype))
 
 
 COPIES = _contract(**{"copies.mass": "n K", "copies.sink_mass": "n", "copies.dmass": "n K", "copies.dsink_mass": "n"})
@@ -2702,10 +2709,10 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
     launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
-    mass, sink_mass, gate, dmass, dsink_mass = copies or (None, None, 0, None, None)
+    masses, grads = copies and (copies.mass, copies.sink_mass), copies and grad is not None and copies[3:] or None
     _cross_entropy_kernel[(n,)](
-        logits, targets, weights, losses, grad, mass, sink_mass, dmass, dsink_mass, gate, loss_scale, code_scale,
-        logits.stride(0), 0 if grad is None else grad.stride(0), *targets.stride(), K, C=C, BLOCK_K=block_k, **launch)
+        _strided(logits), (targets, *targets.stride()), weights, losses, _strided(grad),
+        masses, grads, copies.gate if copies else 0, loss_scale, code_scale, K, C=C, BLOCK_K=block_k, **launch)
     return losses
 
 
@@ -2714,13 +2721,13 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, mass, sink_mass):
+    def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, codes, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
         columns = len(candidates) if sampled else weight.size(1)
         dtype = E5M2 if head.fp8 else head.dtype
         grad = torch.empty(h.size(0), columns, dtype=dtype, device=h.device)  # of the loss w.r.t. the logits
         if head.fp8:
-            x, x_t = quantise(h, X_SCALE)
+            x, x_t = codes or both_layouts(h, X_SCALE, E4M3)
             codes_t = head.codes_t
             if sampled:  # PyTorch cannot select rows of FP8; D is a multiple of 8
                 codes_t = codes_t.view(torch.int64).index_select(0, candidates).view(E4M3)
@@ -2766,12 +2773,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_w = None
         if dmass is not None:
             dmass, dsink_mass = upstream * dmass, upstream * dsink_mass
-        return grad_h, grad_w, None, None, None, None, None, dmass, dsink_mass
-
-
-def transposed(codes):
-    """A new tensor (N, M), the transpose of codes (M, N)."""
-    return transpose_copy(codes, torch.empty(codes.shape[::-1], dtype=codes.dtype, device=codes.device))
+        return grad_h, grad_w, *[None] * 6, dmass, dsink_mass
 
 
 def head_rows(classes):
@@ -2800,19 +2802,20 @@ class HeadLoss:
         self.block = head_rows(weight.size(1))
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
-            self.codes, self.codes_t = quantise(weight.detach(), W_SCALE)
+            self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (weight, weight.mT))
+            self.refresh()
 
     def refresh(self):
         """Quantise the weight again. The codes keep their addresses, because CUDA graphs read them."""
         if self.fp8:
-            self.codes, self.codes_t = quantise(self.weight.detach(), W_SCALE, (self.codes, self.codes_t))
-            torch.autograd.graph.increment_version((self.codes, self.codes_t))  # a late backward pass raises an error
+            weight, *codes = (x.detach()[None] for x in (self.weight, self.codes, self.codes_t))
+            quantise_weights(weight, self.scale_w.view(1, 1), *codes, static=True)
 
-    def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None):
+    def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None, codes=None):
         if exact:
             return loss_scale * self.losses(h, targets, weights, point).sum()
         masses = self.masses(targets if candidates is None else candidates[targets], weights, point)
-        return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, *masses)
+        return _HeadLoss.apply(h, self.weight, self, targets, weights, loss_scale, candidates, codes, *masses)
 
     def masses(self, ids, weights, point):
         """(mass (N, K), sink_mass (N,)) of the targets `ids` (N,), or None twice without a pointer head."""
@@ -2842,7 +2845,7 @@ class HeadLoss:
 
 
 # ======================================================================================================================
-# 7  Symmetric products
+# 8  Symmetric products
 #
 #   XXT(X, out, scale)                     out = s² X Xᵀ        X (n, M, K), out (n, M, M)      replaces X @ X.mT
 #   XTX(X, out, scale)                     out = s² Xᵀ X        X (n, M, K), out (n, K, K)      replaces X.mT @ X
@@ -2918,17 +2921,25 @@ def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
 
 
 @triton.jit
-def _load_gram_tile(X, first, start, M, K, stride, ACROSS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(BLOCK, BLOCK_K) tile of X (M, K), or with ACROSS of the transpose of X (K, M); zeros beyond the edges."""
-    m = first.to(tl.int64) + tl.arange(0, BLOCK)[:, None]
-    k = (start + tl.arange(0, BLOCK_K))[None, :]
-    return tl.load(X + (k.to(tl.int64) * stride + m if ACROSS else m * stride + k), mask=(m < M) & (k < K), other=0.0)
+def _gram_tile(X, batch, m, k, M, K, ACROSS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of the transpose
+    of X (n, K, M); zeros beyond the edges. X: a descriptor, or a pointer with the strides of matrices and rows."""
+    if isinstance(X, tl.tensor_descriptor):
+        if ACROSS:
+            return X.load([batch, k, m]).reshape(BLOCK_K, BLOCK).T
+        else:
+            return X.load([batch, m, k]).reshape(BLOCK, BLOCK_K)
+    else:
+        x, stride_b, stride = X
+        m = m.to(tl.int64) + tl.arange(0, BLOCK)[:, None]
+        k = (k + tl.arange(0, BLOCK_K))[None, :]
+        return tl.load(x + batch.to(tl.int64) * stride_b + (k.to(tl.int64) * stride + m if ACROSS else m * stride + k),
+                       mask=(m < M) & (k < K), other=0.0)
 
 
 @triton.jit
-def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, stride_om, stride_on, c, b, a,
-                 ACROSS: tl.constexpr, ADDEND: tl.constexpr, TMA: tl.constexpr,
-                 BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: tl.constexpr, ADDEND: tl.constexpr, BLOCK: tl.constexpr,
+                 BLOCK_K: tl.constexpr):
     # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. The first tile of a row
     # has 8t + 1 = (2 row + 1)², the tile before it 8 less. So 8t + 4 is 3 above this square for the one and 5 below it
     # for the other, and rounding of the root does not change the row.
@@ -2938,39 +2949,32 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, stride_xb, stride_xm, stride_ob, st
     batch = tl.program_id(1)
 
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if not TMA:
-            x = X + batch.to(tl.int64) * stride_xb
-            left = _load_gram_tile(x, row * BLOCK, start, M, K, stride_xm, ACROSS, BLOCK, BLOCK_K)
-            right = _load_gram_tile(x, col * BLOCK, start, M, K, stride_xm, ACROSS, BLOCK, BLOCK_K).T
-        elif ACROSS:  # Tiles is a descriptor of (n, K, M), otherwise of (n, M, K)
-            left = Tiles.load([batch, start, row * BLOCK]).reshape(BLOCK_K, BLOCK).T
-            right = Tiles.load([batch, start, col * BLOCK]).reshape(BLOCK_K, BLOCK)
-        else:
-            left = Tiles.load([batch, row * BLOCK, start]).reshape(BLOCK, BLOCK_K)
-            right = Tiles.load([batch, col * BLOCK, start]).reshape(BLOCK, BLOCK_K).T
-        acc = tl.dot(left, right, acc, input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
+    for k in range(0, K, BLOCK_K):
+        left = _gram_tile(Tiles, batch, row * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
+        right = _gram_tile(Tiles, batch, col * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
+        acc = tl.dot(left, right.T, acc, input_precision="ieee")  # "ieee": fp32 operands are not rounded to tf32
 
     i = tl.arange(0, BLOCK)
     m = row.to(tl.int64) * BLOCK + i  # (BLOCK,) rows of Out
     n = col.to(tl.int64) * BLOCK + i  # (BLOCK,) columns of Out
     in_tile = (m < M)[:, None] & (n < M)[None, :]
     if ADDEND:
-        addend = tl.load(X + batch.to(tl.int64) * stride_xb + m[:, None] * stride_xm + n[None, :], mask=in_tile,
-                         other=0.0)
+        x, stride_b, stride_m = X
+        addend = tl.load(x + batch.to(tl.int64) * stride_b + m[:, None] * stride_m + n[None, :], mask=in_tile, other=0.0)
         acc = c * acc + b * addend.to(tl.float32)
         acc += tl.where(m[:, None] == n[None, :], a, 0.0)
     if Scale is not None:
         scale = tl.load(Scale + batch)
         acc *= scale if ADDEND else scale * scale
-    tile = acc.to(Out.dtype.element_ty)
-    Out += batch.to(tl.int64) * stride_ob
+    out, stride_b, stride_m, stride_n = Out
+    tile = acc.to(out.dtype.element_ty)
+    out += batch.to(tl.int64) * stride_b
     if row == col:
         tile = tl.where(i[:, None] >= i[None, :], tile, tl.trans(tile))
     else:
-        mirrored = Out + n[:, None] * stride_om + m[None, :] * stride_on
+        mirrored = out + n[:, None] * stride_m + m[None, :] * stride_n
         tl.store(mirrored, tl.trans(tile), mask=(n < M)[:, None] & (m < M)[None, :])
-    tl.store(Out + m[:, None] * stride_om + n[None, :] * stride_on, tile, mask=in_tile)
+    tl.store(out + m[:, None] * stride_m + n[None, :] * stride_n, tile, mask=in_tile)
 
 
 def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
@@ -2990,11 +2994,13 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
         fits = 4 * launch["num_stages"] * launch["BLOCK"] * launch["BLOCK_K"] <= _shared_memory(X.device)
         if fits and n * tiles <= per_sm * _sm_count(X.device):
             break
-    tma, block = _has_tma(X.device), (launch["BLOCK"], launch["BLOCK_K"])
-    tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]]) if tma else X
+    tiles_of_X = _strided(X)
+    if _has_tma(X.device):
+        block = launch["BLOCK"], launch["BLOCK_K"]
+        tiles_of_X = TensorDescriptor.from_tensor(X, [1, *block] if axis == -2 else [1, *block[::-1]])
     # In launch order, first the tiles of one matrix. At M = 768 a matrix stays in L2 without any reordering of tiles.
-    _gram_kernel[(tiles, n)](tiles_of_X, X, out_3d, scale, M, K, *X.stride()[:2], *out_3d.stride(), c, b, a,
-                             ACROSS=axis == -1, ADDEND=addend, TMA=tma, **launch)
+    _gram_kernel[(tiles, n)](tiles_of_X, _strided(X), (out_3d, *out_3d.stride()), scale, M, K, c, b, a,
+                             ACROSS=axis == -1, ADDEND=addend, **launch)
     return out
 
 
@@ -3017,7 +3023,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 
 
 # ======================================================================================================================
-# 8  NorMuon: plain PyTorch around the products of section 7
+# 9  NorMuon: plain PyTorch around the products of section 7
 #
 #   X, scale = nesterov_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
 #       m     ← m + (1 − decay)(g − m)                           in place
@@ -3113,21 +3119,21 @@ def polar_express(X, scale, ops, steps=5):
 
 
 # ======================================================================================================================
-# 9  Transposes
+# 10  Transposes
 #
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
 #   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
-#   A generic elementwise copy walks over one side with a stride. These kernels read a tile along src, transpose it on
-#   chip and write it along dst. Idea and use on the tied head: ChrisJMcCormick, PR 233; larger tiles: samacqua, PR 240.
-#   One program per SM walks over the tiles. It loads its next tile before it stores the current tile.
-#   H200, 768 x 50304 bf16: copy 44.5 µs (torch 269), add 61.6 µs (torch 292), 82 and 89 % of the copy rate.
+#   A generic elementwise copy walks over one side with a stride. This kernel reads a tile along src, transposes it on
+#   chip and writes it along dst.
+#
+# Use on the tied head: ChrisJMcCormick, PR 233; larger tiles: samacqua, PR 240.
 # ======================================================================================================================
 
-# 128 two-byte elements are two 128-byte lines on the reading and on the writing side. One program has an SM to itself,
-# so it needs many threads, each with few loads in flight; the add has twice the loads.
-TRANSPOSE_LAUNCH = {False: dict(BLOCK=128, num_warps=32), True: dict(BLOCK=128, num_warps=16)}  # by ADD
+# By bytes of an element; reads in lines of 128 bytes, writes in lines of 64 or more.
+TRANSPOSE_LAUNCH = {1: dict(BLOCK_M=64, BLOCK_N=128, num_warps=8), 2: dict(BLOCK_M=64, BLOCK_N=64, num_warps=8),
+                    4: dict(BLOCK_M=32, BLOCK_N=32, num_warps=4)}
 
 
 def transpose_copy_ref(src, dst):
@@ -3141,60 +3147,29 @@ def transpose_add_ref(src, dst):
 
 
 @triton.jit
-def _load_transpose_tile(t, Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, ADD: tl.constexpr,
-                         BLOCK: tl.constexpr):
-    """(tile of Src, tile of Dst if ADD, pointers to the tile of Dst, mask); tiles go down the columns of Src.
-
-    Tiles beyond the last one are masked completely.
-    """
-    rows = tl.cdiv(M, BLOCK)
-    m = (t % rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    n = (t // rows).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tile = tl.load(Src + m[:, None] * stride_sm + n[None, :] * stride_sn, mask=(m < M)[:, None] & (n < N)[None, :])
-    dst_ptrs = Dst + n[:, None] * stride_dn + m[None, :] * stride_dm
-    mask = (n < N)[:, None] & (m < M)[None, :]
-    addend = tl.load(dst_ptrs, mask=mask) if ADD else tile
-    return tile, addend, dst_ptrs, mask
-
-
-@triton.jit
-def _transpose_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, ADD: tl.constexpr,
-                      BLOCK: tl.constexpr):
-    step = tl.num_programs(0)
-    tile, addend, dst_ptrs, mask = _load_transpose_tile(
-        tl.program_id(0), Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, ADD, BLOCK)
-    for t in range(tl.program_id(0), tl.cdiv(M, BLOCK) * tl.cdiv(N, BLOCK), step):
-        next_tile, next_addend, next_ptrs, next_mask = _load_transpose_tile(
-            t + step, Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, ADD, BLOCK)
-        transposed = tl.trans(tile)
-        if ADD:
-            transposed = (addend.to(tl.float32) + transposed.to(tl.float32)).to(Dst.dtype.element_ty)
-        tl.store(dst_ptrs, transposed, mask=mask)
-        tile, addend, dst_ptrs, mask = next_tile, next_addend, next_ptrs, next_mask
-
-
-# Single bytes, the FP8 gradient of the logits: reads in lines of 128 bytes, writes in lines of 64. One program per
-# tile, down the rows of src, so that neighbouring programs write contiguously.
-TRANSPOSE_BYTES_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)
-
-
-@triton.jit
-def _transpose_bytes_kernel(Src, Dst, M, N, stride_sm, stride_sn, stride_dn, stride_dm, BLOCK_M: tl.constexpr,
-                            BLOCK_N: tl.constexpr):
+def _transpose_kernel(Src, Dst, M, N, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    # Src and Dst: a pointer and two strides. Neighbouring programs go down the rows of Src, and write contiguously.
+    src, src_m, src_n = Src
+    dst, dst_n, dst_m = Dst
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tile = tl.load(Src + m[:, None] * stride_sm + n[None, :] * stride_sn, mask=(m < M)[:, None] & (n < N)[None, :])
-    tl.store(Dst + n[:, None] * stride_dn + m[None, :] * stride_dm, tl.trans(tile),
-             mask=(n < N)[:, None] & (m < M)[None, :])
+    tile = tl.load(src + m[:, None] * src_m + n[None, :] * src_n, mask=(m < M)[:, None] & (n < N)[None, :])
+    ptrs = dst + n[:, None] * dst_n + m[None, :] * dst_m
+    mask = (n < N)[:, None] & (m < M)[None, :]
+    tile = tl.trans(tile)
+    if ADD:
+        tile = (tl.load(ptrs, mask=mask).to(tl.float32) + tile.to(tl.float32)).to(dst.dtype.element_ty)
+    tl.store(ptrs, tile, mask=mask)
 
 
 def _launch_transpose(src, dst, add):
     if dst is src:
         raise ValueError("transpose: dst must not be src, which is read while dst is written")
-    M, N = src.shape
-    launch = TRANSPOSE_LAUNCH[add]
-    programs = min(_sm_count(src.device), triton.cdiv(M, launch["BLOCK"]) * triton.cdiv(N, launch["BLOCK"]))
-    _transpose_kernel[(programs,)](src, dst, M, N, *src.stride(), *dst.stride(), ADD=add, **launch)
+    (M, N), launch = src.shape, TRANSPOSE_LAUNCH[src.element_size()]
+    pair = (src, dst) if src.element_size() > 1 else (src.view(torch.uint8), dst.view(torch.uint8))
+    if src.numel():
+        _transpose_kernel[(triton.cdiv(M, launch["BLOCK_M"]), triton.cdiv(N, launch["BLOCK_N"]))](
+            *((x, *x.stride()) for x in pair), M, N, ADD=add, **launch)
     return dst
 
 
@@ -3202,12 +3177,7 @@ def _launch_transpose(src, dst, add):
            dst="N M: strided")
 def transpose_copy(src, dst):
     """dst = srcᵀ; returns dst."""
-    if src.element_size() > 1:
-        return _launch_transpose(src, dst, add=False)
-    (M, N), launch = src.shape, TRANSPOSE_BYTES_LAUNCH
-    _transpose_bytes_kernel[(triton.cdiv(M, launch["BLOCK_M"]), triton.cdiv(N, launch["BLOCK_N"]))](
-        src.view(torch.uint8), dst.view(torch.uint8), M, N, *src.stride(), *dst.stride(), **launch)
-    return dst
+    return _launch_transpose(src, dst, add=False)
 
 
 @operation(transpose_add_ref, any_dtype=True, src="M N: bf16 fp16 fp32 strided", dst="N M: strided")
@@ -3217,7 +3187,7 @@ def transpose_add(src, dst):
 
 
 # ======================================================================================================================
-# 10  The choice of implementation, made once at start
+# 11  The choice of implementation, made once at start
 # ======================================================================================================================
 
 def choose_ops(device, wanted="auto"):

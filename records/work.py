@@ -20,7 +20,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
-    "transpose_bytes": ("_transpose_bytes_kernel", lambda size: (0, 2 * size)),
+    "transpose_bytes": ("_transpose_kernel", lambda size: (0, 2 * size)),
     # d: width of the heads of v; qk: width of those of q and k, divided by d; pairs: (query, key) that see each other,
     # over all heads
     "attend": ("_attention_kernel", lambda N, D, d, qk, pairs: (2 * d * (qk + 1) * pairs, 4 * N * D * (qk + 1))),
@@ -44,12 +44,12 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "mlp": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + F))),  # relu(x W1ᵀ)²
     "mlp_backward": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + 2 * F))),  # dpre
     # In FP8, whose limit is twice as high, so that an operation counts as half of one.
-    "mlp_codes": ("_mlp_codes_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
-    "mlp_codes_backward": ("_mlp_codes_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
+    "mlp_codes": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
+    "mlp_codes_backward": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
     "quantise_weights": ("_largest_kernel _quantise_weights_kernel", lambda size: (0, 6 * size)),
+    "quantise_head": ("_quantise_weights_kernel", lambda size: (0, 4 * size)),
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
-    "quantise": ("_quantise_kernel _transpose_bytes_kernel", lambda size: (0, 4 * size)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
     "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
     # Reads and writes bf16 weights, their gradients and fp32 second moments.
@@ -109,7 +109,7 @@ def calls(run):
             columns = micro_batch.get("candidates") or V
             for start in range(0, N, run["head_rows"]):
                 yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
-            yield from [("quantise", N * D), ("transpose_bytes", N * columns)] * fp8
+            yield from [("transpose_bytes", N * D), ("transpose_bytes", N * columns)] * fp8
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
             for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
                 yield "embedding_grad", N, D, touched
@@ -121,7 +121,7 @@ def calls(run):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
         if step["adam"]:
-            yield from [("quantise", D * V)] * fp8
+            yield from [("quantise_head", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}

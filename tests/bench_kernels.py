@@ -265,7 +265,7 @@ def fp8_projection_cases():
         for narrow, value in product((False, True), repeat=2):
             width = HEAD // 2 if narrow else HEAD
             weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
-            w8, w8_t = tk.quantise_both_ref(weight, one, tk.E4M3)
+            w8, w8_t = tk.both_layouts(weight, one, tk.E4M3)
             shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
             sizes, work = (N, D, value, width / HEAD), dict(fp8=2 * N * weight.numel())
             project = partial(tk.project, x, weight, rotary, *values, False, False, narrow)
@@ -328,7 +328,7 @@ def head_cases():
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
-    yield case("quantise", f"{D}x{V}", (weight.detach(), tk.W_SCALE), (D * V,), calls=0.5)
+    yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_head", D * V), calls=0.5)
     head.embedding = torch.nn.Parameter(rand(V, D))
     head.embedding.grad = torch.zeros_like(head.embedding)
     for N, stage in zip(TOKENS, STAGES):
@@ -339,7 +339,6 @@ def head_cases():
         args = logits, tk.multi_token_targets(targets, len(w))[:rows], w, 0.1, 0.001, grad
         yield case("cross_entropy", f"{rows} rows of {N}", args, (rows, V, True), {"compiled": partial(plain, *args)},
                    MICRO * N / rows)
-        yield case("quantise", f"{N}x{D}", (h.detach(), tk.X_SCALE), (N * D,), calls=MICRO)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
         yield Case("transpose_copy", f"{N}x{V} bytes", partial(tk.transpose_copy, codes, turned),

@@ -56,7 +56,7 @@ def test_formats(dtype):
     values = values[values.isfinite()].sort().values
     between = torch.cat([values, (values[1:] + values[:-1]) / 2, values * (1 + 2**-5), values * 1.5])
     assert torch.equal(rounded(values, dtype), values)
-    codes = tk.quantise_both_ref(between[None].float(), scalar(1.0, "cpu"), dtype)[0][0]
+    codes = tk.both_layouts(between[None].float(), scalar(1.0, "cpu"), dtype)[0][0]
     assert torch.equal(codes.double(), rounded(between, dtype))
 
 
@@ -67,7 +67,7 @@ def test_reference_of_the_codes(shape, dtype):
     x = (100 * torch.randn(shape)).to(BF16)
     x.view(-1)[:4] = torch.tensor([1e6, -math.inf, 0, -0.0])
     scale = torch.rand(shape[:-2]) + 0.01
-    codes, codes_t = tk.quantise_both_ref(x, scale, dtype)
+    codes, codes_t = tk.both_layouts(x, scale, dtype)
     assert codes.dtype == codes_t.dtype == dtype and codes_t.is_contiguous() and codes_t.shape == x.mT.shape
     assert torch.equal(bits(codes_t), bits(codes).mT)
     exact = x.double() / scale.double()[..., None, None]
@@ -75,7 +75,7 @@ def test_reference_of_the_codes(shape, dtype):
     slack = [rounded(exact * (1 + sign * 2**-22), dtype) for sign in (-1, 1)]
     assert (near | (codes.double() == slack[0]) | (codes.double() == slack[1])).all() and near.double().mean() > 0.99
     x.view(-1)[5] = math.nan
-    assert tk.quantise_both_ref(x, scale, dtype)[0].double().isnan().sum() == 1
+    assert tk.both_layouts(x, scale, dtype)[0].double().isnan().sum() == 1
 
 
 @pytest.mark.parametrize("D", [*range(16, 1537, 16), 3072])
@@ -201,7 +201,7 @@ def test_codes_of_products(N, device, either_kernel):
     """Random values: the codes of the reference, but for sums that round to the other side."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
-    x8, g8, w1, w2 = (tk.quantise_both_ref(t, one, dtype)[0]
+    x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
                       for t, dtype in ((x, E4M3), (g, E5M2), (W1, E4M3), (W2, E4M3)))
     scales = scalar(1 / 27, device), one, scalar(0.01, device)
     post = tk._relu_square_codes(x8, w1, *scales, scalar(0.0, device))[0]
@@ -558,7 +558,7 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
 
     def watched(self, i, *args):
         seen.append((i, torch.is_grad_enabled()))
-        codes, _ = tk.quantise_both_ref(args[1].detach(), self.scales[i, 1, 0], E4M3)
+        codes, _ = tk.both_layouts(args[1].detach(), self.scales[i, 1, 0], E4M3)
         assert torch.equal(codes.view(torch.uint8), self.codes[i, 0].view(torch.uint8))
         return call(self, i, *args)
 

@@ -113,8 +113,8 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     view = view._replace(rotary=view.rotary.to(device, dtype), scale=view.scale.to(dtype))
     if view.narrow_rotary is not None:
         view = view._replace(narrow_rotary=view.narrow_rotary.to(device, dtype))
-    h, point = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view,
-                     pieces_of(tokens[:-1], rows, device))
+    h, point, _ = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view,
+                        pieces_of(tokens[:-1], rows, device))
     loss = head(h, tokens[1:].to(device), torch.tensor(WEIGHTS, device=device), KAPPA, point=point)
     loss.backward()
 
@@ -140,7 +140,7 @@ def test_no_weight_is_dead(preset):
                              "--bigram_tables=1", "--bigram_normal=false"]).model
     exact, tokens, cu, rows, view, _ = make_setting(config)
     pieces = pieces_of(tokens[:-1], rows, torch.device("cpu"))
-    h, point = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces)
+    h, point, _ = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces)
     plain_head(exact)(h, tokens[1:], torch.ones(1), KAPPA, point=point).backward()
     banks = {row.label: exact.get_parameter(row.label).grad for row in T.param_table(config) if row.optim == "normuon"}
     assert len(banks) == (4 if preset == "short" else 3)
@@ -182,7 +182,7 @@ def test_loss_and_all_gradients_through_the_kernels(device, name):
 def test_validation_loss(name):
     model, tokens, cu, rows, view, settings = make_setting(*with_features(name))
     with torch.no_grad():
-        h, point = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
+        h, point, _ = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
         loss = plain_head(model)(h, tokens[1:], torch.ones(1), 1.0, exact=True, point=point) / len(h)
     expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows,
                                        **settings)
@@ -225,7 +225,7 @@ def test_bf16_is_near_fp32():
         view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT),
                                    torch.tensor(LONG), torch.tensor(scale), 128)
         rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
-        h, _ = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
+        h, *_ = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         head = kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)
         losses.append(head(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)

@@ -32,8 +32,8 @@ MICRO_STEP = [
     ("forward embed", [COPY, "index_select", FUSED, FUSED]),
     ("forward layer 0", ["_project_kernel", "_attention_kernel", GEMM, "Memset (Device)", SPLIT, REDUCE]),
     ("forward layer 1", [FUSED, "_mlp_hopper_kernel", GEMM]),
-    ("forward loss", [FUSED, "_quantise_kernel", GEMM, "_cross_entropy_kernel"]),
-    ("backward loss", ["sum", "_transpose_bytes_kernel", GEMM, FUSED]),
+    ("forward loss", [FUSED, GEMM, "_cross_entropy_kernel"]),
+    ("backward loss", ["sum", "_transpose_kernel", GEMM, FUSED]),
     ("backward layer 1", [SPLIT, REDUCE, "_mlp_hopper_kernel", GEMM, FUSED]),
     ("backward layer 0", [GEMM, "_attention_backward_kernel", "_project_grad_kernel", GEMM]),
     ("backward embed", [FUSED, *["_sum_rows_kernel"] * 8])]
@@ -333,7 +333,7 @@ def test_rates_of_our_kernels(mlp, project, others):
         for name, *sizes in work.calls(run | {"steps": [step]}):
             (flops, data), kernels = work.WORK[name][1](*sizes), work.WORK[name][0].split()
             us = 4e6 * max(flops / 1e12, data / 1e11) / len(kernels)
-            launches += [(kernel.replace(f"_{mlp}_", f"_{mlp}_hopper_"), None, us) for kernel in kernels]
+            launches += [(kernel.replace("_mlp_", "_mlp_hopper_"), None, us) for kernel in kernels]
         rec.range(f"step {step['step']}", *(lambda launch=launch: rec.kernel(*launch) for launch in launches))
     result = trace.analyse(rec.trace(**run))
     rows = {name: rest for name, *rest in result["rates"]}
@@ -342,7 +342,7 @@ def test_rates_of_our_kernels(mlp, project, others):
     half = 1 if project == "project" else 0.5
     assert rows[project][0] == 6 and rows[project][1] == pytest.approx(6 * 4e3 * half * 6 * 64 * 256**2 / 1e12)
     assert re.search(rf"^{project} +6 +\d+\.\d\d\d +0\.25 TFLOP/s +25\.0%$", trace.table(result), re.M)
-    rec.events.remove(max((e for e in rec.events if e["name"] == f"_{mlp}_hopper_kernel"), key=lambda e: e["ts"]))
+    rec.events.remove(max((e for e in rec.events if e["name"] == "_mlp_hopper_kernel"), key=lambda e: e["ts"]))
     result = trace.analyse(rec.trace(**run))
     assert [name for name, *_, part in result["rates"] if part is None] == [f"{mlp} {mlp}_backward"]
     assert "launches?" in trace.table(result)
