@@ -195,13 +195,14 @@ def _require(op, contract, given, sizes, dtype, device):
                              f" {tensor.device}")
 
 
-def operation(reference, any_dtype=False, label=None, **texts):
+def operation(reference, any_dtype=False, label=None, check=lambda *args, **options: None, **texts):
     """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
 
     texts {argument: text}: the axes, then behind a colon the dtypes (without: that of the first argument), and "rows"
     (unit stride in the last axis) or "strided" (any strides; without: contiguous). A letter is one size in all
     arguments, a number is itself, "..." stands for any first axes, a "?" in front allows None. A wrong tensor raises a
-    ValueError. any_dtype: see `_takes_ref`; label: the name in IMPLEMENTATIONS.
+    ValueError. check: a function of the same arguments, which returns what is wrong in words, or None. any_dtype: see
+    `_takes_ref`; label: the name in IMPLEMENTATIONS.
     """
     def decorate(wrapper):
         op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
@@ -211,6 +212,8 @@ def operation(reference, any_dtype=False, label=None, **texts):
             given = dict(zip(names, args)) | options
             first, *others = (given[name] for name in contract if given.get(name) is not None)
             _require(op, contract, given, {}, first.dtype, first.device)
+            if fault := check(*args, **options):
+                raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
                 return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
             return wrapper(*args, **options)
@@ -1339,39 +1342,46 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
 BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
 
 
-@operation(attention_block_ref, label="attention", x="N D: bf16 fp32 strided", weight="R D: strided", rotary="P F 2",
-           ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided", cu_seqlens="K: int32")
-def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                    codes=None, with_values=True):
-    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values."""
+def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False, codes=None,
+                 with_values=True):
+    """What the texts of the contract cannot say: the first fault in words, or None."""
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
     if D * x.element_size() % 16:
-        raise ValueError(f"attention_block: rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}")
+        return (f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}")
     if N == 0 or weight.shape != (H * rows, D) or paired and H % 2:
-        raise ValueError(f"attention_block: for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v)"
+        return (f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v)"
                          f" weight must be ({rows} H, {D}), H even in paired layers, got"
                          f" {tuple(weight.shape)}")
     if narrow and (offset or d < 32):
-        raise ValueError("attention_block: a narrow layer has no offset, and d is at least 32; got"
+        return ("a narrow layer has no offset, and d is at least 32; got"
                          f" d = {d}, offset={offset}")
     if rotary.size(0) < N * (1 + paired):
-        raise ValueError(f"attention_block: rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}")
+        return (f"rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}")
     if d & (d - 1) or d < 16:
-        raise ValueError(f"attention_block: head width must be a power of two and at least 16, got {d}")
+        return (f"head width must be a power of two and at least 16, got {d}")
     if w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
-        raise ValueError(f"attention_block: w_out must be ({H}, C), C even and at most {min(D, H * d)}, got"
+        return (f"w_out must be ({H}, C), C even and at most {min(D, H * d)}, got"
                          f" {tuple(w_out.shape)}")
     if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
-        raise ValueError(f"attention_block: ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None,"
+        return (f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None,"
                          f" got {got[0]} and {got[1]}")
     if codes is not None:
         if any(size % 16 for size in (N, *weight.shape)):
-            raise ValueError(f"attention_block: N, rows of weight and D must be multiples of 16 for codes, got {N} and"
+            return (f"N, rows of weight and D must be multiples of 16 for codes, got {N} and"
                              f" {tuple(weight.shape)}")
         given = {"codes.x8": codes.x8, "codes.x8_t": codes.x8_t, "codes.w8": codes.w8, "codes.w8_t": codes.w8_t}
         _require("attention_block", BLOCK_CODES, given, {"N": N, "D": D, "R": len(weight)}, E4M3, x.device)
+
+
+@operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
+           weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
+           cu_seqlens="K: int32")
+def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
+                    codes=None, with_values=True):
+    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values."""
+    N = len(x)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
@@ -1968,12 +1978,15 @@ def _mlp_setup(ctx, inputs, output):
 _mlp.register_autograd(lambda ctx, grad, _: _mlp_backward(grad, *ctx.saved_tensors), setup_context=_mlp_setup)
 
 
-@operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D")
+def _check_mlp(x, W1, W2):
+    if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
+        return ("N must be above 0, and rows of F or D elements multiples of 16 bytes, got"
+                         f" x {tuple(x.shape)} and (F, D) = {tuple(W1.shape)}")
+
+
+@operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
 def mlp(x, W1, W2):
     """`mlp_ref` with the square and its derivative inside the products; x (N, D), W1 and W2 (F, D), result (N, D)."""
-    if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
-        raise ValueError("mlp: N must be above 0, and rows of F or D elements multiples of 16 bytes, got"
-                         f" x {tuple(x.shape)} and (F, D) = {tuple(W1.shape)}")
     return _mlp(x, W1, W2)[0]
 
 
@@ -2409,13 +2422,16 @@ class _Pointer(torch.autograd.Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
-@operation(pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
+def _check_pointer(q, k, sink, tokens, start, end, window, scale, targets):
+    if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
+        return ("d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
+                         f" {tuple(q.shape)} and {tuple(targets.shape)}")
+
+
+@operation(pointer_ref, check=_check_pointer, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
            end="N: int32", targets="N J: int64 strided")
 def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
-    if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
-        raise ValueError("pointer: d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
-                         f" {tuple(q.shape)} and {tuple(targets.shape)}")
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
 
 
@@ -2638,12 +2654,14 @@ def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, los
     sink = tl.load(SinkMass + row) * rest
     kept = 1.0 + alpha * sink
     mixed = kept + alpha * ratio  # probability of the target / p
+    gain = tl.log2(mixed) / LOG2_E
+    pull = weight * kept / mixed
     push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
     if dMasses is not None:
         dMass, dSinkMass = dMasses
         tl.store(dMass + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
         tl.store(dSinkMass + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
-    return tl.log2(mixed) / LOG2_E, weight * kept / mixed, push
+    return gain, pull, push
 
 
 @triton.jit(do_not_specialize=["count", "gate"])
@@ -2979,8 +2997,6 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: tl.constexpr, ADDE
 
 def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     """Sums products over the axis of X other than `axis` (-1 or -2). Returns out."""
-    if out is X:
-        raise ValueError(f"{name}: out must not be the input, which is read while out is written")
     if X.numel() == 0:
         return out.zero_()
     X, out_3d = (X, out) if X.ndim == 3 else (X[None], out[None])
@@ -3004,19 +3020,24 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
     return out
 
 
-@operation(XXT_ref, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
+def _check_separate(x, *others, **options):
+    if any(other is x for other in (*others, *options.values())):
+        return "the result must not be the input, which is read while the result is written"
+
+
+@operation(XXT_ref, check=_check_separate, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
 def XXT(X, out, scale=None):
     """out = s² X Xᵀ; returns out."""
     return _launch_gram("XXT", X, -2, out, scale)
 
 
-@operation(XTX_ref, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
+@operation(XTX_ref, check=_check_separate, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
 def XTX(X, out, scale=None):
     """out = s² Xᵀ X; returns out."""
     return _launch_gram("XTX", X, -1, out, scale)
 
 
-@operation(ba_plus_cAA_ref, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
+@operation(ba_plus_cAA_ref, check=_check_separate, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
 def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
     """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
@@ -3131,9 +3152,7 @@ def polar_express(X, scale, ops, steps=5):
 # Use on the tied head: ChrisJMcCormick, PR 233; larger tiles: samacqua, PR 240.
 # ======================================================================================================================
 
-# By bytes of an element; reads in lines of 128 bytes, writes in lines of 64 or more.
-TRANSPOSE_LAUNCH = {1: dict(BLOCK_M=64, BLOCK_N=128, num_warps=8), 2: dict(BLOCK_M=64, BLOCK_N=64, num_warps=8),
-                    4: dict(BLOCK_M=32, BLOCK_N=32, num_warps=4)}
+TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64
 
 
 def transpose_copy_ref(src, dst):
@@ -3163,9 +3182,7 @@ def _transpose_kernel(Src, Dst, M, N, ADD: tl.constexpr, BLOCK_M: tl.constexpr, 
 
 
 def _launch_transpose(src, dst, add):
-    if dst is src:
-        raise ValueError("transpose: dst must not be src, which is read while dst is written")
-    (M, N), launch = src.shape, TRANSPOSE_LAUNCH[src.element_size()]
+    (M, N), launch = src.shape, TRANSPOSE_LAUNCH
     pair = (src, dst) if src.element_size() > 1 else (src.view(torch.uint8), dst.view(torch.uint8))
     if src.numel():
         _transpose_kernel[(triton.cdiv(M, launch["BLOCK_M"]), triton.cdiv(N, launch["BLOCK_N"]))](
@@ -3173,14 +3190,14 @@ def _launch_transpose(src, dst, add):
     return dst
 
 
-@operation(transpose_copy_ref, any_dtype=True, src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided",
-           dst="N M: strided")
+@operation(transpose_copy_ref, any_dtype=True, check=_check_separate,
+           src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")
 def transpose_copy(src, dst):
     """dst = srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=False)
 
 
-@operation(transpose_add_ref, any_dtype=True, src="M N: bf16 fp16 fp32 strided", dst="N M: strided")
+@operation(transpose_add_ref, any_dtype=True, check=_check_separate, src="M N: bf16 fp16 fp32 strided", dst="N M: strided")
 def transpose_add(src, dst):
     """dst += srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=True)

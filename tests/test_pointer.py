@@ -528,7 +528,7 @@ def test_validation_points_into_whole_documents():
     batch = L.make_batch(tokens, L.cu_seqlens([64, 112], 112, 128), config, torch.device("cpu"))
     view = final_attention(config, model)._replace(pointer_window=8)
     loss = T.summed_loss(model, E.head(model), batch, view).item() / 112
-    h, _ = model(batch.tokens, batch.cu_seqlens, batch.row_ids, view)
+    h, *_ = model(batch.tokens, batch.cu_seqlens, batch.row_ids, view)
     params = {name: tensor.double() for name, tensor in model.state_dict().items()}
     whole, short = (oracles.losses_of_head(params, h.double(), batch.tokens, batch.targets, [0, 64, 112], [1.0],
                                            (257, window))[0].mean().item() for window in (112, 8))
