@@ -1197,7 +1197,7 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def compile_kernels(self, plan):
-        """Launch the Triton kernels of `step`, for `kernels.only_compiling`."""
+        """Launch the Triton kernels of `step`, for `only_compiling` of data/run/warmup.py."""
         for name, copy in self.copies.items() if plan.adam and plan.tied else ():
             self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
             self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())

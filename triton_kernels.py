@@ -35,9 +35,6 @@ Contents, in the order in which a token meets the operations
 import functools
 import math
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -88,39 +85,6 @@ def _takes_ref(*tensors, any_dtype=False):
     """
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
-
-
-def can_only_compile() -> bool:
-    """Whether this Triton has what `only_compiling` needs. Without it, kernels compile one by one at their launch."""
-    return hasattr(getattr(triton, "JITFunction", None), "run") and hasattr(triton, "AsyncCompileMode")
-
-
-@contextmanager
-def only_compiling():
-    """In this context, a launch of a kernel by this thread compiles and loads the kernel and does not run it. Eight
-    threads compile side by side. Leaving the context waits for them.
-
-    What the kernels would have written is undefined. The backward pass runs in this thread, so its kernels compile,
-    too. The names that this needs (`can_only_compile`) are not public; Triton 3.6 has them.
-    """
-    run, device, this_thread = triton.JITFunction.run, torch.cuda.current_device(), threading.get_ident()
-
-    def compile_or_run(self, *args, warmup, **options):
-        return run(self, *args, warmup=warmup or threading.get_ident() == this_thread, **options)
-
-    def load(compile):
-        kernel = compile()
-        kernel.run  # without this, Triton loads a kernel at its first launch
-        return kernel
-
-    triton.JITFunction.run = compile_or_run
-    try:
-        with (ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
-              triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load))),
-              torch.autograd.set_multithreading_enabled(False)):
-            yield
-    finally:
-        triton.JITFunction.run = run
 
 
 def _sm_count(device) -> int:
@@ -247,26 +211,21 @@ def _strided(x):
 
 
 # ======================================================================================================================
-# 1  Embedding tables: a lookup whose gradients go straight into the gradient buffer, and an update of some rows
+# 1  Embedding tables: lookup, the gradients of its rows, and an update of some rows
 #
 #   lookup(table, num_tables, sorted_ids, add, touched)        P tensors (N, D): rows ids[t] of each table
 #   embedding_grad(grad, sorted_ids, upstream)                 grad[ids[t]] += Σ_t upstream[t]
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #
-#   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other.
-#   grad (R, D): contiguous, bf16 or fp32, updated in place; sums are fp32 and rounded once.
-#   sorted_ids: SortedIds of ids (N,) int32 with 0 <= id < R; the forward pass of lookup verifies this range.
-#   upstream (N, D): unit stride along D.
-#   embedding_grad replaces aten.embedding_dense_backward. Its atomics need a fp32 table, which is zeroed, cast to bf16
-#   and added to the gradient: four passes over all rows, of which a batch touches a few percent. embedding_grad sorts
-#   the ids instead, and one program sums all occurrences of a row. Rows that do not occur cost nothing, and a run
-#   repeats bit for bit.
-#   N = 49152, R = 50304: 63 µs (aten.embedding_dense_backward, its cast and the addition: 700).
-#
-#   update_rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays.
-#   `last` remembers the last update of every row, and the row makes up for the decay when it has a gradient again.
-#   `touched` names the rows that may have a gradient. Another row costs one byte, where Adam's usual update moves 22
-#   bytes per weight. update_rows clears `touched` and the gradient. An average moves in all rows.
+#   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R, which the
+#   forward pass of lookup verifies. Sums are fp32 and rounded once.
+# Replaces aten.embedding_dense_backward, whose atomics need a fp32 table, which is zeroed, cast to bf16 and added to the
+# gradient: four passes over all rows, of which a batch touches a few percent. Here the ids are sorted, and one program
+# sums all occurrences of a row. Rows that do not occur cost nothing, and a run repeats bit for bit.
+# update_rows replaces Adam's pass over all rows: without a first moment (β1 = 0), Adam changes nothing in a row without
+# gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when it
+# has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per weight.
+# update_rows clears `touched` and the gradient. An average moves in all rows.
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
@@ -436,31 +395,25 @@ def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None):
 #   out_t = Σ_s p_ts v_s,  p_t = softmax over s of  scale · q_t · k_s,  s in t's document with t - window <= s <= t
 #   y_t   = gate_t · out_t          per head
 #
-#   q, k (N, H, d), v (N, H, dv), bf16 (fp32 for tests), d and dv powers of two >= 16 with stride 1, any other strides
-#   (v may be a slice); y (N, H, dv) contiguous; gate (N, H), not negative; cu_seqlens (K,) int32: document borders,
-#   cu[0] = 0, unused entries at the end = N.
-#   window (int, 0 or more) and scale (float, above 0): numbers or 0-D CPU tensors. attention_block takes tensors, so
-#   that one compiled graph serves every stage.
-#   Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
+#   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv) contiguous;
+#   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
+#   window and scale are 0-D CPU tensors, so that one compiled graph serves every stage, or numbers.
+# Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 #
 # Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
 # window) to t; both ends grow with t. Therefore a tile of queries (keys) meets one contiguous run of keys (queries).
 # The run starts at the first row that the tile needs, not at a multiple of the tile size. A block is masked only if
 # some row sees a part of it.
-# The kernel takes exponentials without subtracting a running maximum, which saves 8 % of the forward pass. This is
-# right as long as |scale · q · k| < 80 (2^±115 of fp32); beyond this bound infinities appear. Here q and k are
-# RMS-normed, so the product is at most d · scale, 17 in the presets.
+# The kernel takes exponentials without subtracting a running maximum, which is right as long as |scale · q · k| < 80
+# (2^±115 of fp32); beyond this bound infinities appear. Here q and k are RMS-normed, so the product is at most d · scale,
+# 17 in the presets.
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
 # The forward pass saves lse - log gate, in powers of two, so that P' takes no further product. Plain operations compute
-# s, so the compiler does it in the pass that makes dy, if there is one. Then one launch has one program per tile of
-# queries for dq and one per tile of keys for dk and dv. The two programs are neighbours because they read the same
-# rows. This takes seven products, a single sweep would take five; but there are no atomics, so a run repeats bit for
-# bit, and no fp32 accumulator of dq in memory that must be cleared and converted.
-#
-# One H200, d = 128, documents of median 490, forward + backward in µs (FlashAttention-2 of PyTorch, without the gate):
-#   16384 tokens, 6 heads, window 384: 55 + 162 (122 + 276);  49152, 6, 640: 180 + 550 (389 + 898).
+# s, so the compiler does it in the pass that makes dy. Then one launch has one program per tile of queries for dq and one
+# per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a single sweep
+# would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in memory.
 #
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 # ======================================================================================================================
@@ -523,8 +476,8 @@ def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
 def _load_tile(X, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
     """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N.
 
-    X is a descriptor (see _head_tiles), or a tuple of a pointer and the strides of a row and of a head. Several loads by
-    pointers can be under way at once.
+    X is a descriptor (see _head_tiles), or a pointer with the strides of a row and of a head. Several loads by pointers
+    can be under way at once.
     """
     if isinstance(X, tl.tensor_descriptor):
         return X.load([head, first, 0]).reshape(BLOCK, D)
@@ -768,33 +721,25 @@ def document_of_tokens(cu_seqlens, N):
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
-#   rotary      (rows, d/4, 2)       cosine and sine side by side, so that one load brings both;
-#                                    contiguous; rows >= N, in paired layers >= 2N
-#   ve          (N, H d) or None     value embeddings, unit stride along H d
+#   rotary      (rows, d/4, 2)       cosine and sine side by side; rows >= N, in paired layers >= 2N
+#   ve          (N, H d) or None     value embeddings
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
 #   w_out       (H, C)               weights of the output gate, C even
-#   cu_seqlens  (K,) int32           document borders in tokens, as in section 2
-#   window      0-D CPU tensor       how many positions a query sees back; in paired layers positions of the 2N
-#   scale       0-D CPU tensor       factor of the scores
+#   cu_seqlens, window, scale        as in section 2; in paired layers window counts positions of the 2N
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
 #   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
 #   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
-#   with_values bool                 whether v is wanted; if not, None takes its place, and v has no gradient
 #   y           (N, H, d)            gated result of attention, before the output projection
-#   v           (N, H, d)            the values that attention reads; train_gpt.py removes their direction from y
-#
-#   x, weight, rotary, ve, w_ve, w_out, y and v have one dtype, bf16 (fp32 for tests).
+#   v           (N, H, d)            with with_values: the values that attention reads
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
 #   q, k, v = x Wᵀ, H heads each;  q, k ← rms_norm(q), rms_norm(k);  v ← v + ve_gate · ve
 #   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
-#   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its
-#   own).
-#   y = attention(q, k, v, out_gate), see section 2; paired layers view q, k, v as (2N, H/2, w or d)
-#
-#   Kept for the backward pass: gates (1 or 2, N, H), that is out_gate and, with ve, ve_gate; q, k, v; 1 / rms; lse; y.
+#   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
+#   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
+# Replaces a GEMM and about ten passes over q, k and v.
 #
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
 # embedding work on the fp32 accumulator; nothing is read or written between projection and attention. q and k are
@@ -806,12 +751,8 @@ def document_of_tokens(cu_seqlens, N):
 # So 4 bytes of 1/rms per head are kept beside q, k, v. The backward pass is one elementwise pass and then the two GEMMs
 # of a linear layer.
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. The gates are inside the op because of their gradients, which are added to C
-# columns of dx and dve in place. When the compiler made the gates from slices, the kernels behind dx, which sum over D
-# for the norm, read all their operands twice, and dve was written once more. Gradients of w_out and w_ve are summed per
-# program, then over programs, so a run repeats bit for bit.
-# H200, N = 49152, plain layer: forward 274 µs against 244 + 144 (library GEMM, compiled rest), backward pass 114 µs
-# (94 % of copy bandwidth) against 272; 228 MB kept per layer where q, k, v beside x Wᵀ are 377 to 452.
+# goes straight into its part of dqkv. The gates are inside because of their gradients, which are added to C columns of dx
+# and dve in place. Gradients of w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
 #
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 # ======================================================================================================================
@@ -1015,7 +956,7 @@ def _rotated(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def _heads_of_tile(tile, H: tl.constexpr, NARROW: tl.constexpr):
     """(part, head) twice, for the lower and the upper half of the columns of a tile; part 0, 1, 2: q, k, v. Only tiles
-    of q and k in narrow layers have two heads; with an odd H, one of these tiles has the last of q and the first of k."""
+    of q and k in narrow layers have two heads; with an odd H, one tile has the last of q and the first of k."""
     if NARROW:
         part = tl.minimum(2 * tile // H, 2)
         h = tl.where(part == 2, tile - H, 2 * tile % H)
@@ -1204,14 +1145,14 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
             _value_grad(dv.to(tl.float32), Ve, Gate, dVe, dGate, t, h, N, H, D)
 
 
-def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=(None,) * 4):
+def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
 
-    codes: those of x and weight, which are then not read, and their scales. The caller has checked the arguments.
+    codes: those of x and weight, which are then not read, and their scales; or none. The caller has checked the
+    arguments.
     """
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
-    x8, w8, *scales = codes
-    a, b = (x, weight) if x8 is None else (x8, w8)
+    a, b, *scales = codes or (x, weight)
     launch = PROJECT_LAUNCH[a.dtype]
     qk, v = x.new_empty(2, N + 1, H, width), x.new_empty(N, H, d)
     rstd = x.new_empty(2, N, H, dtype=torch.float32)
@@ -1219,7 +1160,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
     programs = min(tiles, _sm_count(x.device) * PROJECT_PROGRAMS_PER_SM)
     _project_kernel[(programs,)](
         _matrix_tiles(a, launch["BLOCK_M"], launch["BLOCK_K"]), _matrix_tiles(b, d, launch["BLOCK_K"]),
-        None if x8 is None else tuple(scales), (qk, qk.stride(0)), v, rstd, rotary, _strided(ve), ve_gate, N, K=b.size(1),
+        tuple(scales) or None, (qk, qk.stride(0)), v, rstd, rotary, _strided(ve), ve_gate, N, K=b.size(1),
         PAIRED=paired, OFFSET=offset, NARROW=narrow, H=H, D=d, **launch)
     return qk, v, rstd
 
@@ -1250,18 +1191,18 @@ def _pair_heads(qk, v, paired):
 @torch.library.custom_op("speedrun::attention_block", mutates_args=())
 def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
                      start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
-                     narrow: bool, x8: Tensor | None = None, w8: Tensor | None = None, x_scale: Tensor | None = None,
-                     w_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                     narrow: bool, codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """codes: the first four ProjectionCodes, or none."""
     gates = head_gates(x, ve, w_ve, w_out, paired)
     # The kernel reads the gate only if there is a ve.
-    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, (x8, w8, x_scale, w_scale))
+    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, codes)
     q, k, v = _pair_heads(qk, values, paired)
     y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
     return y.view(values.shape), values, lse, qk, rstd, gates
 
 
 @_attention_block.register_fake
-def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, *codes):
+def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, codes):
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
     return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, width),
@@ -1272,24 +1213,25 @@ def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, off
 def _attention_block_backward(dy: Tensor, dv: Tensor | None, dgate: Tensor, x: Tensor, weight: Tensor, rotary: Tensor,
                               ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor, start: Tensor, end: Tensor,
                               window: Tensor, scale: Tensor, v: Tensor, lse: Tensor, qk: Tensor, rstd: Tensor,
-                              gates: Tensor, paired: bool, offset: bool, x_scale: Tensor | None = None,
-                              w_scale: Tensor | None = None, x8_t: Tensor | None = None, w8_t: Tensor | None = None,
-                              grad_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                              gates: Tensor, paired: bool, offset: bool,
+                              codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """codes: the last five ProjectionCodes, or none."""
     (N, H, d), rows = v.shape, weight.size(0)
-    dqkv = x.new_empty(N, rows, dtype=x.dtype if x8_t is None else E5M2)
-    dqkv_t = None if x8_t is None else dqkv.new_empty(rows, N)
+    dqkv = x.new_empty(N, rows, dtype=E5M2 if codes else x.dtype)
+    x_scale, w_scale, x8_t, w8_t, grad_scale = codes or [None] * 5
+    dqkv_t = dqkv.new_empty(rows, N) if codes else None
     q, k, v = _pair_heads(qk, v, paired)
     dq_dk_dv = attend_backward(
         dy.reshape(v.shape), q, k, v, dgate.view(q.shape[:2]), lse, start, end, window, scale,
-        dv=None if paired or x8_t is not None else dqkv[:, -H * d:].view(N, H, d),
+        dv=None if paired or codes else dqkv[:, -H * d:].view(N, H, d),
         dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
     dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
                                      offset, dqkv, dqkv_t, grad_scale)
-    if x8_t is None:
-        dx, dweight = dqkv @ weight, dqkv.t() @ x
-    else:
+    if codes:
         dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
         dweight = scaled_product(dqkv_t, x8_t, grad_scale, x_scale).to(x.dtype)
+    else:
+        dx, dweight = dqkv @ weight, dqkv.t() @ x
     dgate_weights = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
     dve = x.new_empty(0) if ve is None else dve  # an op must return tensors
     return dx, dweight, dve, dgate_weights
@@ -1309,7 +1251,7 @@ class _AttentionBlock(torch.autograd.Function):
         codes = others[7:]
         if codes:  # of x, the op reads only the columns of the gates; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
-        y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others[:7], *codes[:4])
+        y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others[:7], list(codes[:4]))
         ctx.save_for_backward(y, gates, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
         ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
         return (y, v) if with_values else y
@@ -1320,7 +1262,7 @@ class _AttentionBlock(torch.autograd.Function):
         y, gates, *saved = ctx.saved_tensors
         dgate = out_gate_grad(dy, y, gates[0])
         dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, dgate, *saved[:14], gates, ctx.paired,
-                                                                    ctx.offset, *saved[14:])
+                                                                    ctx.offset, saved[14:])
         dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
         return None, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * ctx.others
 
@@ -1342,36 +1284,31 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
 BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
 
 
-def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False, codes=None,
-                 with_values=True):
+def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
+                 codes=None, with_values=True):
     """What the texts of the contract cannot say: the first fault in words, or None."""
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
     if D * x.element_size() % 16:
-        return (f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}")
+        return f"rows of x must be multiples of 16 bytes, got {D} elements of {x.dtype}"
     if N == 0 or weight.shape != (H * rows, D) or paired and H % 2:
-        return (f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v)"
-                         f" weight must be ({rows} H, {D}), H even in paired layers, got"
-                         f" {tuple(weight.shape)}")
+        return (f"for x {(N, D)}, N > 0, and heads of width {width} (q, k) and {d} (v) weight must be ({rows} H, {D}),"
+                f" H even in paired layers, got {tuple(weight.shape)}")
     if narrow and (offset or d < 32):
-        return ("a narrow layer has no offset, and d is at least 32; got"
-                         f" d = {d}, offset={offset}")
+        return f"a narrow layer has no offset, and d is at least 32; got d = {d}, offset={offset}"
     if rotary.size(0) < N * (1 + paired):
-        return (f"rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}")
+        return f"rotary must have {N * (1 + paired)} rows, got {tuple(rotary.shape)}"
     if d & (d - 1) or d < 16:
-        return (f"head width must be a power of two and at least 16, got {d}")
+        return f"head width must be a power of two and at least 16, got {d}"
     if w_out.size(0) != H or w_out.size(1) > min(D, H * d) or w_out.size(1) % 2:
-        return (f"w_out must be ({H}, C), C even and at most {min(D, H * d)}, got"
-                         f" {tuple(w_out.shape)}")
+        return f"w_out must be ({H}, C), C even and at most {min(D, H * d)}, got {tuple(w_out.shape)}"
     if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
-        return (f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None,"
-                         f" got {got[0]} and {got[1]}")
+        return f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got {got[0]} and {got[1]}"
     if codes is not None:
         if any(size % 16 for size in (N, *weight.shape)):
-            return (f"N, rows of weight and D must be multiples of 16 for codes, got {N} and"
-                             f" {tuple(weight.shape)}")
-        given = {"codes.x8": codes.x8, "codes.x8_t": codes.x8_t, "codes.w8": codes.w8, "codes.w8_t": codes.w8_t}
+            return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
+        given = {f"codes.{name}": x for name, x in codes._asdict().items()}
         _require("attention_block", BLOCK_CODES, given, {"N": N, "D": D, "R": len(weight)}, E4M3, x.device)
 
 
@@ -1544,21 +1481,15 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 
 # ---- The projection of the attention block ---------------------------------------------------------------------------
 #
-#   codes = Fp8Projections(weights, loss_scale)(layer, both_layouts(x, x8_scale(D), E4M3), factor)
-#   y, v = attention_block(x, factor · weight of the layer, ..., codes)
-#
-#   product            operands (scale)                                  result
-#   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)        fp32, for norm and rotation in the kernel
-#   dx = dqkv W        dqkv e5m2 (2⁻⁶ · loss_scale), W                   bf16, then the gradients of the gates are added
-#   dW = dqkvᵀ x       dqkv, x                                           bf16, gradient of factor · W
+#   product            operands (scale)                              result
+#   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)    fp32, for norm and rotation in the kernel
+#   dx = dqkv W        dqkv e5m2 (static), W                         bf16, then the gradients of the gates are added
+#   dW = dqkvᵀ x       dqkv, x                                       bf16, gradient of factor · W
 #
 #   N, D and the rows of W are multiples of 16.
-#
-# Codes and scales follow the rules of the MLP in FP8. Here no scale is delayed, because no result is stored in FP8. The
-# bf16 weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the
+# The bf16 weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the
 # factor. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in
-# bf16. Layers that share an input also share its codes. The forward product keeps about 14 bits of a sum, as in the
-# MLP.
+# bf16. Layers that share an input also share its codes.
 
 
 class ProjectionCodes(NamedTuple):
@@ -1624,28 +1555,18 @@ class Fp8Projections:
 
 
 # ======================================================================================================================
-# 5  ReLU² MLP
+# 5  ReLU² MLP, in bf16 and in FP8
 #
 #   y = mlp(x, W1, W2)      post = relu(x W1ᵀ)²,  y = post W2          replaces F.linear(x, W1).relu().square() @ W2
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
-#   x (N, D), W1 and W2 (F, D), bf16 or fp32, contiguous, rows are multiples of 16 bytes; y and dx (N, D), dW1 and dW2
-#   (F, D). Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except
-#   for the order of the sums.
-#
-# The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ, which saves passes over (N, F)
-# tensors. The library computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ),
+# Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the order
+# of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ, which saves passes over
+# (N, F) tensors. The library computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ),
 # bf16(√post) is p bit for bit. Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at p, so the
 # root is rounded back to p, and may itself be off by a relative 8e-4. Not recovered: p < 2⁻⁶³ and p > 2⁶⁴,
 # whose squares leave the range of bf16.
-#
-# On one H200 (µs at N = 16384 / 32768 / 49152, D = 768, F = 3072, medians, L2 cold):
-#   forward kernel    118 / 228 / 335    691 TFLOP/s, 96 % of the 722 of an 8192³ product; the product alone by torch
-#                                        339, with a fused pass behind it 481
-#   backward kernel   133 / 257 / 384    605 TFLOP/s, 84 %; torch with a fused pass 545
-#   op forward        218 / 425 / 637    compiled mlp_ref 267 / 528 / 785
-#   op backward       444 / 860 / 1283   compiled mlp_ref 495 / 969 / 1440
 #
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
@@ -1674,8 +1595,8 @@ def mlp_ref(x, W1, W2):
 
 
 def _post_or_dpre(acc, post, scale, DTYPE: tl.constexpr):
-    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With a scale, which is that of acc, in fp32
-    and without the factors that `_unit` gives."""
+    """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With a scale, which is that of acc, in
+    fp32 and without the factor `unit` of `_scale_and_unit`."""
     if scale is None:
         # In bf16 arithmetic on purpose: one instruction for two elements, and conversions in pairs. Doubling is exact.
         if post is None:
@@ -1980,8 +1901,8 @@ _mlp.register_autograd(lambda ctx, grad, _: _mlp_backward(grad, *ctx.saved_tenso
 
 def _check_mlp(x, W1, W2):
     if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
-        return ("N must be above 0, and rows of F or D elements multiples of 16 bytes, got"
-                         f" x {tuple(x.shape)} and (F, D) = {tuple(W1.shape)}")
+        return (f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
+                f" (F, D) = {tuple(W1.shape)}")
 
 
 @operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
@@ -1992,38 +1913,25 @@ def mlp(x, W1, W2):
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
 #
-#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D, or None for 1
+#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D or None, i.e. 1
 #
-#   A scale is static (a constant), exact (from the largest value of this tensor), or delayed (from that of the last
-#   step).
-#   product           operands (scale)                            result
-#   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)               post = relu(bf16(pre))², e4m3 codes (delayed)
-#   y = post W2       post, W2 e4m3 (exact, times factor)         bf16, with fast accumulation
-#   dW2 = postᵀ g     post, g e5m2 (2⁻⁶ · loss_scale)             bf16, then times factor
-#   dpost = g W2ᵀ     g, W2                                       dpre = 2 dpost √post, e5m2 codes (delayed)
-#   dW1 = dpreᵀ x     dpre, x                                     bf16
-#   dx = dpre W1      dpre, W1                                    bf16
+#   product           operands (scale)                         result
+#   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)            post = relu(bf16(pre))², e4m3 codes (delayed)
+#   y = post W2       post, W2 e4m3 (exact, times factor)      bf16, with fast accumulation
+#   dW2 = postᵀ g     post, g e5m2 (static)                       bf16, then times factor
+#   dpost = g W2ᵀ     g, W2                                    dpre = 2 dpost √post, e5m2 codes (delayed)
+#   dW1 = dpreᵀ x     dpre, x                                  bf16
+#   dx = dpre W1      dpre, W1                                 bf16
 #
-#   x (N, D) bf16, RMS-normed, N a multiple of 16; W1 and W2 (F, D) bf16, the matrices i of the bank. Gradient of the
-#   factor: the sum of dW2, before the factor, times W2. Sums are in fp32, of which Hopper keeps about 14 bits with fast
-#   accumulation. The two kernels here also keep about 14 bits, forward and backward. That is enough, because their
-#   sums have only D terms and are then rounded to codes of 3 or 4 significant bits.
+#   N, D and F are multiples of 16; x is RMS-normed; W1 and W2 are the matrices i of the bank. Gradient of the factor:
+#   the sum of dW2, before the factor, times W2.
 #
-# Real value = code · scale. Codes are values / scale, saturated and rounded once. FP8 products want both operands
-# contiguous along the summed axis, so a tensor that enters two products is stored in both layouts. The epilogues
-# write both layouts of post and dpre, which never exist in bf16. The compiler makes the codes of x in the pass of the
-# norm, so x does not exist in bf16 either, and those of g in the pass that makes g; a pass over bytes transposes them.
-#
-# Scales: an RMS-normed x of D channels is at most √D, so x8_scale(D) is the least power of two whose 448-fold is not
-# below √D (D = 768: 27.7 and 448 · 2⁻⁴ = 28). The loss is a sum over tokens times loss_scale, so the static scale of g
-# carries loss_scale. The scale of a weight is its maximum / 448, after every update. The scales of post and dpre come
-# from their maxima over all micro-steps of the last step, times HEADROOM. A scale stays as it is if its maximum is zero
-# or not finite: W2 may start at 0, and then dpre is 0.
-#
-# One H200 (µs at N = 16384 / 32768 / 49152, D = 768, F = 3072, medians, L2 cold; an 8192³ product: 1531 TFLOP/s):
-#   codes of post     85 / 160 / 239    970 TFLOP/s, 63 %; the product alone by the library, without codes, 205
-#   codes of dpre     92 / 172 / 253    915 TFLOP/s, 60 %; 212
-#   other products    57 to 63 / 110 to 121 / 160 to 169    1370 to 1453 TFLOP/s, 89 to 95 %, the library's
+# Sums are in fp32, of which Hopper keeps about 14 bits, in the library only with fast accumulation. That is enough for
+# post and dpre, because their sums have only D terms and are then rounded to codes of 3 or 4 significant bits. The
+# epilogues write both layouts of post and dpre, which never exist in bf16; nor does x, nor g, whose codes the compiler
+# makes in the passes before.
+# The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
+# stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 #
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
@@ -2183,24 +2091,6 @@ class Fp8Mlps:
                              self.loss_scale)
 
 
-def wrong_codes(device, H, d) -> list[str]:
-    """The kernels that do not store the same e5m2 codes in both layouts, for H heads of width d. One compiler stored
-    codes before they were computed (see _store_qkv_grad)."""
-    def random(*shape, dtype=torch.bfloat16):
-        return torch.randn(shape, device=device).to(dtype)
-
-    one, largest = torch.ones((), device=device), torch.zeros((), device=device)
-    a, b, post = random(16, 128, dtype=E5M2), random(128, 128, dtype=E4M3), random(16, 128).abs().to(E4M3)
-    pairs = {"the MLP": relu_square_codes(a, b, one, one, one, largest, post, one)}
-    dqkv = torch.zeros(16, 3 * H * d, dtype=E5M2, device=device)
-    pairs["attention"] = dqkv, torch.zeros_like(dqkv.view(torch.uint8).T.contiguous()).view(E5M2)
-    heads = [random(16, H, d) for _ in range(3)]
-    project_backward(*heads, random(2, 17, H, d), torch.ones(2, 16, H, device=device), random(16, d // 4, 2), None,
-                     None, False, False, *pairs["attention"], one)
-    return [name for name, (codes, codes_t) in pairs.items()
-            if not torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).T)]
-
-
 # ======================================================================================================================
 # 6  Pointer: how much attention falls on earlier copies of the target
 #
@@ -2210,16 +2100,13 @@ def wrong_codes(device, H, d) -> list[str]:
 #   mass[t, j]   = Σ_s attn_ts [tokens[s + j] = targets[t, j]],  s + j <= t
 #   sink_mass[t] = attn_t of the sink
 #
-#   q, k (N, d) bf16 (fp32 for tests), contiguous, d a power of two >= 16; sink (N,) fp32, the score of a place that
-#   copies nothing; tokens (N,) int32; start, end (N,) int32 from document_of_tokens; targets (N, J) int64 token ids,
-#   J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
-#
+#   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: from document_of_tokens; targets:
+#   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
+# Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
+# output, only J sums per row. Column j serves the target j tokens further on: it copies the token j places behind the
+# key. The running maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # The pointer reads the earlier tokens of the same document. It reads no other document and no other shard. In a
 # validation it reads only the text that the model is asked to continue.
-# It is attention whose value is a comparison: there is no (N, d) output, only J sums per row. Column j serves the
-# target j tokens further on: it copies the token j places behind the key. The running maximum begins at the sink's
-# score, so a row without keys gives sink_mass = 1. The sums are one number per row, so a running maximum costs nothing,
-# and scores may be of any size.
 #
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
@@ -2425,11 +2312,11 @@ class _Pointer(torch.autograd.Function):
 def _check_pointer(q, k, sink, tokens, start, end, window, scale, targets):
     if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
         return ("d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
-                         f" {tuple(q.shape)} and {tuple(targets.shape)}")
+                f" {tuple(q.shape)} and {tuple(targets.shape)}")
 
 
-@operation(pointer_ref, check=_check_pointer, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
-           end="N: int32", targets="N J: int64 strided")
+@operation(pointer_ref, check=_check_pointer, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32",
+           start="N: int32", end="N: int32", targets="N J: int64 strided")
 def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
@@ -2459,13 +2346,12 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
 # (records/2026-11-22_sampled_softmax).
 #
-# FP8 head: e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales; each is quantised straight from fp32.
-# The forward pass takes one block of rows after another and computes its logits, their loss and their gradient. The
-# (N, V) logits never exist as a whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 the gradient
-# overwrites the logits in their own dtype.
-# The backward pass transposes the gradient and computes two products over all rows. Their scale contains the upstream
-# gradient.
-# At N = 49152 on an H200 (µs): logits 3856 (985 TFLOP/s), cross_entropy 2505, transpose 1277, dh 2687, dW 2701 (1410).
+# FP8 head: e4m3 codes of h and W, e5m2 codes of ∂Loss/∂ℓ, static scales. The compiler makes the codes of h in the pass
+# of the last norm.
+# Replaces h @ W and a compiled loss. The forward pass takes one block of rows after another and computes its logits,
+# their loss and their gradient. The (N, V) logits never exist as a whole, the gradient does (2.5 GB of codes at
+# N = 49152). Without FP8 the gradient overwrites the logits in their own dtype. The backward pass transposes the
+# gradient and computes two products over all rows. Their scale contains the upstream gradient.
 #
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
@@ -2494,20 +2380,13 @@ def multi_token_targets(targets, count):
 #
 #   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad, copies)
 #
-#   logits   (n, C) bf16, fp16 or fp32, each row contiguous
-#   targets  (n, K) int64 of any strides, columns of logits, < C (not verified), -1 = no target
-#   weights  (K,) fp32
-#   losses   (n,) fp32, the loss of each row
-#   grad     (n, C) or None: gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype (e5m2, bf16, ...);
-#            may be `logits` itself
+#   targets  columns of logits, < C (not verified), -1 = no target
+#   grad     None, or gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype; may be `logits` itself
 #   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
 #
-# One program per row reads the row once, 2 bytes per logit, and writes 1 byte: 7.4 GB at N = 49152, so the bound is
-# 1.74 ms. Measured: 2.48 ms with the halves packed by one instruction of assembly, 2.67 by shifts
-# (records/2026-11-22_ground); without a gradient 1.62. The next limit is the special-function unit, 16 results per
-# clock and SM, 0.6 ms for one result per logit. exp, 1/x and exp would be three results; two logits share a reciprocal
-# (1/a = b · 1/(ab)), which makes 2.5.
-# z < 23, so exp(z - 23) needs no running maximum.
+# One program per row reads the row once, 2 bytes per logit, and writes 1 byte. After memory, the next limit is the
+# special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
+# share a reciprocal (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
 # The gradient is e u (1 - u) times the factor loss_scale S / Σ. The first pass makes e u (1 - u), but Σ is known only
 # after this pass. Until then, each register holds two of these products as fp16 numbers. So 512 threads take 50
 # registers each, and two programs fit an SM: one reads while the other computes.
@@ -2589,8 +2468,8 @@ def _lifted_exp(u):
 
 @triton.jit
 def _read_row(Row, C: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr):
-    """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The two
-    columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
+    """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The
+    two columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
     col = tl.arange(0, SEGMENT)
     even = 2 * tl.arange(0, SEGMENT // 2)
     total = tl.zeros((SEGMENT // 2,), dtype=tl.float32)
@@ -2646,8 +2525,8 @@ def _write_row(Row, unscaled, factor, C: tl.constexpr, SEGMENT: tl.constexpr, HA
 
 @triton.jit
 def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, loss_scale):
-    """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses to
-    dMasses, if given. The letters are those of the section's header."""
+    """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses
+    to dMasses, if given. The letters are those of the section's banner."""
     Mass, SinkMass = Masses
     ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
     rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
@@ -2865,32 +2744,22 @@ class HeadLoss:
 # ======================================================================================================================
 # 8  Symmetric products
 #
-#   XXT(X, out, scale)                     out = s² X Xᵀ        X (n, M, K), out (n, M, M)      replaces X @ X.mT
-#   XTX(X, out, scale)                     out = s² Xᵀ X        X (n, M, K), out (n, K, K)      replaces X.mT @ X
-#   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)                         replaces torch.baddbmm
-#                                                               P, out (n, M, M), P symmetric
+#   XXT(X, out, scale)                     out = s² X Xᵀ                    replaces X @ X.mT
+#   XTX(X, out, scale)                     out = s² Xᵀ X                    replaces X.mT @ X
+#   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)     replaces torch.baddbmm; P symmetric
 #
-# scale: s (n,) fp32, or None for 1. The batch dimension may be absent. bf16 or fp32, fp32 accumulation, one rounding,
-# `out` exactly symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine
-# requires; `out` has any strides.
+# scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
+# symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
 # scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product: an addend costs the library a
-# copy of X. The error of five iterations with both, against fp64, is no larger than with X rounded after scaling and aX
-# added in fp32.
+# copy of X.
 # Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the diagonal
 # is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. So the
-# result is symmetric by construction, in whatever order the products are summed. If P is not quite symmetric,
-# ba_plus_cAA mirrors the result of the lower half of P.
-# Tiles come through the copy engine (TMA): one instruction replaces 256 threads that compute addresses and masks, and
-# elements beyond the edges are zero. XTX is the same code with tiles read across and transposed on chip: there is no
-# copy, and tall matrices keep the small (K, K) product.
+# result is symmetric by construction. If P is not quite symmetric, ba_plus_cAA mirrors the result of the lower half of P.
+# XTX is the same code with tiles read across and transposed on chip: there is no copy, and tall matrices keep the small
+# (K, K) product. tests/lesson.py builds this kernel in four steps.
 #
-# H200, µs (torch): XXT 5·768² 11.0 (12.6), 40·768² 53.6 (57.0);
-# ba_plus_cAA 5·768² 11.8 (19.4), 40·768² 59.4 (98.4);
-# XTX 3·3072·768 18.6 (20.7), 24·3072·768 83.9 (116.0), which is 605 TFLOP/s of the computed products.
-#
-# Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109.
-# Loading along the contiguous axis and transposing on chip: EmmettBicker (Aster), PR 217.
-# The tall form: ChrisJMcCormick, PR 233.
+# Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous axis
+# and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 # ======================================================================================================================
 
 # (limit in programs per SM, launch parameters); the first entry that fits is used. Tiles are square, so that the
@@ -2940,8 +2809,9 @@ def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
 
 @triton.jit
 def _gram_tile(X, batch, m, k, M, K, ACROSS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of the transpose
-    of X (n, K, M); zeros beyond the edges. X: a descriptor, or a pointer with the strides of matrices and rows."""
+    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of the
+    transpose of X (n, K, M); zeros beyond the edges. X: a descriptor, or a pointer and the strides of matrices and
+    rows."""
     if isinstance(X, tl.tensor_descriptor):
         if ACROSS:
             return X.load([batch, k, m]).reshape(BLOCK_K, BLOCK).T
@@ -2978,7 +2848,8 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: tl.constexpr, ADDE
     in_tile = (m < M)[:, None] & (n < M)[None, :]
     if ADDEND:
         x, stride_b, stride_m = X
-        addend = tl.load(x + batch.to(tl.int64) * stride_b + m[:, None] * stride_m + n[None, :], mask=in_tile, other=0.0)
+        x += batch.to(tl.int64) * stride_b
+        addend = tl.load(x + m[:, None] * stride_m + n[None, :], mask=in_tile, other=0.0)
         acc = c * acc + b * addend.to(tl.float32)
         acc += tl.where(m[:, None] == n[None, :], a, 0.0)
     if Scale is not None:
@@ -3037,7 +2908,8 @@ def XTX(X, out, scale=None):
     return _launch_gram("XTX", X, -1, out, scale)
 
 
-@operation(ba_plus_cAA_ref, check=_check_separate, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
+@operation(ba_plus_cAA_ref, check=_check_separate, P="... M M: bf16 fp32 strided", out="... M M: strided",
+           scale="?...: fp32")
 def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
     """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
@@ -3197,7 +3069,8 @@ def transpose_copy(src, dst):
     return _launch_transpose(src, dst, add=False)
 
 
-@operation(transpose_add_ref, any_dtype=True, check=_check_separate, src="M N: bf16 fp16 fp32 strided", dst="N M: strided")
+@operation(transpose_add_ref, any_dtype=True, check=_check_separate, src="M N: bf16 fp16 fp32 strided",
+           dst="N M: strided")
 def transpose_add(src, dst):
     """dst += srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=True)

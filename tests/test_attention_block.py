@@ -226,7 +226,7 @@ def test_compiled(kind, device):
         assert (a - b).float().norm() <= (2**-8 if ON_GPU else 0) * b.float().norm()
     x, weight, table, ve, w_ve, w_out, cu, window, scale, paired, offset, *narrow = args
     start = torch.zeros(21 * (1 + paired), dtype=torch.int32, device=device)
-    args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow
+    args = x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow, []
     torch.library.opcheck(tk._attention_block, args, test_utils=("test_schema", "test_faketensor"))
 
 

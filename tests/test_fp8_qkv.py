@@ -226,7 +226,7 @@ def test_compiled(kind, device, unrounded):
     x, weight, table, ve, w_ve, w_out, cu, window, scale, paired, offset, *narrow = args
     start = torch.zeros(N * (1 + paired), dtype=torch.int32, device=device)
     args = (x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow,
-            *codes[:4])
+            list(codes[:4]))
     torch.library.opcheck(tk._attention_block, args, test_utils="test_faketensor")
 
 

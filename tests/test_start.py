@@ -14,7 +14,7 @@ import triton_kernels as tk
 from data.run.clock import Stopwatch
 from data.run.errors import UserError
 from data.run.machine import Runtime
-from data.run.warmup import require_codes, steps_with_new_keys
+from data.run.warmup import can_only_compile, require_codes, steps_with_new_keys
 
 CPU = torch.device("cpu")
 
@@ -36,10 +36,10 @@ def test_wrong_codes_end_the_start_in_one_line(monkeypatch, wrong):
 @pytest.mark.parametrize("missing", ["run", "AsyncCompileMode"])
 def test_without_the_private_names_kernels_compile_at_their_launch(monkeypatch, missing):
     """`only_compiling` needs two names of Triton that another version may lack."""
-    assert tk.can_only_compile()
+    assert can_only_compile()
     parts = {"JITFunction": SimpleNamespace(**({} if missing == "run" else {"run": 1})), "AsyncCompileMode": 1}
     monkeypatch.setattr(tk, "triton", SimpleNamespace(**{name: x for name, x in parts.items() if name != missing}))
-    assert not tk.can_only_compile()
+    assert not can_only_compile()
 
 
 # The model for training, the model for evaluation, Adam for each table that it updates (the replicated ones together,

@@ -1,8 +1,12 @@
 """The start of a run, between its Trainer and the clock: compile, capture graphs, fit the length to --minutes."""
 
+import functools
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -25,7 +29,7 @@ def warm_up(trainer):
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     trainer.synchronize()
     with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
-        ahead = trainer.rt.device.type == "cuda" and kernels.can_only_compile()
+        ahead = trainer.rt.device.type == "cuda" and can_only_compile()
         kernels_ready = pool.submit(compile_kernels, trainer) if ahead else None
         for batch in islice(trainer.validation, 1):  # a rank may have none
             # With static settings, every stage has a compiled graph of its own.
@@ -50,11 +54,59 @@ def warm_up(trainer):
 
 
 def require_codes(trainer):
-    """Raises UserError when kernels of this machine's Triton store wrong FP8 codes."""
-    model = trainer.config.model
-    if wrong := kernels.wrong_codes(trainer.rt.device, model.num_heads, model.head_dim):
+    """Raises UserError when kernels do not store the same e5m2 codes in both layouts. One compiler stored codes before
+    they were computed (see _store_qkv_grad)."""
+    H, d, device = trainer.config.model.num_heads, trainer.config.model.head_dim, trainer.rt.device
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, device=device).to(dtype)
+
+    one, largest = torch.ones((), device=device), torch.zeros((), device=device)
+    a, b = random(16, 128, dtype=kernels.E5M2), random(128, 128, dtype=kernels.E4M3)
+    post = random(16, 128).abs().to(kernels.E4M3)
+    pairs = {"the MLP": kernels.relu_square_codes(a, b, one, one, one, largest, post, one)}
+    dqkv = torch.zeros(16, 3 * H * d, dtype=kernels.E5M2, device=device)
+    pairs["attention"] = dqkv, torch.zeros_like(dqkv.view(torch.uint8).T.contiguous()).view(kernels.E5M2)
+    heads = [random(16, H, d) for _ in range(3)]
+    kernels.project_backward(*heads, random(2, 17, H, d), torch.ones(2, 16, H, device=device), random(16, d // 4, 2),
+                             None, None, False, False, *pairs["attention"], one)
+    if wrong := [name for name, (codes, codes_t) in pairs.items()
+                 if not torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).T)]:
         raise UserError(f"the FP8 kernels of {' and '.join(wrong)} store wrong codes with Triton"
                         f" {kernels.triton.__version__}; train with --fp8_mlp=false --fp8_qkv=false")
+
+
+def can_only_compile() -> bool:
+    """Whether this Triton has what `only_compiling` needs. Without it, kernels compile one by one at their launch."""
+    return hasattr(getattr(kernels.triton, "JITFunction", None), "run") and hasattr(kernels.triton, "AsyncCompileMode")
+
+
+@contextmanager
+def only_compiling():
+    """In this context, a launch of a kernel by this thread compiles and loads the kernel and does not run it. Eight
+    threads compile side by side. Leaving the context waits for them.
+
+    What the kernels would have written is undefined. The backward pass runs in this thread, so its kernels compile,
+    too. The names that this needs (`can_only_compile`) are not public; Triton 3.6 has them.
+    """
+    run, device, this_thread = kernels.triton.JITFunction.run, torch.cuda.current_device(), threading.get_ident()
+
+    def compile_or_run(self, *args, warmup, **options):
+        return run(self, *args, warmup=warmup or threading.get_ident() == this_thread, **options)
+
+    def load(compile):
+        kernel = compile()
+        kernel.run  # without this, Triton loads a kernel at its first launch
+        return kernel
+
+    kernels.triton.JITFunction.run = compile_or_run
+    try:
+        with (ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
+              kernels.triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load))),
+              torch.autograd.set_multithreading_enabled(False)):
+            yield
+    finally:
+        kernels.triton.JITFunction.run = run
 
 
 def compile_kernels(trainer):
@@ -69,7 +121,7 @@ def compile_kernels(trainer):
     losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
     with torch.cuda.stream(trainer.graphs.stream):
-        with kernels.only_compiling():
+        with only_compiling():
             trainer.summed_loss(make_batch(tokens, cu, config, device), attn, trainer.model)
             for count, terms in losses:
                 batch = make_batch(tokens, cu, config, device, row=0, count=count)
