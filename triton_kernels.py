@@ -154,9 +154,9 @@ def _require(op, contract, given, sizes, dtype, device):
             wanted = [size for part in known for size in (part if isinstance(part, tuple) else [part])]
             kind = {"": "contiguous ", "rows": "contiguous rows of ", "strided": ""}[layout]
             wanted = f"({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)})"
-            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on"
-                             f" {device}, got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on"
-                             f" {tensor.device}")
+            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on {device},"
+                             f" got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+                             f" on {tensor.device}")
 
 
 def operation(reference, any_dtype=False, label=None, check=lambda *args, **options: None, **texts):
@@ -217,14 +217,14 @@ def _strided(x):
 #   embedding_grad(grad, sorted_ids, upstream)                 grad[ids[t]] += Σ_t upstream[t]
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #
-#   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R, which the
-#   forward pass of lookup verifies. Sums are fp32 and rounded once.
-# Replaces aten.embedding_dense_backward, whose atomics need a fp32 table, which is zeroed, cast to bf16 and added to the
-# gradient: four passes over all rows, of which a batch touches a few percent. Here the ids are sorted, and one program
-# sums all occurrences of a row. Rows that do not occur cost nothing, and a run repeats bit for bit.
-# update_rows replaces Adam's pass over all rows: without a first moment (β1 = 0), Adam changes nothing in a row without
-# gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when it
-# has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per weight.
+#   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R; the
+#   forward pass of lookup verifies this. Sums are fp32 and rounded once.
+# Replaces aten.embedding_dense_backward, whose atomics need a fp32 table, which is zeroed, cast to bf16 and added to
+# the gradient: four passes over all rows, of which a batch touches a few percent. Here the ids are sorted, and one
+# program sums all occurrences of a row. Rows that do not occur cost nothing, and a run repeats bit for bit. update_rows
+# replaces Adam's pass over all rows: without a first moment (β1 = 0), Adam changes nothing in a row without gradient
+# but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when it has a
+# gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per weight.
 # update_rows clears `touched` and the gradient. An average moves in all rows.
 # ======================================================================================================================
 
@@ -395,7 +395,7 @@ def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None):
 #   out_t = Σ_s p_ts v_s,  p_t = softmax over s of  scale · q_t · k_s,  s in t's document with t - window <= s <= t
 #   y_t   = gate_t · out_t          per head
 #
-#   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv) contiguous;
+#   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
 #   window and scale are 0-D CPU tensors, so that one compiled graph serves every stage, or numbers.
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
@@ -403,17 +403,17 @@ def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None):
 # Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
 # window) to t; both ends grow with t. Therefore a tile of queries (keys) meets one contiguous run of keys (queries).
 # The run starts at the first row that the tile needs, not at a multiple of the tile size. A block is masked only if
-# some row sees a part of it.
-# The kernel takes exponentials without subtracting a running maximum, which is right as long as |scale · q · k| < 80
-# (2^±115 of fp32); beyond this bound infinities appear. Here q and k are RMS-normed, so the product is at most d · scale,
-# 17 in the presets.
+# some row sees a part of it. The kernel takes exponentials without subtracting a running maximum, which is right as
+# long as |scale · q · k| < 80 (2^±115 of fp32); beyond this bound infinities appear. Here q and k are RMS-normed, so
+# the product is at most d · scale, 17 in the presets.
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
 # The forward pass saves lse - log gate, in powers of two, so that P' takes no further product. Plain operations compute
-# s, so the compiler does it in the pass that makes dy. Then one launch has one program per tile of queries for dq and one
-# per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a single sweep
-# would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in memory.
+# s, so the compiler does it in the pass that makes dy. Then one launch has one program per tile of queries for dq and
+# one per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a single
+# sweep would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in
+# memory.
 #
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 # ======================================================================================================================
@@ -749,10 +749,10 @@ def document_of_tokens(cu_seqlens, N):
 # (not quite 1, because the table is rounded):
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
 # So 4 bytes of 1/rms per head are kept beside q, k, v. The backward pass is one elementwise pass and then the two GEMMs
-# of a linear layer.
-# All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. The gates are inside because of their gradients, which are added to C columns of dx
-# and dve in place. Gradients of w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
+# of a linear layer. All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers
+# and in bf16, dv goes straight into its part of dqkv. The gates are inside because of their gradients, which are added
+# to C columns of dx and dve in place. Gradients of w_out and w_ve are summed per program, then over programs, so a run
+# repeats bit for bit.
 #
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 # ======================================================================================================================
@@ -1561,12 +1561,12 @@ class Fp8Projections:
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
-# Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the order
-# of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ, which saves passes over
-# (N, F) tensors. The library computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ),
-# bf16(√post) is p bit for bit. Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at p, so the
-# root is rounded back to p, and may itself be off by a relative 8e-4. Not recovered: p < 2⁻⁶³ and p > 2⁶⁴,
-# whose squares leave the range of bf16.
+# Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the
+# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ, which saves passes
+# over (N, F) tensors. The library computes the other four products. The forward pass keeps x and post: for p = relu(x
+# W1ᵀ), bf16(√post) is p bit for bit. Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at p, so
+# the root is rounded back to p, and may itself be off by a relative 8e-4. Not recovered: p < 2⁻⁶³ and p > 2⁶⁴, whose
+# squares leave the range of bf16.
 #
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
@@ -1913,7 +1913,7 @@ def mlp(x, W1, W2):
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
 #
-#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D or None, i.e. 1
+#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D or None
 #
 #   product           operands (scale)                         result
 #   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)            post = relu(bf16(pre))², e4m3 codes (delayed)
@@ -2100,7 +2100,7 @@ class Fp8Mlps:
 #   mass[t, j]   = Σ_s attn_ts [tokens[s + j] = targets[t, j]],  s + j <= t
 #   sink_mass[t] = attn_t of the sink
 #
-#   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: from document_of_tokens; targets:
+#   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 # Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
 # output, only J sums per row. Column j serves the target j tokens further on: it copies the token j places behind the
@@ -2749,17 +2749,16 @@ class HeadLoss:
 #   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)     replaces torch.baddbmm; P symmetric
 #
 # scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
-# symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
-# scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product: an addend costs the library a
-# copy of X.
-# Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the diagonal
-# is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. So the
-# result is symmetric by construction. If P is not quite symmetric, ba_plus_cAA mirrors the result of the lower half of P.
-# XTX is the same code with tiles read across and transposed on chip: there is no copy, and tall matrices keep the small
-# (K, K) product. tests/lesson.py builds this kernel in four steps.
+# symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires. scale
+# normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product: an addend costs the library a copy of
+# X. Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the
+# diagonal is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half.
+# So the result is symmetric by construction. If P is not quite symmetric, ba_plus_cAA mirrors the result of the lower
+# half of P. XTX is the same code with tiles read across and transposed on chip: there is no copy, and tall matrices
+# keep the small (K, K) product. tests/lesson.py builds this kernel in four steps.
 #
-# Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous axis
-# and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
+# Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous
+# axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 # ======================================================================================================================
 
 # (limit in programs per SM, launch parameters); the first entry that fits is used. Tiles are square, so that the
