@@ -154,8 +154,8 @@ def _require(op, contract, given, sizes, dtype, device):
             wanted = [size for part in known for size in (part if isinstance(part, tuple) else [part])]
             kind = {"": "contiguous ", "rows": "contiguous rows of ", "strided": ""}[layout]
             wanted = f"({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)})"
-            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on {device},"
-                             f" got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on"
+                             f" {device}, got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                              f" on {tensor.device}")
 
 
