@@ -46,7 +46,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # In FP8, whose limit is twice as high, so that an operation counts as half of one.
     "mlp_codes": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
     "mlp_codes_backward": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
-    "quantise_weights": ("_largest_kernel _quantise_weights_kernel", lambda size: (0, 6 * size)),
+    "quantise_weights": ("_quantise_weights_kernel", lambda size: (0, 6 * size)),
     "quantise_head": ("_quantise_weights_kernel", lambda size: (0, 4 * size)),
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Shared memory that a block may use, by compute capability: A100, RTX 4090 (an RTX 3090, 8.6, has as much), H100,
 # RTX 5090.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
-FP8_ONLY = {"_largest_kernel", "_quantise_weights_kernel"}  # 8.9 and up
+FP8_ONLY = {"_quantise_weights_kernel"}  # 8.9 and up
 
 
 def pretend_gpu(arch):

@@ -95,7 +95,7 @@ def arguments_of_quantise_weights(x, layers):
 
 @pytest.mark.parametrize("M, N", [(1, 16), (70, 130), (128, 64), (130, 272)])
 def test_weights_that_need_no_rounding(M, N, device):
-    """The kernels on weights whose codes are exact: both layouts, nothing else written."""
+    """The kernel on weights whose codes are exact: both layouts, nothing else written."""
     x = 4 * torch.randint(-7, 8, (6, M, N)).to(device, BF16)
     for i in range(1, 6):  # with a largest weight of 448, the scale is 1, and no code is rounded
         x[i, -1, i] = -448.0 if i % 2 else 448.0

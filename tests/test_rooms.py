@@ -1,6 +1,7 @@
 """The rooms of the code: imports have one direction, and a name is taken from the module that defines it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,15 @@ def test_data_does_not_know_the_trainer():
         if module.startswith("data") and module != "data.prepare" or module == "triton_kernels":
             sources = {source.split(".")[0] for source, *_ in imports(TREES[module])}
             assert not sources & {"train_gpt", "records"}, module
+
+
+def test_table_of_the_kernels():
+    """The table at the top of triton_kernels.py names operations of each section and its lines, within a tenth."""
+    text = (ROOT / "triton_kernels.py").read_text()
+    sections = dict(re.findall(r"^# (\d+)  (.*?)(?=^# =+\n# \d+  |\Z)", text, re.M | re.S))
+    rows = re.findall(r"^  (\d+)  +([\w, ;]+?)  .* (\d+)$", text.partition('\n"""\n')[0], re.M)
+    assert [row[0] for row in rows] == list(sections)[:len(rows)] and len(rows) == len(sections) - 1
+    for number, names, lines in rows:
+        assert all(re.search(rf"^(def|class) {name}\(|^class {name}:", sections[number], re.M)
+                   for name in re.split("[,;] ", names)), number
+        assert sections[number].count("\n") == pytest.approx(int(lines), rel=0.1), number
