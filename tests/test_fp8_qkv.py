@@ -340,6 +340,12 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
         padded = pad(optimizer, label, full)
         return padded if label in optimizer.buffers else padded.clone()
 
+    def counted(x, scale, dtype):
+        result = make(x, scale, dtype)
+        if not isinstance(scale, torch.Tensor):  # not the codes of weights and gradients
+            made.append(result)  # keeps the codes, so that each has an id of its own
+        return result
+
     def watched(x, weight, *args):
         codes = next((arg for arg in args if isinstance(arg, tk.ProjectionCodes)), None)
         seen.append((codes and id(codes.x8), torch.is_grad_enabled()))
@@ -350,8 +356,7 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
         return block(x, weight, *args)
 
     monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)
-    monkeypatch.setattr(tk, "both_layouts", lambda x, scale, dtype: (
-        made.extend([scale] * (not isinstance(scale, torch.Tensor))) or make(x, scale, dtype)))
+    monkeypatch.setattr(tk, "both_layouts", counted)
     monkeypatch.setitem(tk.IMPLEMENTATIONS["attention"], "torch", watched)
     plain = train(corpus, tmp_path / "plain")
     assert not made and {x8 for x8, _ in seen} == {None}
