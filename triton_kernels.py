@@ -18,6 +18,10 @@ Conventions
   constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate). Where a
   kernel loads tiles, its argument is a descriptor on GPUs with a copy engine (TMA), and a pointer elsewhere.
 
+A new operation needs a section with a banner before the last one, a row in the table below with its name and lines,
+a wrapper, `<name>_ref`, a kernel whose name ends in `_kernel`, a `<NAME>_LAUNCH` table, a test against the reference,
+and a case in tests/bench_kernels.py, from which tests/test_arch.py compiles it for other GPUs.
+
 Contents, in the order in which a token meets the operations. ms: what a section saves in a step of record 74's model on
 one H100, 8 x 49152 tokens, 572 ms in all, against plain PyTorch: compiled, with the library's products and its
 FlashAttention-2. Banners give times at 49152 tokens on this GPU and the part of its measured limit, which is 3.0 TB/s
@@ -28,7 +32,7 @@ of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kern
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     620
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
   5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 540
-  6   pointer                               attention on earlier copies of the target (no such op)            230
+  6   pointer                               attention on earlier copies of the target (not in record 74)      230
   7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
   9   polar_express, normuon_update         NorMuon, plain PyTorch around the products of section 8           100
@@ -167,9 +171,9 @@ def operation(reference, any_dtype=False, label=None, check=lambda *args, **opti
 
     texts {argument: text}: the axes, then behind a colon the dtypes (without: that of the first argument), and "rows"
     (unit stride in the last axis) or "strided" (any strides; without: contiguous). A letter is one size in all
-    arguments, a number is itself, "..." stands for any first axes, a "?" in front allows None. A wrong tensor raises a
-    ValueError. check: a function of the same arguments, which returns what is wrong in words, or None. any_dtype: see
-    `_takes_ref`; label: the name in IMPLEMENTATIONS.
+    arguments, a number is itself, "..." stands for any first axes, no axes for a 0-D tensor, a "?" in front allows
+    None. A wrong tensor raises a ValueError. check: a function of the same arguments, which returns what is wrong in
+    words, or None. any_dtype: see `_takes_ref`; label: the name in IMPLEMENTATIONS.
     """
     def decorate(wrapper):
         op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
@@ -1359,8 +1363,8 @@ G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
 WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
 _WEIGHT_FLOOR = tl.constexpr(WEIGHT_FLOOR)
 
-# A tile is read in lines of 128 bytes. The transposed codes are written in lines of 128 bytes, the codes in the layout of
-# the matrix in lines of 64 bytes.
+# A tile is read in lines of 128 bytes. The transposed codes are written in lines of 128 bytes, the codes in the layout
+# of the matrix in lines of 64 bytes.
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 
@@ -3077,7 +3081,7 @@ def transpose_add(src, dst):
 
 
 # ======================================================================================================================
-# 11  The choice of implementation, made once at start
+# The choice of implementation, made once at start
 # ======================================================================================================================
 
 def choose_ops(device, wanted="auto"):

@@ -135,13 +135,11 @@ def test_gram_without_elements(name, shape, device):
 # ---- Transposes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("programs", [1, 3, 132])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (37, 300), (300, 64), (0, 3)])
 @pytest.mark.parametrize("name", ["transpose_copy", "transpose_add"])
-def test_transpose(name, shape, columns, dtype, programs, device, monkeypatch):
-    monkeypatch.setattr(tk, "_sm_count", lambda device: programs)
+def test_transpose(name, shape, columns, dtype, device):
     values, addend = torch.randn(shape), torch.randn(shape[::-1])
     if not ON_GPU:  # the interpreter truncates fp32 to bf16 instead of rounding, so it gets sums without rounding
         values, addend = (20 * values).round(), (20 * addend).round()
