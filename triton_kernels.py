@@ -88,7 +88,8 @@ def _takes_ref(*tensors, any_dtype=False):
     """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
 
     The interpreter of Triton 3.6 gets matrix products wrong for any dtype but fp32, and truncates where a GPU rounds.
-    any_dtype: the op has no matrix product, so the interpreter runs it for all dtypes.
+    any_dtype: the op has no matrix product, so the interpreter runs it for all dtypes;
+    tests take numbers that need no rounding.
     """
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
@@ -412,19 +413,18 @@ def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None):
 # Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
 # window) to t; both ends grow with t. Therefore a tile of queries (keys) meets one contiguous run of keys (queries).
 # The run starts at the first row that the tile needs, not at a multiple of the tile size. A block is masked only if
-# some row sees a part of it. The kernel takes exponentials without subtracting a running maximum, which is right as
-# long as |scale · q · k| < 80 (2^±115 of fp32); beyond this bound infinities appear. Here q and k are RMS-normed, so
+# some row does not see all of it. The kernel takes exponentials without subtracting a running maximum, which is right
+# as long as |scale · q · k| < 80 (2^±115 of fp32); beyond this bound infinities appear. Here q and k are RMS-normed, so
 # the product is at most d · scale, 17 in the presets.
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# The forward pass saves lse - log gate, in powers of two, so that P' takes no further product. Plain operations compute
-# s, so the compiler does it in the pass that makes dy. Then one launch has one program per tile of queries for dq and
-# one per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a single
-# sweep would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in
-# memory.
-# 6 heads of 128, window 640, documents of median 490: forward 185 µs, 54 % of the copy rate (FlashAttention-2: 406),
-# backward 524 µs, 37 % of the product rate (1041).
+# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. Plain operations
+# compute s, so the compiler does it in the pass that makes dy. Then one launch has one program per tile of queries for
+# dq and one per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a
+# single sweep would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in
+# memory. 6 heads of 128, window 640, documents of median 490: forward 185 µs, 54 % of the copy rate (FlashAttention-2:
+# 406), backward 524 µs, 37 % of the product rate (1041).
 #
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 # ======================================================================================================================
@@ -1347,7 +1347,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 #   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; the compiler fuses the codes into the
 #                                                              pass that makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
-#   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) bf16 = a bᵀ, the library's product
+#   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) bf16 = scale_a scale_b a bᵀ, by the library
 #   Fp8Projections                                             the codes of section 3's projection
 #
 # Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
@@ -1879,7 +1879,7 @@ def _(x, W1, W2):
 @torch.library.custom_op("speedrun::mlp_backward", mutates_args=())
 def _mlp_backward(grad: Tensor, x: Tensor, W1: Tensor, W2: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad.contiguous()
-    dW2 = post.mT @ grad  # first, because it gives a new thread of the autograd engine the CUDA context of descriptors
+    dW2 = post.mT @ grad  # first: a new thread of autograd has no CUDA context, which descriptors need, until a product
     dpre = _relu_square(grad, W2, post)
     return dpre @ W1, dpre.mT @ x, dW2
 
@@ -2458,7 +2458,7 @@ def _exponent(x):
     At most 60, so that the product of two denominators fits fp32 (u = 1e-18).
     """
     return tl.minimum(x.to(tl.float32) * (-LOG2_E / _CAP_SCALE) - _CAP_SHIFT * LOG2_E / _CAP_SCALE, 60.0,
-                      propagate_nan=tl.PropagateNan.ALL)
+                      propagate_nan=NAN_STAYS)
 
 
 @triton.jit
@@ -2937,7 +2937,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Numbers that
-#   change from step to step may be 0-D tensors. The optimizer compiles both functions.
+#   change from step to step may be 0-D tensors. The optimizer compiles the first and the last function.
 # All matrices: 2.8 ms, 48 % of the product rate.
 #
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
