@@ -1345,9 +1345,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
 @torch.no_grad()
 def summed_loss(forward, head, batch, attn) -> Tensor:
     """Sum of the next-token cross-entropies (nats) of a batch, 0-D fp32, with the exact head, not FP8."""
-    tokens, weights = batch.tokens, torch.ones(1, device=batch.tokens.device)
-    h, point, _ = forward(tokens, batch.cu_seqlens, batch.row_ids, attn._replace(pointer_window=len(tokens)))
-    return head(h, batch.targets, weights, 1.0, exact=True, point=point)
+    out = forward(batch.tokens, batch.cu_seqlens, batch.row_ids, attn._replace(pointer_window=len(batch.tokens)))
+    return head(out.h, batch.targets, torch.ones(1, device=out.h.device), 1.0, exact=True, point=out.point)
 
 
 def validate(summed_loss, data, attn, rt) -> float:

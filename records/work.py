@@ -46,8 +46,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # In FP8, whose limit is twice as high, so that an operation counts as half of one.
     "mlp_codes": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
     "mlp_codes_backward": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
-    "quantise_weights": ("_quantise_weights_kernel", lambda size: (0, 6 * size)),
-    "quantise_head": ("_quantise_weights_kernel", lambda size: (0, 4 * size)),
+    "quantise_weights": ("_quantise_weights_kernel", lambda size: (0, 4 * size)),  # without the largest weights
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
@@ -121,7 +120,7 @@ def calls(run):
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
         if step["adam"]:
-            yield from [("quantise_head", D * V)] * fp8
+            yield from [("quantise_weights", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}

@@ -328,7 +328,7 @@ def head_cases():
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
     plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
-    yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_head", D * V), calls=0.5)
+    yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_weights", D * V), calls=0.5)
     head.embedding = torch.nn.Parameter(rand(V, D))
     head.embedding.grad = torch.zeros_like(head.embedding)
     for N, stage in zip(TOKENS, STAGES):

@@ -16,11 +16,10 @@ the versions in order; each changes one thing. Times are those of 40 matrices of
   4  triangle, 59 µs    X Xᵀ is symmetric. Only the tiles on and below the diagonal are computed; a tile below it is
                         stored twice, the second time transposed: 21 of 36 products, but all of the stores.
 
-The library takes 60 µs. Version 4 is `_gram_kernel` of triton_kernels.py without its addend and scale, which make the
-difference: they save passes over the matrices that no library product saves.
+The library takes 60 µs. `_gram_kernel` of triton_kernels.py is version 4 with an addend and a scale; the library needs
+another pass over the matrices for each of them.
 """
 
-import statistics
 import sys
 from pathlib import Path
 
@@ -116,29 +115,19 @@ VERSIONS = "rows", "tiles", "engine", "triangle"
 
 
 def main():
+    from bench_kernels import Timer  # here, because this import takes seconds
+
     if not torch.cuda.is_available():
         sys.exit("error: lesson.py needs a GPU")
     if not tk._has_tma(torch.device("cuda")):
         sys.exit("error: the versions 3 and 4 need the copy engine of Hopper or a newer GPU")
     X = torch.randn(40, 768, 768, device="cuda").bfloat16()
-    out, flush = torch.empty_like(X), torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    out = torch.empty_like(X)
     runs = {version: lambda version=version: launch(version, X, out) for version in VERSIONS}
     runs |= {"trainer": lambda: tk.XXT(X, out), "library": lambda: torch.bmm(X, X.mT, out=out)}
-    events = {name: [] for name in runs}
-    for turn in range(25):
-        for name, run in runs.items():
-            flush.zero_()  # empties the L2
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            if turn >= 5:
-                events[name].append((start, end))
-    torch.cuda.synchronize()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; 40 x 768 x 768")
-    for name, pairs in events.items():
-        us = [1000 * start.elapsed_time(end) for start, end in pairs]
-        print(f"{name:9} {statistics.median(us):8.1f} µs  ({min(us):.1f} to {max(us):.1f})")
+    for name, (low, median, high) in zip(runs, Timer(25)(*runs.values())):
+        print(f"{name:9} {median:8.1f} µs  (quartiles {low:.1f} and {high:.1f})")
 
 
 if __name__ == "__main__":

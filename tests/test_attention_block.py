@@ -67,7 +67,8 @@ def only_gpu(*values):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("N, H, d, D, dtype", [  # a program takes tiles of 32 tokens and 32 of D
     (1, 2, 16, 8, FP32), (2, 2, 16, 20, FP32), (37, 6, 16, 40, FP32), (37, 5, 16, 40, FP32), (5, 1, 16, 8, FP32),
-    only_gpu(129, 2, 64, 72), only_gpu(1003, 5, 64, 320), only_gpu(1003, 3, 128, 384), *[only_gpu(N, 6, 128, 768) for N in (1, 1003, 49152)]])
+    only_gpu(129, 2, 64, 72), only_gpu(1003, 5, 64, 320), only_gpu(1003, 3, 128, 384),
+    *[only_gpu(N, 6, 128, 768) for N in (1, 1003, 49152)]])
 def test_project(N, H, d, D, kind, device, dtype):
     kind, value = switches(kind)
     if kind[0] and H % 2:

@@ -190,11 +190,11 @@ SQUARE = t(4, 4)
      r"scale must be .* shape \(2,\) on cpu, got torch.float32 of shape \(3,\)"),
     ("XTX", (t(2, 4, 8), t(2, 8, 8), t(2, dtype=BF16)), "scale must be contiguous torch.float32 .* torch.bfloat16"),
     ("ba_plus_cAA", (t(4, 5), 1.0, 1.0, t(5, 5)), r"P must be .* shape \(4, 4\) .* got .* shape \(4, 5\)"),
-    ("ba_plus_cAA", (SQUARE, 1.0, 1.0, SQUARE), "the result must not be the input"),
+    ("ba_plus_cAA", (SQUARE, 1.0, 1.0, SQUARE), "out must not be the input"),
     ("transpose_copy", (t(2), t(2)), r"src must be .* shape \(M, N\) .* got .* shape \(2,\)"),
     ("transpose_copy", (t(2, 3), t(2, 3)), r"dst must be .* shape \(3, 2\) on cpu, got .* shape \(2, 3\)"),
     ("transpose_copy", (t(2, 3), t(3, 2, dtype=BF16)), "dst must be torch.float32 .* got torch.bfloat16"),
-    ("transpose_copy", (SQUARE, SQUARE), "the result must not be the input"),
+    ("transpose_copy", (SQUARE, SQUARE), "dst must not be src"),
     ("transpose_copy", [t(2, 2, dtype=torch.int64) for _ in "sd"], "src must be .* got torch.int64"),
     ("transpose_add", [t(2, 2, dtype=torch.int32) for _ in "sd"], "transpose_add: src must be .* got torch.int32"),
 ])

@@ -321,7 +321,7 @@ def test_work_by_counting():
 
 @pytest.mark.parametrize("mlp, project, others", [
     ("mlp", "project", {"mlp_codes", "mlp_codes_backward", "project_codes", "project_codes_backward",
-                        "quantise_weights", "update_rows"}),
+                        "update_rows"}),
     ("mlp_codes", "project_codes", {"mlp", "mlp_backward", "project", "project_backward"})])
 def test_rates_of_our_kernels(mlp, project, others):
     """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
