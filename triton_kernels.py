@@ -147,8 +147,10 @@ def _require(op, contract, given, sizes, dtype, device):
     """Raise a ValueError unless the tensors {argument: tensor} keep a contract. sizes {letter: size} gets new ones."""
     for name, (optional, axes, dtypes, layout) in contract.items():
         tensor = given.get(name)
-        if tensor is None and optional:
-            continue
+        if tensor is None:
+            if optional:
+                continue
+            raise ValueError(f"{op}: {name} must be a tensor, got None")
         shape, batch = list(tensor.shape), tensor.ndim - len(axes) + 1
         if axes[:1] == ["..."] and batch >= 0:
             shape[:batch] = [tuple(shape[:batch])]
@@ -2945,7 +2947,7 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #
 #   normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average, average_rate)
 #       q ← row means of y²;  v ← v + (1 − beta2)(q − v);  r = 1/√max(v, 1e-10)
-#       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10))                      rows normalised, norm of the matrix kept
+#       y' = round(y r ‖y‖ / max(‖r y‖, 1e-10 √C))                   rows normalised, norm of the matrix kept
 #       w ← w − [y' w ≥ 0] w weight_decay lr' − y' lr',  lr' = lr matrix_lr
 #       average ← average + average_rate (w − average)                    if there is an average
 #

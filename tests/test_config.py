@@ -141,6 +141,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--slow_momentum=1": "--slow_momentum=1.0: must be from 0 to below 1",
     "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
     "--candidates=0": "--candidates=0.0: must be above 0",
+    "--adam_eps=0": "--adam_eps=0.0: must be above 0",  # a row without gradient would be 0 / 0
     "--average_blend=2": "--average_blend=2.0: must be from 0",
     "--muon_lr=-0.1": "--muon_lr=-0.1: must be 0 or more",
     "--lr_floor=-0.1": "--lr_floor=-0.1: must be 0 or more",

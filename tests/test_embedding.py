@@ -133,6 +133,7 @@ def test_update_rows_refuses():
     p, last = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int32)
     for change, message in ((dict(v=p.bfloat16()), "v must be contiguous torch.float32"),
                             (dict(last=last.long()), "last must be .* torch.int32"),
+                            (dict(v=None), "v must be a tensor, got None"),
                             (dict(touched=last.view(-1)), "touched must be .* torch.bool"),
                             (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)"),
                             (dict(average=p[:2]), r"average must be .* shape \(4, 8\)")):

@@ -16,7 +16,7 @@ ACCEPTED = {
     "train_tokens": (lambda x: x <= 10**15, f"from 0 to {10**15}"),
     "cooldown_frac": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
     "sampled_frac": (lambda x: x <= 1, "from 0 to 1"),
-    "candidates": (lambda x: x > 0, "above 0"),
+    **dict.fromkeys(("candidates", "adam_eps"), (lambda x: x > 0, "above 0")),
     "muon_momentum": (lambda x: len(x) == 2, "two numbers, before and after the warm-up"),
     **dict.fromkeys(("muon_warmup", "muon_cooldown"), (
         lambda x: x < 1 or type(x) is int, "a whole number of steps, or from 0 to below 1, a part of the run")),
