@@ -89,7 +89,10 @@ def joined(text):
 
 def test_a_machine_without_gpu(check, monkeypatch):
     """A GPU run cannot start, but the table has every row; a CPU run can start."""
+    # On a machine with a GPU, an earlier test may have initialised CUDA.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("no CUDA-capable device is detected")))
     args = ["--device=cuda", "--dtype=bfloat16"]
     status, rows = check(*args)
     assert status == 1 and "no usable GPU (" in rows["device"][0]

@@ -33,10 +33,11 @@ from data.shards import read_shard_header  # noqa: E402
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """An empty folder that takes the place of data/, on a machine without a GPU."""
+    """An empty folder that takes the place of data/; prepare.py sees no GPU, whatever machine runs the tests."""
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    monkeypatch.setattr(prepare.torch.cuda, "is_available", lambda: False)
+    # Not torch.cuda itself: the trainer that a test then starts must see the machine as it is.
+    monkeypatch.setattr(prepare, "torch", types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False)))
     return tmp_path / "data"
 
 
