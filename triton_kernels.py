@@ -88,8 +88,8 @@ def _takes_ref(*tensors, any_dtype=False):
     """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
 
     The interpreter of Triton 3.6 gets matrix products wrong for any dtype but fp32, and truncates where a GPU rounds.
-    any_dtype: the op has no matrix product, so the interpreter runs it for all dtypes;
-    tests take numbers that need no rounding.
+    any_dtype: the op has no matrix product, so the interpreter runs it for all dtypes; tests take numbers that need no
+    rounding.
     """
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
@@ -1370,8 +1370,8 @@ G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
 WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
 _WEIGHT_FLOOR = tl.constexpr(WEIGHT_FLOOR)
 
-# A tile is read in lines of 128 bytes. The transposed codes are written in lines of 128 bytes, the codes in the layout
-# of the matrix in lines of 64 bytes.
+# A program reads its tile in lines of 128 bytes. It writes the transposed codes in lines of 128 bytes, and the codes in
+# the layout of the matrix in lines of 64 bytes.
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 
@@ -1884,7 +1884,7 @@ def _(x, W1, W2):
 @torch.library.custom_op("speedrun::mlp_backward", mutates_args=())
 def _mlp_backward(grad: Tensor, x: Tensor, W1: Tensor, W2: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad = grad.contiguous()
-    dW2 = post.mT @ grad  # first: a new thread of autograd has no CUDA context, which descriptors need, until a product
+    dW2 = post.mT @ grad  # first: a product gives a new thread of autograd the CUDA context that descriptors need
     dpre = _relu_square(grad, W2, post)
     return dpre @ W1, dpre.mT @ x, dW2
 
