@@ -59,6 +59,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -84,10 +85,11 @@ from data.run.graphs import MicroStepGraphs
 from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, shards_line, write_header
-from data.run.machine import capability, choose_kernels, init_runtime, rank_from_env
+from data.run.machine import agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env
 from data.run.memory import restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
-from data.run.start import check_start
+from data.run.size import WIDTHS
+from data.run.start import check_start, fit_size
 from data.run.warmup import warm_up
 from data.tokenizer import normalised_ids, text_codec
 
@@ -420,11 +422,16 @@ PRESETS = {
 
 
 MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
+SIZED = "single", "short"  # with --minutes, the width of the model follows the training time
 
 
-def parse_config(argv, world=1) -> Config:
-    """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument."""
-    return arguments.parse_config(argv, world, arguments.Presets(PRESETS, MADE_FOR, wire))
+def parse_config(argv, world=1, gpu=None) -> Config:
+    """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument.
+
+    gpu: what the GPU can do, where --minutes chooses the width (None: not measured yet).
+    """
+    return arguments.parse_config(argv, world, arguments.Presets(PRESETS, MADE_FOR, wire), gpu)
+
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -1591,10 +1598,11 @@ class Trainer:
             self.model.fp8_projections.refresh()
 
 
-def train(config, rt, log, argv, watch, automatic=False):
+def train(config, rt, log, argv, watch, automatic=False, size=""):
     """Train, from the log's header to the results.
 
     automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
+    size: a line for the log about the width that the script has chosen, if it has.
     """
     profiler = None
     if config.system.profile:
@@ -1604,6 +1612,8 @@ def train(config, rt, log, argv, watch, automatic=False):
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices)
+        if size:
+            log.line(size)
         digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
     resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
@@ -1612,6 +1622,9 @@ def train(config, rt, log, argv, watch, automatic=False):
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
+        if minutes := config.schedule.minutes:
+            end = datetime.now() + timedelta(minutes=minutes, seconds=90 * system.compile)
+            log.line(f"{minutes:g} min of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
             warm_up(trainer)
     except RuntimeError as error:
@@ -1671,17 +1684,27 @@ def main(argv) -> int:
         if any(arg.partition("=")[0] == "--sample" for arg in argv):
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
-        config = parse_config([arg for arg in argv if arg != "--check"], world)
+        words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
+
+        def parse(*more, gpu=None):
+            return parse_config([*words, *more], world, gpu)
+        if arguments.leaves_size_open(words, SIZED):
+            fit = functools.partial(fit_size, parse, param_table, world)
+        config = parse(*[f"--model_dim={WIDTHS[0]}"] * bool(fit))
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.model for name, preset in PRESETS.items()}
-            return check_table(config, world, param_table(config.model), models, show=local == 0)
+            return check_table(config, world, param_table, models, fit, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         config = check_start(config, param_table(config.model), world)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
-        train(config, rt, Log(config, rt), argv, watch, automatic)
+        if fit:
+            config, size = fit(agreed_gpu(rt), rt.device)
+            config = check_start(config, param_table(config.model), world)
+            watch.lap("size")
+        train(config, rt, Log(config, rt), argv, watch, automatic, size)
         dist.destroy_process_group()
         return 0
     except (UserError, RuntimeError) as error:

@@ -19,10 +19,9 @@ from data.run import start
 from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.errors import UserError
 from data.run.length import SECONDS_PER_TOKEN, total_tokens
-from data.run.machine import capability, choose_kernels, find_device
+from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
 from data.run.memory import choose_micro_batches, memory_report, state_bytes
 from data.tokenizer import text_codec
-from records.work import ceilings
 
 
 class Run(NamedTuple):
@@ -118,24 +117,29 @@ CHECKS = {
     "memory": lambda run: memory_report(run.config, run.sizes, find_device(run.config), run.world)}
 
 
-def check_table(config, world, table, models, show) -> int:
+def check_table(config, world, table, models, fit, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
 
-    The others are those of Run.
+    table: function (model) -> its `param_table`. fit: None, or function (Gpu, device) -> (config of the best size for
+    --minutes, a line about it). The others are those of Run.
     """
-    columns, status = "{:<15} | {:<90} | {}", 0
+    columns, status, size = "{:<15} | {:<90} | {}", 0, ""
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
         device = find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
+    if fit and device.type == "cuda":
+        config, size = fit(measure_gpu(), device)
     with suppress(UserError):  # the row "kernels" reports it
         config = choose_kernels(config, device)[0]
+    table = table(config.model)
     config = choose_micro_batches(config, state_bytes(config, table), device, world)
     run = Run(config, world, table, models)
     checks = CHECKS | ({"checkpoint": checkpoint} if config.system.resume else {})
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
+    checks |= {"size": lambda run: size.removeprefix("size: ")} if size else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:

@@ -27,7 +27,7 @@ import numpy as np
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.run.errors import one_line
-from records.work import WORK, calls, ceilings, describe, plain
+from records.work import WORK, calls, describe, plain
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
@@ -363,6 +363,8 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head):
     profiler: a stopped torch profiler; batches: the batches of the steps, in order.
     """
     from torch import OutOfMemoryError  # reading a trace does not need torch
+
+    from data.run.machine import ceilings
     lines, limits = [], None
     if rt.device.type == "cuda" and config.system.dtype == "bfloat16":
         try:

@@ -1,4 +1,4 @@
-"""The least work of our kernels, in operations and bytes, and the measured rates of this GPU.
+"""The least work of our kernels, in operations and bytes.
 
 records/trace.py and tests/bench_kernels.py use this module.
 """
@@ -154,28 +154,3 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "lazy_tables": [label for label, state in optimizer.state.items() if "last" in state],
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}
-
-
-def ceilings():
-    """Measured limits of the current GPU: {"bf16", "fp8": operations per second of an 8192³ product (0: no FP8);
-    "copy": bytes per second, read plus written}."""
-    import torch  # reading a trace does not need torch
-
-    def seconds(run):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(25)]
-        for start, end in events:
-            start.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()
-        return 1e-3 * np.median([start.elapsed_time(end) for start, end in events[5:]])
-
-    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
-    limits = {"bf16": 2 * 8192**3 / seconds(lambda: a @ b), "fp8": 0.0}
-    if torch.cuda.get_device_capability() >= (8, 9):
-        a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device="cuda")
-        limits["fp8"] = 2 * 8192**3 / seconds(
-            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
-    source = torch.randint(2**30, (2**28,), device="cuda", dtype=torch.int32)
-    target = torch.empty_like(source)
-    return limits | {"copy": 2 * source.nbytes / seconds(lambda: target.copy_(source))}

@@ -33,8 +33,8 @@ import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
 from data.run.length import stage_starts
-from data.run.machine import Runtime
-from records.work import WORK, ceilings, seen_pairs
+from data.run.machine import Runtime, ceilings
+from records.work import WORK, seen_pairs
 
 BF16 = torch.bfloat16
 CONFIG = T.Config()

@@ -364,7 +364,7 @@ def report(monkeypatch, path, content=None):
         rec.range(f"step {step}", rec.launched if step == 4 else rec.replayed)
     content = content or json.dumps({"traceEvents": rec.events})
     run = dict(cuda_graphs=True, device="cuda", rank=1, ranks=2, steps=[dict(step=step) for step in (4, 5, 6)])
-    monkeypatch.setattr(trace, "ceilings", lambda: "limits")
+    monkeypatch.setattr("data.run.machine.ceilings", lambda: "limits")
     monkeypatch.setattr(trace, "describe", lambda *args: run)
     profiler = NS(export_chrome_trace=lambda path: Path(path).write_text(content))
     config, rt = NS(system=NS(dtype="bfloat16")), NS(device=torch.device("cuda"))

@@ -11,6 +11,7 @@ from data.run.knobs import config_from_dict, flatten, override, read_arguments, 
 from data.run.length import fit_length, stage_starts
 from data.run.limits import check_config, check_values
 from data.run.machine import choose_kernels, find_device
+from data.run.size import SIZE_KNOBS
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
@@ -24,8 +25,8 @@ class Presets(NamedTuple):
     wire: Callable  # (depth, narrow, paired) -> layers of a model
 
 
-def parse_config(argv, world, presets: Presets):
-    """Arguments --preset=name and --key=value -> config for `world` ranks, checked.
+def parse_config(argv, world, presets: Presets, gpu=None):
+    """Arguments --preset=name and --key=value -> config for `world` ranks, checked. gpu: see `fit_length`.
 
     Raises UserError for an unknown argument, and for values that a run does not accept.
     """
@@ -36,12 +37,28 @@ def parse_config(argv, world, presets: Presets):
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset, world, presets)
     else:
-        config = preset_config(preset or "record", overrides, world, presets)
+        config = preset_config(preset or "record", overrides, world, presets, gpu)
     check_config(config, world)
     if config.system.profile and config.system.profiled.start < first_step:
         raise UserError(f"--profile={config.system.profile}: the resumed run starts at step {first_step}; profile later"
                         " steps")
     return config
+
+
+def leaves_size_open(argv, presets) -> bool:
+    """Whether the width of the model is to suit --minutes and the GPU (data/run/size.py). presets: names of those whose
+    width may change."""
+    overrides = read_arguments(argv)
+    return (overrides.get("preset") in presets and "minutes" in overrides and not overrides.get("resume")
+            and overrides.get("device") != "cpu" and not SIZE_KNOBS & {*overrides})
+
+
+def with_heads(overrides, model):
+    """Overrides, with the --num_heads that keep the width of the heads if only --model_dim is among them."""
+    width = overrides.get("model_dim", "")
+    if "num_heads" in overrides or not width.isdecimal() or int(width) % model.head_dim or not int(width):
+        return overrides
+    return overrides | {"num_heads": str(int(width) // model.head_dim)}
 
 
 def wired_preset(preset, overrides, presets):
@@ -58,14 +75,15 @@ def wired_preset(preset, overrides, presets):
         config.model, layers=layers, backout_layer=layers[-1].input_from))
 
 
-def preset_config(preset, overrides, world, presets):
+def preset_config(preset, overrides, world, presets, gpu=None):
     """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it."""
+    overrides = with_heads(overrides, presets.configs[preset].model)
     config = override(wired_preset(preset, overrides, presets), overrides)
     check_values(config)  # `fit_length` computes with them
     if 0 < config.system.micro_batches < world:
         config = with_system(config, micro_batches=world)
     made_for = presets.configs[preset].schedule, presets.gpus[preset]
-    return fit_length(config, overrides.keys(), made_for, world)
+    return fit_length(config, overrides.keys(), made_for, world, gpu)
 
 
 def resumed_config(overrides, preset, world, presets):

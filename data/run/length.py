@@ -5,6 +5,7 @@ import math
 from itertools import accumulate
 
 from data.run.errors import UserError
+from data.run.size import forecast
 
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 200e-6}  # roughly: `short` on one H200, `cpu` on two cores
@@ -67,7 +68,7 @@ def round_batch(tokens, unit) -> int:
     return -(-nearest // unit) * unit
 
 
-def fit_length(config, by_hand, made_for, world):
+def fit_length(config, by_hand, made_for, world, gpu=None):
     """The config with batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
 
     The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
@@ -78,7 +79,8 @@ def fit_length(config, by_hand, made_for, world):
     keeps its half-life in tokens (records/2026-11-22_lengths).
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
-    of GPUs that it is made for).
+    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: an H200 with
+    768 channels).
     """
     schedule, (native, gpus) = config.schedule, made_for
     if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
@@ -86,6 +88,7 @@ def fit_length(config, by_hand, made_for, world):
     tokens = schedule.train_tokens
     if schedule.minutes:
         tokens = schedule.minutes * 60 * world / SECONDS_PER_TOKEN[config.system.device]
+        tokens = forecast(config.model.model_dim, 60 * schedule.minutes, gpu, world).tokens if gpu else tokens
     if not tokens:
         return config
     growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5

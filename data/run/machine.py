@@ -6,12 +6,14 @@ import socket
 from datetime import timedelta
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.run.errors import UserError, one_line, user_error
 from data.run.knobs import with_system
+from data.run.size import Gpu
 
 
 class Runtime(NamedTuple):
@@ -106,3 +108,50 @@ def choose_kernels(config, device):
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
     names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
     return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
+
+
+def median_seconds(run) -> float:
+    """Median time of 20 calls of `run` on the current GPU."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(25)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e-3 * float(np.median([start.elapsed_time(end) for start, end in events[5:]]))
+
+
+def ceilings():
+    """Measured limits of the current GPU: {"bf16", "fp8": operations per second of an 8192³ product (0: no FP8);
+    "copy": bytes per second, read plus written}."""
+    a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
+    limits = {"bf16": 2 * 8192**3 / median_seconds(lambda: a @ b), "fp8": 0.0}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        a, b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), torch.ones((), device="cuda")
+        limits["fp8"] = 2 * 8192**3 / median_seconds(
+            lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
+    source = torch.randint(2**30, (2**28,), device="cuda", dtype=torch.int32)
+    target = torch.empty_like(source)
+    return limits | {"copy": 2 * source.nbytes / median_seconds(lambda: target.copy_(source))}
+
+
+def measure_gpu() -> Gpu:
+    """What the current GPU can do, in about a second, with 2.3 GiB of its memory."""
+    limits, x, count = ceilings(), torch.zeros(1, device="cuda"), 200
+    x.add_(1)  # a capture must not load a kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            x.add_(1)
+    launch = median_seconds(graph.replay) / count
+    torch.cuda.empty_cache()
+    return Gpu(limits["fp8"] or limits["bf16"], limits["copy"], launch)
+
+
+def agreed_gpu(rt) -> Gpu:
+    """What the GPU of rank 0 can do, on all ranks."""
+    values = torch.tensor(measure_gpu(), dtype=torch.float64, device=rt.device)
+    if rt.world > 1:
+        dist.broadcast(values, 0)
+    return Gpu(*values.tolist())

@@ -1,4 +1,6 @@
-"""Checks before anything is compiled: software, data, caches, disk, memory. `--check` makes the same ones.
+"""Before anything is compiled: checks of software, data, caches, disk and memory, and the size of the model.
+
+`--check` makes the same checks and the same choice.
 
 `sizes` and `table` are those of data/run/memory.py.
 """
@@ -20,6 +22,7 @@ from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import choose_micro_batches, memory_report, state_bytes
+from data.run.size import LONGEST, rank_sizes
 from data.shards import find_files, read_shard_header
 from data.tokenizer import text_codec
 
@@ -123,3 +126,29 @@ def check_start(config, table, world):
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"warning: {text}", file=sys.stderr, flush=True)
     return config
+
+
+def fit_size(parse, table, world, gpu, device):
+    """(config of the best size for --minutes, a line that says what was chosen and why).
+
+    parse: function (more arguments, gpu=Gpu) -> config; table: function (model) -> its `param_table`. On one GPU, a
+    size that does not fit the memory is left out. Several GPUs must agree, but may differ in free memory, so there the
+    memory does not count.
+    """
+    minutes = parse().schedule.minutes
+    ranked = rank_sizes(60 * minutes, gpu, world)
+    configs = {forecast.width: parse(f"--model_dim={forecast.width}", gpu=gpu) for forecast in ranked}
+
+    def fits(width):
+        config = choose_kernels(configs[width], device)[0]
+        sizes = state_bytes(config, table(config.model))
+        return memory_report(choose_micro_batches(config, sizes, device, 1), sizes, device, 1)[1]
+
+    best = next((forecast for forecast in ranked if world > 1 or fits(forecast.width)), min(ranked))
+    others = (f"width {other.width} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
+    line = (f"size: width {best.width} for {minutes:g} min, about {best.tokens / 1e6:.3g}M tokens; expected difference"
+            f" of the loss: {', '.join(others)}; {gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s,"
+            f" {1e6 * gpu.launch:.2f} us per launch")
+    if best is not ranked[0]:
+        line += "; a size with a lower loss does not fit the memory"
+    return configs[best.width], line + "; extrapolated: no run of the fit was so long" * (best.tokens > LONGEST)
