@@ -5,6 +5,7 @@ set -euo pipefail
 CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 say() { echo "run.sh: $*" >&2; }
+trap 'say "ended by Ctrl-C"; exit 130' INT  # until torchrun has taken over
 die() { say "$@"; exit 1; }
 
 usage() {
@@ -164,7 +165,11 @@ done
 # torch decides how many GPUs there are. Asking torch takes seconds, so this happens only if there is a sign of a GPU.
 gpus=0
 if [ "$preset" != cpu ] && [ $gpu = yes ]; then
-  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())') ||
+  gpus=$("$python" -c 'if 1:
+    from data.run.signals import die_at_ctrl_c
+    die_at_ctrl_c()
+    import torch
+    print(torch.cuda.device_count())') ||
     die "torch cannot be imported; the lines above say why"
   [ "$gpus" -gt 0 ] ||
     say "this machine has GPUs, but torch sees none (CPU build, driver ${driver:-not found}, or CUDA_VISIBLE_DEVICES):" \
@@ -189,6 +194,8 @@ fi
 # A wrong argument must not cost a download. The trainer would say the same later.
 check_arguments() {
   "$python" -c 'if 1:
+    from data.run.signals import die_at_ctrl_c
+    die_at_ctrl_c()
     import sys, train_gpt
     from data.run.errors import UserError
     try:
@@ -226,6 +233,6 @@ errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
 }
 /^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode/; next} !over || /^error: /{print; fflush()}'
 
-# This is the torchrun of this Python; the torchrun on PATH may belong to another Python.
-exec "$python" -m torch.distributed.run --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
+# The torchrun of this Python; the torchrun on PATH may belong to another Python.
+exec "$python" -m data.run.launch --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
   2> >(trap '' INT TERM; exec awk "$errors" >&2)

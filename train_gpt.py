@@ -52,7 +52,6 @@ import gc
 import hashlib
 import math
 import os
-import signal
 import sys
 from bisect import bisect_right
 from collections import deque
@@ -64,10 +63,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+from data import require_packages
 from data.run.disk import keep_bytecode
+from data.run.signals import die_at_ctrl_c, die_with_torchrun, speak_at_ctrl_c
 
-if __name__ == "__main__":
-    keep_bytecode()  # before torch is imported
+require_packages("numpy", "torch")
+if __name__ == "__main__":  # before torch is imported
+    keep_bytecode()
+    die_with_torchrun()
+    die_at_ctrl_c()
 
 import numpy as np
 import torch
@@ -88,7 +92,6 @@ from data.run.log import Log, loaded_sources, published, shards_line, write_head
 from data.run.machine import agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env
 from data.run.memory import restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
-from data.run.size import WIDTHS
 from data.run.start import check_start, fit_size
 from data.run.warmup import warm_up
 from data.tokenizer import normalised_ids, text_codec
@@ -1615,6 +1618,7 @@ def train(config, rt, log, argv, watch, automatic=False, size=""):
         if size:
             log.line(size)
         digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
+        speak_at_ctrl_c(lambda: log.interrupted(system))
     resumed = load_checkpoint(system.resume) if system.resume else None
     watch.lap("log")
     try:
@@ -1650,7 +1654,8 @@ def train(config, rt, log, argv, watch, automatic=False, size=""):
         except (UserError, RuntimeError) as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
     now, gpus = time.perf_counter(), rt.world if rt.device.type == "cuda" else 0
-    seconds |= {"total": now - watch.start, "gpu": gpus * (now - started)}  # gpu: of all ranks, from the imports to now
+    # gpu: of all ranks, from the imports to now
+    seconds |= {"total": trainer.seconds_before + now - watch.start, "gpu": gpus * (now - started)}
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
@@ -1685,23 +1690,22 @@ def main(argv) -> int:
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-
-        def parse(*more, gpu=None):
-            return parse_config([*words, *more], world, gpu)
-        if arguments.leaves_size_open(words, SIZED):
-            fit = functools.partial(fit_size, parse, param_table, world)
-        config = parse(*[f"--model_dim={WIDTHS[0]}"] * bool(fit))
+        config = parse_config(words, world)
+        if config.schedule.minutes and arguments.leaves_size_open(words, SIZED):
+            fit = functools.partial(fit_size, config.schedule.minutes, lambda width, gpu: parse_config(
+                [*words, f"--model_dim={width}"], world, gpu), param_table, world)
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.model for name, preset in PRESETS.items()}
             return check_table(config, world, param_table, models, fit, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
-        config = check_start(config, param_table(config.model), world)
+        if not fit:  # else most checks need the size
+            config = check_start(config, param_table(config.model), world)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
-            config, size = fit(agreed_gpu(rt), rt.device)
+            config, size = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
             config = check_start(config, param_table(config.model), world)
             watch.lap("size")
         train(config, rt, Log(config, rt), argv, watch, automatic, size)
@@ -1719,8 +1723,6 @@ def main(argv) -> int:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # an ignored SIGINT stays ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, even while this process waits for another one
     status = main(sys.argv[1:])
     with suppress(OSError):
         sys.stdout.flush()

@@ -1,0 +1,14 @@
+"""Everything around the model and its kernels: tokens, and in `run` the parts of a run."""
+
+import sys
+from importlib.util import find_spec
+
+ADVICE = "activate .venv (source .venv/bin/activate), or start with ./run.sh"
+if sys.version_info < (3, 10):  # before imports that an older Python cannot read
+    sys.exit("error: this is Python %d.%d, but 3.10 or newer is needed: " % sys.version_info[:2] + ADVICE)
+
+
+def require_packages(*names):
+    """End the program with one line if this Python lacks a package."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        sys.exit(f"error: {sys.executable} has no {' and no '.join(missing)}: {ADVICE}")

@@ -20,11 +20,14 @@ import tempfile
 import zlib
 from pathlib import Path
 
-import numpy as np
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from data import require_packages  # noqa: E402
+
+require_packages("numpy", "torch")
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
 from data.loader import Shard, cu_seqlens_size  # noqa: E402
 from data.run.errors import UserError  # noqa: E402
 from data.run.knobs import flatten  # noqa: E402

@@ -25,7 +25,7 @@ def read_shard_header(path: Path) -> int:
     Raises UserError when the file is not a shard, has another version, or is shorter or longer than its header says.
     """
     if not os.path.isfile(path):
-        raise UserError(f"{path}: a folder, or a link to nothing, but no shard;"
+        raise UserError(f"{path}: no regular file, for example a folder or a link to nothing, so no shard;"
                         " give a pattern such as data/mine/mine_train_*.bin")
     with user_error(f"{path}: cannot be read"):
         size, header = os.path.getsize(path), np.fromfile(path, "<i4", 3)
@@ -71,13 +71,15 @@ def data_root() -> Path:
     return Path(os.environ.get("DATA_PATH") or ROOT)
 
 
-def find_files(pattern: str) -> list[Path]:
-    """The files that match a pattern, in name order. Raises UserError when there are none.
-
-    A relative pattern starts at $DATA_PATH or at this repository.
-    """
+def matching_files(pattern: str) -> list[Path]:
+    """The files that match a pattern, in name order. A relative pattern starts at $DATA_PATH or at this repository."""
     pattern = os.path.expanduser(pattern)  # if the pattern is absolute, os.path.join drops the root
-    files = sorted(map(Path, glob.glob(os.path.join(glob.escape(str(data_root())), pattern))))
+    return sorted(map(Path, glob.glob(os.path.join(glob.escape(str(data_root())), pattern))))
+
+
+def find_files(pattern: str) -> list[Path]:
+    """`matching_files`. Raises UserError when there are none."""
+    files = matching_files(pattern)
     if not files:
         raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py,"
                         " or run ./run.sh")

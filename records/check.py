@@ -117,13 +117,13 @@ CHECKS = {
     "memory": lambda run: memory_report(run.config, run.sizes, find_device(run.config), run.world)}
 
 
-def check_table(config, world, table, models, fit, show) -> int:
+def check_table(config, world, param_table, models, fit, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
 
-    table: function (model) -> its `param_table`. fit: None, or function (Gpu, device) -> (config of the best size for
-    --minutes, a line about it). The others are those of Run.
+    param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for --minutes, a
+    line about it). The others are those of Run.
     """
-    columns, status, size = "{:<15} | {:<90} | {}", 0, ""
+    columns, status, checks = "{:<15} | {:<90} | {}", 0, dict(CHECKS)
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
@@ -131,15 +131,19 @@ def check_table(config, world, table, models, fit, show) -> int:
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
     if fit and device.type == "cuda":
-        config, size = fit(measure_gpu(), device)
+        try:
+            config, line = fit(measure_gpu(config.system.fp8_mlp), device)
+            size = line.removeprefix("size: ")
+        except UserError as error:
+            size = str(error), False
+        checks["size"] = lambda run: size
     with suppress(UserError):  # the row "kernels" reports it
         config = choose_kernels(config, device)[0]
-    table = table(config.model)
+    table = param_table(config.model)
     config = choose_micro_batches(config, state_bytes(config, table), device, world)
     run = Run(config, world, table, models)
-    checks = CHECKS | ({"checkpoint": checkpoint} if config.system.resume else {})
+    checks |= {"checkpoint": checkpoint} if config.system.resume else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
-    checks |= {"size": lambda run: size.removeprefix("size: ")} if size else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:

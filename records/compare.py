@@ -398,8 +398,12 @@ def step_ms(run: Run, start: int, end: int) -> float:
 
 
 def seconds_to(run: Run, loss: float) -> float:
-    """Seconds until the validation loss reaches `loss`, linear between validations; nan if it never does."""
-    for a, b in pairwise(sorted(run.losses)):
+    """Seconds until the validation loss reaches `loss`, linear between validations; nan if it never does. A resumed run
+    may have reached it before its first validation, whose time it then gets."""
+    steps = sorted(run.losses)
+    if steps and run.losses[steps[0]] <= loss:
+        return run.seconds[steps[0]]
+    for a, b in pairwise(steps):
         if run.losses[b] <= loss < run.losses[a]:
             part = (run.losses[a] - loss) / (run.losses[a] - run.losses[b])
             return run.seconds[a] + part * (run.seconds[b] - run.seconds[a])

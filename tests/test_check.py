@@ -116,6 +116,16 @@ def test_training_data_in_passes(check):
     assert rows["training data"] == (text, "yes") and rows["time"] == ("1 min, as --minutes says", "yes")
 
 
+def test_validation_files_that_are_trained_on(check, folder):
+    """A warning: the loss says less than it seems to. Also through a link."""
+    (folder / "train_3.bin").symlink_to(folder / "val_2.bin")
+    status, rows = check()
+    found, ok = rows["validation data"]
+    assert status == 0 and ok == "maybe"
+    assert found.startswith("the run trains on val_2.bin, which is also a file of the validation; 2 files")
+    assert check.start()[1] == f"warning: {found}\nerror: all checks passed\n"
+
+
 BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, and what it says
     "--train_files={d}/none_*.bin": ("training data", "no files match .*none_.*data/prepare.py"),
     "--train_files={d}/[tl][ro]*.bin": ("training data", "longer.bin.*1801 tokens.*1800"),  # beside two good ones
@@ -124,7 +134,8 @@ BROKEN = {  # argument, {d} for the folder of the data -> the row that fails, an
     "--train_files={d}/below_*.bin": ("training data", "below_.*.bin.* 1024 tokens.* 1025:.*--micro_batches"),
     "--data_end=stop": ("training data", "2 files, 3,000 tokens.*--data_end=wrap"),
     "--val_files={d}/val_short.bin": ("validation data", "65536 tokens.*65537: lower --val_tokens"),
-    "--log_dir={d}/val_1.bin": ("disk", "val_1.bin.*--log_dir"),
+    "--log_dir={d}/val_1.bin": ("disk", "cannot write a log in /.*/val_1.bin; choose another --log_dir .Not a dir"),
+    "--log_dir=/proc/x/logs": ("disk", "cannot write a log in /proc/x/logs; choose another --log_dir .No such file"),
     "--kernels=attention:flash": ("kernels", "attention:flash")}
 
 

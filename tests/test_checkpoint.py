@@ -18,7 +18,7 @@ import torch
 
 import train_gpt as T
 from data.run import arguments
-from data.run.checkpoint import write_checkpoint
+from data.run.checkpoint import load_checkpoint, write_checkpoint
 from data.run.disk import atomic_write
 from data.run.errors import UserError
 from data.run.knobs import config_from_dict, flatten, render, with_system
@@ -187,6 +187,20 @@ def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails, monkeyp
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.glob("*/*")] == ["state_step000002.pt"]
+
+
+def test_a_changed_byte_is_found(base, tmp_path):
+    """Anywhere in the tensors, by each reading of a file that has changed."""
+    path, whole = tmp_path / "state_step000005.pt", base.saved[5].read_bytes()
+    path.write_bytes(whole)
+    assert load_checkpoint(path)["step"] == 5
+    for part in (0.2, 0.5, 0.9):
+        place = int(part * len(whole))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+        with pytest.raises(UserError, match="state_step000005.pt is (damaged|no checkpoint of this trainer)"):
+            load_checkpoint(path)
+    path.write_bytes(whole)
+    assert load_checkpoint(path)["step"] == 5
 
 
 def test_nothing_half_written_stays(tmp_path):

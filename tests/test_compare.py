@@ -287,6 +287,8 @@ def test_target(write, call):
     assert rows[""][-1] == "p(loss ≤ 3.45)" and rows["a"][-1] == f"{student((3.05 - 3.45) / 0.05, 1):.4f}"
     assert rows["seconds to loss 3.45"] == ["0.48 (0.02)"]  # 0.55 and 0.65 of the way from 0.3 s to 0.6 s
     assert cells(call("a=a_*", "--target=3.05", "--markdown")[0])["seconds to loss 3.05"] == ["1 of 2 runs"]
+    write("r_1.txt", steps({10: 3.4, 20: 3.2}))  # resumed at step 10
+    assert cells(call("r=r_*", "--target=3.45", "--markdown")[0])["seconds to loss 3.45"][0].startswith("0.30")
 
 
 def test_runs_left_out_and_groups_that_are_none(write, call):

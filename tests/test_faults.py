@@ -84,7 +84,20 @@ def test_a_signal_ends_two_processes_with_one_line(corpus, tmp_path, signum, lin
     out, err, status = finish(process, 25, "".join(f"pid {child}\n" for child in children) + seen)
     assert as_run_sh_shows(err) == [f"run.sh: {line}"] and 'train_gpt.py", line' not in err, err
     log = next(tmp_path.glob("*.txt")).read_text()
-    assert status != 0 and out.count("pid ") == 2 and set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
+    assert status == 128 + signum and out.count("pid ") == 2
+    assert set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
+    assert ("ended by Ctrl-C; there is no checkpoint" in out) == (signum == signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal for the death of a parent exists on Linux only")
+def test_no_process_survives_torchrun(corpus, tmp_path):
+    """Nobody can catch SIGKILL. `finish` looks for the processes of the trainer."""
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS)
+    seen = ready(process, "^step:2/.*\n")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    out, _, status = finish(process, 25, "".join(f"pid {child}\n" for child in children) + seen)
+    assert status == -signal.SIGKILL and out.count("pid ") == 2
 
 
 def test_a_signal_as_each_python_spells_it():

@@ -20,11 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data import require_packages
+
+require_packages("numpy", "torch", "pytest")
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train_gpt as T
 import triton_kernels as kernels

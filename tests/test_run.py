@@ -9,6 +9,7 @@ import hashlib
 import os
 import py_compile
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import oracles
 import train_gpt as T
 import triton_kernels as kernels
 from data.run import log
+from data.run.checkpoint import load_checkpoint
 from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.log import published
@@ -107,9 +109,9 @@ def start_interpreter(corpus, *args, torchrun=(), hook=None):
     script = [ROOT / "train_gpt.py"] if hook is None else [corpus.folder / "hooked.py", hook]
     if hook is not None:
         script[0].write_text(HOOKED)
-    launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
+    launcher = ["-m", "data.run.launch", *torchrun] if torchrun else []
     return subprocess.Popen([sys.executable, *launcher, *script, *corpus.args, *args], env=ENV, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def ready(process, *patterns, seen=""):
@@ -152,7 +154,7 @@ def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
     data = (f"data/{name}.py" for name in ("__init__", "loader", *(f"run/{name}" for name in (
         "__init__", "arguments", "checkpoint", "clock", "disk", "errors", "graphs", "knobs", "length", "limits",
-        "log", "machine", "memory", "sample", "start", "warmup")), "shards", "tokenizer"))
+        "log", "machine", "memory", "sample", "signals", "size", "start", "warmup")), "shards", "tokenizer"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
@@ -363,13 +365,34 @@ def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error
     assert len(logs) == 2 and sum("\nfinal_val_loss: " in log for log in logs) == 1 - status
 
 
-def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
-    process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000")
-    seen = ready(process, "^step:2/.*\n")
+@pytest.mark.parametrize("saves", [False, True])
+def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path, saves):
+    """The last line says how to go on."""
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000", *["--save_every=3"] * saves)
+    seen = ready(process, "^step:4/.*\n")
     process.send_signal(signal.SIGINT)
     out, err, status = finish(process, 30, seen)
-    assert status == -signal.SIGINT and err == ""
+    assert status == 130 and err == ""
+    line = out.splitlines()[-1]
+    if saves:
+        path = re.fullmatch(r"ended by Ctrl-C; go on with --resume=(\S+/state_step\d{6}\.pt)", line)[1]
+        assert load_checkpoint(ROOT / path)["step"] >= 3
+    else:
+        assert line == "ended by Ctrl-C; there is no checkpoint: --save_every=100 writes one every 100 steps"
     assert set(re.findall("^step:.*$", seen, re.M)) <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
+
+
+def test_ctrl_c_while_nobody_reads_the_output(corpus, tmp_path):
+    """The main thread waits for room in the pipe, and nothing can be said."""
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=900000", "--val_every=1",
+                                hook="import fcntl; fcntl.fcntl(1, 1031, 4096)")  # F_SETPIPE_SZ: the least
+    log, size = None, -1
+    while log is None or size != (size := log.stat().st_size) or not size:
+        time.sleep(2)
+        log = next(tmp_path.glob("*.txt"), None)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    process.stdout.close(), process.stderr.close()
 
 
 def test_error_of_one_rank_is_the_only_one_told(corpus, tmp_path):
@@ -404,7 +427,7 @@ def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monke
 def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
     """The PyTorch of this test tells where Python keeps bytecode, and ends the script."""
     (tmp_path / "data/run").mkdir(parents=True)
-    for name in "train_gpt.py", "data/run/disk.py", "data/run/errors.py":
+    for name in "train_gpt.py", "data/__init__.py", "data/run/disk.py", "data/run/errors.py":
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     fake = tmp_path / "torch.py"
     fake.write_text("import sys; sys.exit(f'{sys.pycache_prefix} {sys.dont_write_bytecode}')")
@@ -414,6 +437,22 @@ def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
     ended = subprocess.run([sys.executable, "train_gpt.py"], cwd=tmp_path, env=env | {"PYTHONDONTWRITEBYTECODE": "1"},
                            capture_output=True, text=True)
     assert ended.stderr == ("None True\n" if translated else f"{tmp_path / '__pycache__'} False\n")
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "data/prepare.py", "tests/test_guard.py"])
+def test_a_missing_package_is_one_line(script):
+    """Without the packages of the environment, as with another Python than that of .venv."""
+    ended = subprocess.run([sys.executable, "-S", ROOT / script], env=ENV, text=True, capture_output=True)
+    packages = "numpy and no torch" + " and no pytest" * script.startswith("tests")
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr == (f"error: {sys.executable} has no {packages}: activate .venv (source .venv/bin/activate), or"
+                            " start with ./run.sh\n")
+
+
+def test_an_old_python_is_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    with pytest.raises(SystemExit, match=r"error: this is Python 3\.9, but 3\.10 or newer is needed: activate"):
+        runpy.run_path(ROOT / "data/__init__.py")
 
 
 def test_import_does_nothing():

@@ -5,8 +5,10 @@ The stand-in runs only `-c` programs, with the real interpreter and a site folde
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ case "$1 $2" in
   "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip") exit "${PIP_STATUS:-0}" ;;
   "data/prepare.py stdlib") mkdir -p data/stdlib; : >data/stdlib/stdlib_val_000000.bin ;;
-  "-m torch.distributed.run") eval "${TRAIN:-}" ;;
+  "-m data.run.launch") eval "${TRAIN:-}" ;;
   "records/repeat.py "*) exec "$REAL_PYTHON" "$@" ;;
 esac
 """
@@ -53,7 +55,7 @@ class Machine:
         self.folder, self.repo, bin = folder, folder / "my repo", folder / "system" / "bin"
         for name in "data/run", "records":
             (self.repo / name).mkdir(parents=True)
-        for name in "requirements.txt", "records/repeat.py", "data/run/errors.py":
+        for name in "requirements.txt", "records/repeat.py", "data/__init__.py", "data/run/errors.py", "data/run/signals.py":
             shutil.copy(ROOT / name, self.repo / name)
         (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
         text = (ROOT / "run.sh").read_text()
@@ -111,7 +113,7 @@ VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requiremen
 
 
 def train(procs, *arguments, python="system/python3") -> str:
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={procs}"]
+    launcher = [python, "-m", "data.run.launch", "--standalone", f"--nproc_per_node={procs}"]
     return "|".join([*launcher, "train_gpt.py", *arguments])
 
 
@@ -331,3 +333,26 @@ echo "${{NPROC:-}} $1" >>"{calls}"
     done = subprocess.run([str(machine.repo / ".ci" / "run")], env=machine.env, cwd=machine.folder, capture_output=True)
     assert (done.returncode == 0) == good
     assert calls.read_text().splitlines() == [" test", "1 --preset=cpu", "2 --preset=cpu"][:3 if good else 2]
+
+
+@pytest.mark.parametrize("moment", ["probe", "download"])
+def test_ctrl_c_before_the_training(machine, moment):
+    """While run.sh looks for a Python, and while prepare.py works. No other Python is tried, and nothing is trained."""
+    wait = 'touch "$CALLS.waits"; exec sleep 60'
+    stand_in = machine.folder / "system/bin/python3"
+    text = stand_in.read_text()
+    line = "  PYTHONPATH" if moment == "probe" else "  mkdir -p data/stdlib"
+    text = text.replace('stdlib") mkdir', 'stdlib")\n  mkdir')
+    assert text.count(line) == 1
+    stand_in.write_text(text.replace(line, f"  {wait}\n{line}"))
+    process = subprocess.Popen([str(machine.repo / "run.sh")], env=machine.env, text=True, start_new_session=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    end = time.monotonic() + 20
+    while not (machine.folder / "calls.waits").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (130, "", "run.sh: ended by Ctrl-C\n")
+    calls = machine.folder / "calls"
+    assert "launch" not in (calls.read_text() if calls.exists() else "")

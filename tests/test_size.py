@@ -16,13 +16,13 @@ import train_gpt as T
 from data.run import machine
 from data.run.arguments import leaves_size_open
 from data.run.machine import Runtime
-from data.run.size import WIDTHS, Gpu, expected_loss, forecast, rank_sizes, seconds_per_token
+from data.run.size import WIDTHS, Gpu, expected_loss, forecast, rank_sizes, rows_per_gpu, seconds_per_token
 from data.run.start import fit_size
 from oracles import ON_GPU
 from test_check import check, folder, gpus  # noqa: F401 (fixtures)
 
 H100 = Gpu(1490e12, 3010e9, 0.85e-6)
-GPUS = {"H100": H100, "A100": Gpu(250e12, 1815e9, 1e-6), "RTX 4090": Gpu(264e12, 897e9, 1e-6)}
+GPUS = {"H100": H100, "A100": Gpu(250e12, 1815e9, 0.85e-6), "RTX 4090": Gpu(264e12, 897e9, 0.85e-6)}
 RECORD = Path(__file__).resolve().parents[1] / "records/2026-11-25_size"
 
 
@@ -94,8 +94,8 @@ def test_a_width_alone_keeps_the_width_of_a_head(preset, width, heads):
         T.parse_config([f"--preset={preset}", "--model_dim=100"])
 
 
-def parse(*more, words=("--preset=short", "--minutes=60"), world=1, gpu=None):
-    return T.parse_config([*words, *more], world, gpu)
+def parse(width, gpu, words=("--preset=short", "--minutes=60"), world=1):
+    return T.parse_config([*words, f"--model_dim={width}"], world, gpu)
 
 
 @pytest.mark.parametrize("free, world, chosen", [(80000, 1, 768), (9000, 1, 512), (1000, 1, 256), (1000, 2, 768)])
@@ -109,8 +109,8 @@ def test_the_best_width_that_fits(monkeypatch, free, world, chosen):
     for name in "memory.memory_report", "start.memory_report":
         monkeypatch.setattr(f"data.run.{name}", report)
     parse_ = functools.partial(parse, world=world)
-    config, line = fit_size(parse_, T.param_table, world, H100, torch.device("cpu"))
-    assert config == parse_(f"--model_dim={chosen}", gpu=H100) and config.schedule.minutes == 60
+    config, line = fit_size(60, parse_, T.param_table, world, H100, torch.device("cpu"))
+    assert config == parse_(chosen, H100) and config.schedule.minutes == 60
     assert line.startswith(f"size: width {chosen} for 60 min, about ") and "extrapolated" in line
     assert ("does not fit the memory" in line) == (world == 1 and chosen < 768)
     assert line.count("width") == 3 and "1490 TFLOP/s, 3010 GB/s, 0.85 us per launch" in line
@@ -118,7 +118,7 @@ def test_the_best_width_that_fits(monkeypatch, free, world, chosen):
 
 def test_short_times_are_not_extrapolated():
     words = "--preset=short", "--minutes=0.5"
-    line = fit_size(functools.partial(parse, words=words), T.param_table, 1, H100, torch.device("cpu"))[1]
+    line = fit_size(0.5, functools.partial(parse, words=words), T.param_table, 1, H100, torch.device("cpu"))[1]
     assert "extrapolated" not in line
 
 
@@ -135,47 +135,101 @@ def test_batches_suit_the_tokens_of_this_gpu(world):
         assert found.lr_floor == wanted.lr_floor and found.scheduled_steps == wanted.scheduled_steps
 
 
-def test_a_start_measures_and_chooses(gpus, monkeypatch):  # noqa: F811
-    """`main` measures the GPU after the ranks have met, and trains the model of the chosen width."""
-    train = Mock()
-    monkeypatch.setattr(T, "train", train)
-    monkeypatch.setattr(T, "Log", lambda config, rt: None)
+@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize("tokens", np.geomspace(1e6, 1e10, 9))
+def test_rows_are_those_of_the_rule_before_rounding(world, tokens):
+    stage = T.parse_config(["--preset=short", f"--micro_batches={world}", f"--train_tokens={tokens}"], world
+                           ).schedule.stages[0]
+    assert 0.8 < rows_per_gpu(tokens, world) * world / stage.batch_tokens < 1.25
+
+
+@pytest.fixture
+def begin(gpus, monkeypatch):  # noqa: F811
+    """begin(argument, ...) -> (status, stderr, config and line about the size that `train` got) of a start on an H100
+    that is already running; .measured: the calls that measured it."""
+    train, measured = Mock(), []
+    for name, value in dict(train=train, Log=lambda config, rt: None, agreed_gpu=lambda *args: measured.append(args) or H100,
+                            init_runtime=lambda config: Runtime(0, 1, torch.device("cuda", 0))).items():
+        monkeypatch.setattr(T, name, value)
     monkeypatch.setattr(T.dist, "destroy_process_group", lambda: None)
-    measured = []
-    monkeypatch.setattr(T, "agreed_gpu", lambda rt: measured.append(rt) or H100)
-    started = lambda config: Runtime(0, 1, torch.device("cuda", 0))
-    for minutes, width in (("0.1", 256), ("5", 512), ("500", 768)):
-        monkeypatch.setattr(T, "init_runtime", started)
-        assert gpus.start("--preset=short", f"--minutes={minutes}")[0] == 0
+
+    def run(*args):
+        status, err = gpus.start("--preset=short", *args)
         config, *_, size = train.call_args.args
-        assert config.model.model_dim == width and config.schedule.minutes == float(minutes)
-        assert config.system.micro_batches > 0 and size.startswith(f"size: width {width}")
-    assert len(measured) == 3
-    assert gpus.start("--preset=short", "--minutes=5", "--model_dim=768")[0] == 0
-    config, *_, size = train.call_args.args
-    assert (config.model.model_dim, size, len(measured)) == (768, "", 3)
+        return status, err, config, size
+    run.measured, run.gpus = measured, gpus
+    return run
+
+
+@pytest.mark.parametrize("minutes, width", [("0.1", 256), ("5", 512), ("500", 768)])
+def test_a_start_measures_and_chooses(begin, minutes, width):
+    """`main` measures the GPU after the ranks have met, and trains the model of the chosen width."""
+    status, err, config, size = begin(f"--minutes={minutes}")
+    assert (status, err) == (0, "") and size.startswith(f"size: width {width}") and len(begin.measured) == 1
+    assert config.model.model_dim == width and config.schedule.minutes == float(minutes)
+    assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
+
+
+@pytest.mark.parametrize("args", [["--minutes=0"], ["--minutes=5", "--model_dim=768"], ["--train_tokens=5e7"]])
+def test_a_start_that_measures_nothing(begin, args):
+    status, err, config, size = begin(*args)
+    assert (status, err, size, begin.measured) == (0, "", "", []) and config.model.model_dim == 768
+
+
+def test_a_warning_comes_once(begin):
+    """About the size that was chosen: no size fits this GPU, and the narrowest is the best try."""
+    begin.gpus.free = begin.gpus.own + 3000
+    err, config, size = begin("--minutes=500")[1:]
+    assert config.model.model_dim == 256 and err.count("warning") == 1 and size.count("does not fit the memory") == 1
 
 
 def test_check_names_the_width(gpus, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("records.check.measure_gpu", lambda: H100)
+    monkeypatch.setattr("records.check.measure_gpu", lambda fp8: H100)
     rows = gpus.check("--preset=short", "--minutes=5")[1]
     assert rows["size"][0].startswith("width 512 for 5 min") and rows["size"][1] == "yes"
-    assert "size" not in gpus.check("--preset=short", "--train_tokens=50e6")[1]
+    for args in (["--train_tokens=50e6"], ["--minutes=0"]):
+        assert "size" not in gpus.check("--preset=short", *args)[1]
+    monkeypatch.setattr("records.check.measure_gpu", Mock(side_effect=T.UserError("too little")))
+    assert gpus.check("--preset=short", "--minutes=5")[1]["size"] == ("too little", "maybe")
 
 
 def test_ranks_take_what_rank_0_measured(monkeypatch):
-    monkeypatch.setattr(machine, "measure_gpu", lambda: H100)
-    sent = Mock(side_effect=lambda values, source: values.fill_(7.0))
-    monkeypatch.setattr(machine.dist, "broadcast", sent)
-    assert machine.agreed_gpu(SimpleNamespace(world=1, device="cpu")) == H100 and not sent.called
-    assert machine.agreed_gpu(SimpleNamespace(world=2, device="cpu")) == Gpu(7.0, 7.0, 7.0)
+    monkeypatch.setattr(machine, "measure_gpu", lambda fp8: H100 if fp8 else H100._replace(products=1.0))
+
+    def broadcast(values, source):
+        assert source == 0
+        values.fill_(7.0)
+    monkeypatch.setattr(machine.dist, "broadcast", broadcast)
+    one, two = (SimpleNamespace(world=world, device="cpu") for world in (1, 2))
+    assert machine.agreed_gpu(one, True) == H100 and machine.agreed_gpu(one, False).products == 1
+    assert machine.agreed_gpu(two, True) == Gpu(7.0, 7.0, 7.0)
+
+
+def test_too_little_memory_to_measure(monkeypatch):
+    monkeypatch.setattr(machine, "ceilings", Mock(side_effect=torch.OutOfMemoryError("none")))
+    with pytest.raises(T.UserError, match="too little free memory to measure this GPU; choose the width, .*=256"):
+        machine.measure_gpu(True)
+
+
+def test_table_in_the_readme():
+    """README's estimates are those of the rule."""
+    rows = re.findall(r"^\| (1/4|1|5|10|60) \| (\d+), (\d+)M \| (\d+), (\d+)M \| (\d+), (\d+)M \|$",
+                      (RECORD.parents[1] / "README.md").read_text(), re.M)
+    assert len(rows) == 5
+    for minutes, *found in rows:
+        for name, width, tokens in zip(("H100", "A100", "RTX 4090"), found[::2], found[1::2]):
+            best = rank_sizes(60 * (0.25 if minutes == "1/4" else int(minutes)), GPUS[name])[0]
+            assert (best.width, f"{best.tokens / 1e6:.0f}") == (int(width), tokens), (minutes, name)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a GPU")
 def test_measured_gpu():
-    limits, before = machine.ceilings(), torch.cuda.memory_reserved()
-    gpu = machine.measure_gpu()
+    limits = machine.ceilings()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    gpu = machine.measure_gpu(True)
     assert gpu.products == pytest.approx(limits["fp8"] or limits["bf16"], rel=0.2)
     assert gpu.copies == pytest.approx(limits["copy"], rel=0.2)
     assert 2e-7 < gpu.launch < 2e-5
     assert torch.cuda.memory_reserved() <= before + 2**26
+    assert machine.measure_gpu(False).products == pytest.approx(limits["bf16"], rel=0.2)

@@ -4,10 +4,11 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data.run.errors import UserError, one_line
+from data.run.errors import UserError, one_line, user_error
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
@@ -23,11 +24,14 @@ def is_writable(folder: Path) -> bool:
 
 
 def require_room(folder: Path, size: int, purpose: str) -> str:
-    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free."""
+    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free, or when the
+    system does not let this process write."""
     place = existing_folder(folder)
+    with user_error(f"cannot write a log in {folder}; choose another --log_dir"), tempfile.TemporaryFile(dir=place):
+        pass
     free = shutil.disk_usage(place).free
     found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"
-    if free < size or not is_writable(place):
+    if free < size:
         raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
     return found
 

@@ -87,10 +87,19 @@ def read_arguments(argv) -> dict[str, str]:
     return values
 
 
+# Names that other trainers have for knobs of ours.
+ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr and --adam_lr"),
+             **dict.fromkeys(("batch_size", "total_batch_size"), "--stage1.batch_tokens, in tokens"),
+             **dict.fromkeys(("max_iters", "num_iterations", "num_steps", "steps"), "--scheduled_steps or --minutes"),
+             "weight_decay": "--muon_wd and --adam_wd", "n_embd": "--model_dim", "n_head": "--num_heads",
+             "n_layer": "--depth"}
+
+
 def unknown_key(key, known) -> UserError:
-    """The error for a key that is not in `known`; it names the nearest key, if there is one."""
-    near = difflib.get_close_matches(key, known, 1)
-    return UserError(f"unknown key --{key}{f'; the nearest is --{near[0]}' if near else ''} (see --help)")
+    """The error for a key that is not in `known`; it names the knob that other trainers call so, or the nearest key."""
+    near = [f"--{name}" for name in difflib.get_close_matches(key, known, 1)]
+    hint = f"; here it is {ELSEWHERE[key]}" if key in ELSEWHERE else f"; the nearest is {near[0]}" if near else ""
+    return UserError(f"unknown key --{key}{hint} (see --help)")
 
 
 def override(config, overrides):

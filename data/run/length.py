@@ -86,9 +86,10 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     tokens = schedule.train_tokens
-    if schedule.minutes:
+    if schedule.minutes and gpu:
+        tokens = forecast(config.model.model_dim, 60 * schedule.minutes, gpu, world).tokens
+    elif schedule.minutes:
         tokens = schedule.minutes * 60 * world / SECONDS_PER_TOKEN[config.system.device]
-        tokens = forecast(config.model.model_dim, 60 * schedule.minutes, gpu, world).tokens if gpu else tokens
     if not tokens:
         return config
     growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5

@@ -157,4 +157,4 @@ def check_micro_batches(config, world):
     for i, stage in enumerate(config.schedule.stages, 1):
         require(stage.batch_tokens % (16 * count) == 0,
                 f"--stage{i}.batch_tokens={stage.batch_tokens} must be a multiple of 16 * --micro_batches={count}"
-                + (f", one for each of {world} processes" if world == count > 1 else ""))
+                + (f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))

@@ -42,6 +42,16 @@ class Log:
             if console:
                 print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
 
+    def interrupted(self, system):
+        """The line at Ctrl-C: how to go on. system: the section of the config."""
+        checkpoints = [system.resume or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
+        if newest := checkpoints[-1]:
+            advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
+        else:
+            advice = "there is no checkpoint"
+            advice += "" if system.save_every else ": --save_every=100 writes one every 100 steps"
+        self.line(f"\nended by Ctrl-C; {advice}", file=False)
+
     def progress(self, text, seconds_left):
         """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""
         self.line(text, console=not self.terminal)

@@ -135,9 +135,14 @@ def ceilings():
     return limits | {"copy": 2 * source.nbytes / median_seconds(lambda: target.copy_(source))}
 
 
-def measure_gpu() -> Gpu:
-    """What the current GPU can do, in about a second, with 2.3 GiB of its memory."""
-    limits, x, count = ceilings(), torch.zeros(1, device="cuda"), 200
+def measure_gpu(fp8) -> Gpu:
+    """What the current GPU can do, in about a second, with 2.3 GiB of its memory. fp8: whether the MLPs are to train in
+    FP8, if the GPU has it. Raises UserError when the memory is not enough."""
+    try:
+        limits, x, count = ceilings(), torch.zeros(1, device="cuda"), 200
+    except torch.OutOfMemoryError:
+        raise UserError("--minutes: too little free memory to measure this GPU; choose the width, for example"
+                        " --model_dim=256") from None
     x.add_(1)  # a capture must not load a kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -146,12 +151,12 @@ def measure_gpu() -> Gpu:
             x.add_(1)
     launch = median_seconds(graph.replay) / count
     torch.cuda.empty_cache()
-    return Gpu(limits["fp8"] or limits["bf16"], limits["copy"], launch)
+    return Gpu(fp8 and limits["fp8"] or limits["bf16"], limits["copy"], launch)
 
 
-def agreed_gpu(rt) -> Gpu:
-    """What the GPU of rank 0 can do, on all ranks."""
-    values = torch.tensor(measure_gpu(), dtype=torch.float64, device=rt.device)
+def agreed_gpu(rt, fp8) -> Gpu:
+    """What the GPU of rank 0 can do, on all ranks; fp8: see `measure_gpu`."""
+    values = torch.tensor(measure_gpu(fp8), dtype=torch.float64, device=rt.device)
     if rt.world > 1:
         dist.broadcast(values, 0)
     return Gpu(*values.tolist())

@@ -7,7 +7,7 @@ widths that have been measured in order, by a fit of the loss and a fit of the t
 from typing import NamedTuple
 
 WIDTHS = 256, 512, 768  # of models of 11 layers with heads of 128 channels
-LONGEST = 155e6  # tokens of the longest run in the fit
+LONGEST = 155e6  # tokens of the longest runs of narrow models in the fit
 SIZE_KNOBS = {"model_dim", "num_heads", "depth", "layers"}  # one that is set by hand leaves the size as it is
 
 
@@ -42,12 +42,16 @@ def expected_loss(width, tokens) -> float:
     return 0.137 * (768 / width) ** 0.84 + 1.585 * (40e6 / tokens) ** 0.18
 
 
+def rows_per_gpu(tokens, world) -> float:
+    """Tokens per step on each GPU with the batches that `fit_length` gives `short`, before they are rounded."""
+    return 32768 * (tokens / 27e6 * world**0.8) ** 0.5 / world
+
+
 def forecast(width, seconds, gpu, world) -> Forecast:
-    """What a model of this width learns in a training time on `world` GPUs, with the batches of `fit_length`."""
+    """What a model of this width learns in a training time on `world` GPUs."""
     tokens = 27e6
     for _ in range(5):  # the batch depends on the tokens
-        rows = 32768 * (tokens / 27e6 * world**0.8) ** 0.5 / world
-        tokens = seconds * world / seconds_per_token(width, rows, gpu)
+        tokens = seconds * world / seconds_per_token(width, rows_per_gpu(tokens, world), gpu)
     return Forecast(width, tokens, expected_loss(width, tokens))
 
 

@@ -1,6 +1,6 @@
 """Before anything is compiled: checks of software, data, caches, disk and memory, and the size of the model.
 
-`--check` makes the same checks and the same choice.
+`--check` makes the same checks and, on one GPU, the same choice.
 
 `sizes` and `table` are those of data/run/memory.py.
 """
@@ -23,7 +23,7 @@ from data.run.length import stage_starts, sum_over_steps
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import choose_micro_batches, memory_report, state_bytes
 from data.run.size import LONGEST, rank_sizes
-from data.shards import find_files, read_shard_header
+from data.shards import find_files, matching_files, read_shard_header
 from data.tokenizer import text_codec
 
 
@@ -66,11 +66,17 @@ def survey_training_data(config) -> tuple[str, bool]:
     return found, False
 
 
-def survey_validation_data(config) -> str:
-    """A line about the validation data. Raises UserError when the files hold too few tokens."""
-    counts = [read_shard_header(path) for path in find_files(config.data.val_files)]
+def survey_validation_data(config) -> tuple[str, bool]:
+    """(a line about the validation data, whether no file of it is trained on). Raises UserError when the files hold too
+    few tokens."""
+    files = find_files(config.data.val_files)
+    counts = [read_shard_header(path) for path in files]
     require_validation_tokens(config, sum(counts))
-    return f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
+    found = f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
+    trained = {path.resolve() for path in matching_files(config.data.train_files)}
+    if both := trained.intersection(path.resolve() for path in files):
+        return f"the run trains on {min(both).name}, which is also a file of the validation; {found}", False
+    return found, True
 
 
 def needs_tokenizer(config) -> bool:
@@ -116,39 +122,35 @@ def check_start(config, table, world):
     config = choose_kernels(config, device)[0]
     sizes = state_bytes(config, table)
     config = choose_micro_batches(config, sizes, device, world)
-    training_data = survey_training_data(config)
-    survey_validation_data(config)
+    training_data, validation_data = survey_training_data(config), survey_validation_data(config)
     if needs_tokenizer(config):
         text_codec(config.model.vocab_size)
     require_caches(config, device)
     require_disk(config, sizes)
-    for text, fine in training_data, memory_report(config, sizes, device, world):
+    for text, fine in training_data, validation_data, memory_report(config, sizes, device, world):
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"warning: {text}", file=sys.stderr, flush=True)
     return config
 
 
-def fit_size(parse, table, world, gpu, device):
+def fit_size(minutes, parse, param_table, world, gpu, device):
     """(config of the best size for --minutes, a line that says what was chosen and why).
 
-    parse: function (more arguments, gpu=Gpu) -> config; table: function (model) -> its `param_table`. On one GPU, a
-    size that does not fit the memory is left out. Several GPUs must agree, but may differ in free memory, so there the
-    memory does not count.
+    parse: function (width, gpu) -> config; param_table: that of train_gpt.py. On one GPU, a size that does not fit the
+    memory is left out. Several GPUs must agree, but may differ in free memory, so there the memory does not count.
     """
-    minutes = parse().schedule.minutes
-    ranked = rank_sizes(60 * minutes, gpu, world)
-    configs = {forecast.width: parse(f"--model_dim={forecast.width}", gpu=gpu) for forecast in ranked}
-
     def fits(width):
-        config = choose_kernels(configs[width], device)[0]
-        sizes = state_bytes(config, table(config.model))
+        config = choose_kernels(parse(width, gpu), device)[0]
+        sizes = state_bytes(config, param_table(config.model))
         return memory_report(choose_micro_batches(config, sizes, device, 1), sizes, device, 1)[1]
 
-    best = next((forecast for forecast in ranked if world > 1 or fits(forecast.width)), min(ranked))
+    ranked = rank_sizes(60 * minutes, gpu, world)
+    narrowest = min(ranked, key=lambda forecast: forecast.width)
+    best = next((forecast for forecast in ranked if world > 1 or fits(forecast.width)), narrowest)
     others = (f"width {other.width} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
     line = (f"size: width {best.width} for {minutes:g} min, about {best.tokens / 1e6:.3g}M tokens; expected difference"
             f" of the loss: {', '.join(others)}; {gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s,"
             f" {1e6 * gpu.launch:.2f} us per launch")
     if best is not ranked[0]:
         line += "; a size with a lower loss does not fit the memory"
-    return configs[best.width], line + "; extrapolated: no run of the fit was so long" * (best.tokens > LONGEST)
+    return parse(best.width, gpu), line + "; extrapolated: no run of the fit was so long" * (best.tokens > LONGEST)

@@ -1,0 +1,17 @@
+"""torchrun, which ends with the status that shells give: 128 + the number of the signal.
+
+    python -m data.run.launch --standalone --nproc_per_node=8 train_gpt.py --key=value ...
+"""
+
+import sys
+
+from data.run.signals import die_at_ctrl_c
+
+if __name__ == "__main__":
+    die_at_ctrl_c()  # until torchrun handles signals; its import takes seconds
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main
+    try:
+        main()
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
