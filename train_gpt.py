@@ -333,7 +333,7 @@ class System:
     device: str = "cuda"  # cuda or cpu
     seed: int = 1337  # seed of the initial weights
     micro_batches: int = 8  # forward passes per step of all ranks, at least one each (0: the fewest that fit the GPU)
-    val_every: int = 250  # steps between validations
+    val_every: int = 250  # steps between validations (0: one at the end)
     dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
     combo_kernels: bool = False  # the compiler joins small kernels; an option that the public track does not allow
@@ -1434,7 +1434,7 @@ class Trainer:
                 with clock.paused("profile"):
                     self.profiler.stop()
             last = step == self.total
-            validates = last or step % system.val_every == 0
+            validates = last or system.val_every and step % system.val_every == 0
             if last and self.config.optim.average_blend:
                 self.optimizer.blend(plan)
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0

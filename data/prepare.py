@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from data.loader import Shard, cu_seqlens_size  # noqa: E402
-from data.run.errors import UserError  # noqa: E402
+from data.run.errors import UserError, user_error  # noqa: E402
 from data.run.knobs import flatten  # noqa: E402
 from data.run.start import survey_training_data, survey_validation_data  # noqa: E402
 from data.shards import (  # noqa: E402
@@ -63,7 +63,7 @@ def folder_of(name: str) -> Path:
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     header = np.zeros(SHARD_HEADER_BYTES // 4, "<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    with open(path, "wb") as file:
+    with user_error(f"cannot write {path}"), open(path, "wb") as file:
         file.write(header.tobytes())
         file.write(tokens.astype("<u2", copy=False))
 

@@ -133,7 +133,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     # numbers that would crash later
     **{f"--{knob}=0": knob for knob in (
         "model_dim", "num_heads", "vocab_size", "bigram_tables", "stage1.batch_tokens", "val_batch_tokens",
-        "val_tokens", "val_every", "tokens_per_doc", "split_stage")},
+        "val_tokens", "tokens_per_doc", "split_stage")},
     "--muon_momentum=0.9": "muon_momentum",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",

@@ -475,3 +475,9 @@ def test_own_text_to_a_sample(data, tmp_path, capsys):
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     sample = out.partition("\nsample:\n")[2].partition("\nfinal_val_loss:")[0]
     assert sample.startswith("Once upon") and len(sample) > 10
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
+def test_a_full_disk_names_the_file():
+    with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\)"):
+        prepare.write_shard(Path("/dev/full"), np.zeros(9, np.uint16))

@@ -365,6 +365,11 @@ def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error
     assert len(logs) == 2 and sum("\nfinal_val_loss: " in log for log in logs) == 1 - status
 
 
+def test_one_validation_at_the_end(corpus, tmp_path):
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", "--val_every=0"))
+    assert (status, err) == (0, "") and re.findall(r"^step:(\d+)/11 val_loss", out, re.M) == ["11"]
+
+
 @pytest.mark.parametrize("saves", [False, True])
 def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path, saves):
     """The last line says how to go on."""

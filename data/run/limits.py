@@ -6,8 +6,8 @@ from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.length import momentum_steps, stage_starts
 
-MAY_BE_ZERO = ("extension_steps", "seed", "sample_tokens", "micro_batches", "save_every", "keep", "backout_layer",
-               "muon_warmup", "muon_cooldown", "train_tokens")
+MAY_BE_ZERO = ("extension_steps", "seed", "sample_tokens", "micro_batches", "val_every", "save_every", "keep",
+               "backout_layer", "muon_warmup", "muon_cooldown", "train_tokens")
 # knob -> (whether a value is accepted, which values are)
 ACCEPTED = {
     "vocab_size": (lambda x: 2 <= x <= 65536, "2 to 65536, as shards hold 16-bit tokens"),
@@ -126,7 +126,7 @@ def check_schedule(schedule):
 def check_profile(config):
     system, total = config.system, stage_starts(config.schedule)[-1]
     require(system.profiled.stop <= total, f"--profile={system.profile}: the run has steps 0 to {total - 1}")
-    pauses = system.val_every, system.save_every or total
+    pauses = system.val_every or total, system.save_every or total
     require(not any(step % every == 0 for step in system.profiled[1:] for every in pauses),
             f"--profile={system.profile}: a validation or a checkpoint comes in between; take other steps, or change"
             f" --val_every={system.val_every} or --save_every={system.save_every}")
