@@ -233,6 +233,6 @@ errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
 }
 /^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode/; next} !over || /^error: /{print; fflush()}'
 
-# The torchrun of this Python; the torchrun on PATH may belong to another Python.
+# This starts the torchrun of this Python; the torchrun on PATH may belong to another Python.
 exec "$python" -m data.run.launch --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
   2> >(trap '' INT TERM; exec awk "$errors" >&2)

@@ -95,7 +95,8 @@ def expected_time(run):
         return "not known for this model or these kernels"
     tokens = total_tokens(schedule)
     if device.type == "cpu":
-        return f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not measured"
+        return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
+                " measured")
     rate = ceilings()["bf16"] / 1e12
     minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / run.world * 790 / rate
     if not schedule.sampled_frac:

@@ -17,3 +17,5 @@ def test_versions(version, n, M, K, device, poisoned_empty):
     out = lesson.launch(version, X, X.new_empty(n, M, M))
     exact = X.double() @ X.double().mT
     torch.testing.assert_close(out.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
+    if version == "triangle":  # a tile on the diagonal is a product, whose halves some processors round differently
+        torch.testing.assert_close(out, out.mT, rtol=0, atol=0 if device.type == "cuda" else 1e-4)

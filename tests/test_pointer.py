@@ -436,7 +436,8 @@ def test_sampled_head(count, dtype, use_fp8, device):
     wanted = head_with_copies(*inputs, quantise=True) if use_fp8 else exact
     assert got[0].item() == pytest.approx(wanted[0].item(), rel=2e-3 if use_fp8 else 2e-6)
     for name, a, b, c in zip(("dh", "dW", "dq", "dk", "dsink"), got[1:], wanted[1:], exact[1:], strict=True):
-        bound = 64 * 2**-24 if not use_fp8 else 0.15 * (b - c).norm() / c.norm() if name in ("dh", "dW") else 2**-7
+        rounding = (32 if name == "dsink" else 16) * 2**-24  # the sum over tokens has an order of the processor's own
+        bound = rounding if not use_fp8 else 0.15 * (b - c).norm() / c.norm() if name in ("dh", "dW") else 2**-7
         assert (a.double() - b).norm() <= bound * b.norm(), name
     others = torch.ones(640, dtype=torch.bool, device=device).index_fill(0, candidates, False)
     assert not head.embedding.grad[others].any() and head.embedding.grad[639].any()

@@ -36,7 +36,7 @@ def data(tmp_path, monkeypatch):
     """An empty folder that takes the place of data/; prepare.py sees no GPU, whatever machine runs the tests."""
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    # Not torch.cuda itself: the trainer that a test then starts must see the machine as it is.
+    # The test replaces torch in prepare.py alone: the trainer that it then starts must see the machine as it is.
     monkeypatch.setattr(prepare, "torch", types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False)))
     return tmp_path / "data"
 

@@ -148,7 +148,8 @@ def begin(gpus, monkeypatch):  # noqa: F811
     """begin(argument, ...) -> (status, stderr, config and line about the size that `train` got) of a start on an H100
     that is already running; .measured: the calls that measured it."""
     train, measured = Mock(), []
-    for name, value in dict(train=train, Log=lambda config, rt: None, agreed_gpu=lambda *args: measured.append(args) or H100,
+    for name, value in dict(train=train, Log=lambda config, rt: None,
+                            agreed_gpu=lambda *args: measured.append(args) or H100,
                             init_runtime=lambda config: Runtime(0, 1, torch.device("cuda", 0))).items():
         monkeypatch.setattr(T, name, value)
     monkeypatch.setattr(T.dist, "destroy_process_group", lambda: None)
