@@ -110,6 +110,13 @@ def require_disk(config, sizes) -> str:
     return require_room(ROOT / system.log_dir, size, purpose)
 
 
+def settled(config, table, device, world):
+    """(config with fp8 and the number of micro-batches settled, its `sizes`)."""
+    config = choose_kernels(config, device)[0]
+    sizes = state_bytes(config, table)
+    return choose_micro_batches(config, sizes, device, world), sizes
+
+
 def check_start(config, table, world):
     """Raises UserError for what would stop the run later; warns about what might stop the run.
 
@@ -119,9 +126,7 @@ def check_start(config, table, world):
     device = find_device(config)
     if config.system.resume:
         check_weights(load_checkpoint(config.system.resume), config.model, table)
-    config = choose_kernels(config, device)[0]
-    sizes = state_bytes(config, table)
-    config = choose_micro_batches(config, sizes, device, world)
+    config, sizes = settled(config, table, device, world)
     training_data, validation_data = survey_training_data(config), survey_validation_data(config)
     if needs_tokenizer(config):
         text_codec(config.model.vocab_size)
@@ -140,9 +145,8 @@ def fit_size(minutes, parse, param_table, world, gpu, device):
     memory is left out. Several GPUs must agree, but may differ in free memory, so there the memory does not count.
     """
     def fits(width):
-        config = choose_kernels(parse(width, gpu), device)[0]
-        sizes = state_bytes(config, param_table(config.model))
-        return memory_report(choose_micro_batches(config, sizes, device, 1), sizes, device, 1)[1]
+        config = parse(width, gpu)
+        return memory_report(*settled(config, param_table(config.model), device, world), device, world)[1]
 
     ranked = rank_sizes(60 * minutes, gpu, world)
     narrowest = min(ranked, key=lambda forecast: forecast.width)
