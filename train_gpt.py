@@ -395,13 +395,16 @@ PRESETS = {
     # fewer rows of bigrams, to fit a GPU of 12 GB.
     "record": Config(
         dataclasses.replace(MODEL, bigram_tables=7.5),
-        Schedule(scheduled_steps=1260, split_stage=4, muon_momentum=(0.85, 0.93), muon_warmup=0.2308,
-                 muon_cooldown=0.0385, sampled_frac=0.93),
-        Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4),
+        Schedule(scheduled_steps=1346, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
+                 muon_warmup=0.2308, muon_cooldown=0.0385, sampled_frac=0.93),
+        Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
-    # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. With
-    # --train_tokens=0 it is `short`.
-    "single": dataclasses.replace(SHORT, schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6)),
+    # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
+    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length).
+    "single": dataclasses.replace(
+        SHORT,
+        schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
+        optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, and with whole heads of 16 channels, it learns more (records/2026-11-22_cpu, 2026-11-23_attention).

@@ -326,7 +326,7 @@ def test_two_gpus(gpus, monkeypatch):
     assert rows["device"][0] == "NVIDIA H200, ranks 2, hardware sm_90, fp8 yes, tma yes"
     assert rows["kernels"][0].endswith("head:fp8 mlp_training:fp8 qkv_training:fp8")
     assert "attention:triton" in rows["kernels"][0]
-    memory = r"140000 MiB of the GPU are free, about 19\d{3} to 34\d{3} needed \(estimate\) with --micro_batches=8"
+    memory = r"140000 MiB of the GPU are free, about 20\d{3} to 35\d{3} needed \(estimate\) with --micro_batches=8"
     assert re.fullmatch(memory, rows["memory"][0])
     gpus.count = 1
     status, rows = gpus.check()

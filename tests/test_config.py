@@ -163,7 +163,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--model_dim=24 --num_heads=1 --kernels=attention:torch": "--fp8_mlp takes multiples of 16 .* --fp8_mlp=false",
     "--preset=record74 --num_heads=3 --model_dim=384": "the paired layers 0,2,5,9 need an even number of heads",
     "--preset=record74 --depth=8": "record74 has 11 layers", "--depth=2": "from 3 to 24 layers",
-    "--muon_warmup=0.7 --muon_cooldown=0.4": r"--muon_warmup=0.7 --muon_cooldown=0.4: 910 and 520 steps, .* only 1300",
+    "--muon_warmup=0.7 --muon_cooldown=0.4": r"--muon_warmup=0.7 --muon_cooldown=0.4: 970 and 554 steps, .* only 1386",
     "--preset=record74 --scheduled_steps=300": "--muon_warmup=300 --muon_cooldown=50: 300 and 50 steps, .* only 340",
     "--dtype=float32": "--kernels=attention:torch",
     "--scheduled_steps=1000000": "--scheduled_steps=1000000: a run has at most 999999 steps",
@@ -276,7 +276,7 @@ def test_momentum_over_fractions_of_the_run():
     assert momenta("--muon_warmup=0.2", "--muon_cooldown=0.05") == momenta("--muon_warmup=20", "--muon_cooldown=5")
     assert momenta("--muon_warmup=0", "--muon_cooldown=0") == [0.95] * 101
     assert max(momenta("--muon_warmup=101")) < 0.95  # a trial that ends within the warm-up of a longer run
-    assert momentum_steps(RECORD.schedule) == momentum_steps(RECORD74.schedule) == (300, 50)
+    assert momentum_steps(RECORD74.schedule) == (300, 50) and momentum_steps(RECORD.schedule) == (320, 53)
     assert momenta("--muon_warmup=20", "--muon_cooldown=5")[10:100:89] == pytest.approx([0.9, 0.87])
 
 
@@ -325,7 +325,7 @@ def test_warmup_meets_every_stage_and_every_kind_of_update(args):
     warmup = [plans[step] for step in steps_with_new_keys(plans, set())]
     for kind in (lambda p: (p.stage, p.candidates)), (lambda p: (p.adam, p.tied, p.split)):
         assert set(map(kind, warmup)) == set(map(kind, plans))
-    assert len(warmup) < (13 if config.optim.average_blend else 10)
+    assert len(warmup) < (14 if config.optim.average_blend else 10)
 
 
 # ---- Rotary states ---------------------------------------------------------------------------------------------------

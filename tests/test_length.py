@@ -94,10 +94,11 @@ def test_more_gpus_take_larger_batches():
 
 
 def test_single_is_a_longer_short():
-    """The preset for the whole run on one GPU follows from the short one by the rule."""
+    """The preset for the whole run on one GPU follows from the short one by the rule, but for two settings."""
+    own = "--muon_beta2=0.95", "--cooldown_frac=0.8"
     for world, more in (1, []), (2, ["--train_tokens=1e8"]), (1, ["--minutes=3"]):
         single = T.parse_config(["--preset=single", *more], world)
-        assert single == T.parse_config(["--preset=short", *(more or ["--train_tokens=340e6"])], world)
+        assert single == T.parse_config(["--preset=short", *own, *(more or ["--train_tokens=340e6"])], world)
     s = schedule("--preset=single")
     assert s.stages[0].batch_tokens == 131072 and (s.scheduled_steps, s.extension_steps) == (2518, 76)
     assert s.lr_floor == 0.2437  # as large a part of lr_mul, 1.2184, as .15 of .75
