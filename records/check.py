@@ -18,9 +18,10 @@ import triton_kernels as kernels
 from data.run import start
 from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.errors import UserError
-from data.run.length import SECONDS_PER_TOKEN, total_tokens
+from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
 from data.run.memory import choose_micro_batches, memory_report, state_bytes
+from data.run.size import Gpu, seconds_per_token
 from data.tokenizer import text_codec
 
 
@@ -31,6 +32,7 @@ class Run(NamedTuple):
     world: int  # number of ranks
     table: tuple  # the `param_table` of the model
     models: dict  # name of a preset -> its model
+    gpu: Gpu | None = None  # what the GPU can do, if the size was chosen
 
     @property
     def sizes(self):
@@ -86,14 +88,19 @@ def caches(run):
 
 
 def expected_time(run):
-    """From the seconds per token of an H200 (790 TFLOP/s in bf16; records) or of two cores (records/guide.md)."""
+    """From what was measured for the choice of the size (data/run/size.py), from the seconds per token of an H200 (790
+    TFLOP/s in bf16; records), or from those of two cores (records/guide.md)."""
     device, schedule = find_device(run.config), run.config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
+    tokens = total_tokens(schedule)
+    if run.gpu:
+        rows = tokens / stage_starts(schedule)[-1] / run.world
+        minutes = tokens * seconds_per_token(run.config.model.model_dim, rows, run.gpu) / run.world / 60
+        return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do, see size)"
     timed = [model for name, model in run.models.items() if (name == "cpu") == (device.type == "cpu")]
     if run.config.model not in timed or run.config.system.kernels != "auto":
         return "not known for this model or these kernels"
-    tokens = total_tokens(schedule)
     if device.type == "cpu":
         return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
                 " measured")
@@ -121,8 +128,8 @@ CHECKS = {
 def check_table(config, world, param_table, models, fit, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
 
-    param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for --minutes, a
-    line about it). The others are those of Run.
+    param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for the length
+    of the run, a line about it). The others are those of Run.
     """
     columns, status, checks = "{:<15} | {:<90} | {}", 0, dict(CHECKS)
     if show:
@@ -131,9 +138,11 @@ def check_table(config, world, param_table, models, fit, show) -> int:
         device = find_device(config)
     except UserError:  # the row "device" reports it
         device = torch.device("cpu")
+    gpu = None
     if fit and device.type == "cuda":
         try:
-            config, line = fit(measure_gpu(config.system.fp8_mlp), device)
+            gpu = measure_gpu(config.system.fp8_mlp)
+            config, line = fit(gpu, device)
             size = line.removeprefix("size: ")
         except UserError as error:
             size = str(error), False
@@ -142,7 +151,7 @@ def check_table(config, world, param_table, models, fit, show) -> int:
         config = choose_kernels(config, device)[0]
     table = param_table(config.model)
     config = choose_micro_batches(config, state_bytes(config, table), device, world)
-    run = Run(config, world, table, models)
+    run = Run(config, world, table, models, gpu)
     checks |= {"checkpoint": checkpoint} if config.system.resume else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}

@@ -1,4 +1,4 @@
-"""The width that --minutes chooses, and what it is told about the GPU."""
+"""The width that suits the length of a run, and what its choice is told about the GPU."""
 
 import functools
 import re
@@ -16,7 +16,8 @@ import train_gpt as T
 from data.run import machine
 from data.run.arguments import leaves_size_open
 from data.run.machine import Runtime
-from data.run.size import WIDTHS, Gpu, expected_loss, forecast, rank_sizes, rows_per_gpu, seconds_per_token
+from data.run.size import (WIDTHS, Gpu, best_seconds, expected_loss, forecast, rank_sizes, rows_per_gpu,
+                           seconds_per_token)
 from data.run.start import fit_size
 from oracles import ON_GPU
 from test_check import check, folder, gpus  # noqa: F401 (fixtures)
@@ -38,6 +39,21 @@ def test_longer_runs_take_wider_models(name, world):
         assert [it.loss for it in ranked] == sorted(it.loss for it in ranked)
     tokens = [forecast(512, seconds, GPUS[name], world).tokens for seconds in times]
     assert tokens == sorted(tokens)
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("world", [1, 8])
+def test_more_tokens_take_wider_models(name, world):
+    """The tokens of the best width in a time have that width again, but for times in which a narrower one took as
+    many."""
+    tokens, previous = np.geomspace(1e6, 1e12, 200), 0
+    for count in tokens:
+        seconds = best_seconds(count, GPUS[name], world)
+        best = rank_sizes(seconds, GPUS[name], world)[0]
+        assert best.tokens == pytest.approx(count, rel=0.02) and seconds > previous
+        assert all(rank_sizes(earlier, GPUS[name], world)[0].tokens < count
+                   for earlier in np.geomspace(seconds / 100, seconds * 0.97, 50))
+        previous = seconds
 
 
 def test_slower_gpus_take_narrower_models():
@@ -74,7 +90,10 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("args, open", [
     ("--preset=short --minutes=1", True), ("--preset=single --minutes 1 --seed=2 --layer3.xsa=false", True),
-    ("--preset=short", False), ("--preset=short --train_tokens=1e8", False), ("--minutes=1", False),
+    ("--preset=short", True), ("--preset=short --train_tokens=1e8", True), ("--minutes=1", False),
+    ("--preset=single", False), ("--preset=single --train_tokens=1e8", True),
+    ("--preset=short --scheduled_steps=9", True),
+    ("--preset=record --train_tokens=1e8", False), ("--preset=short --model_dim=768", False),
     ("--preset=record --minutes=1", False), ("--preset=cpu --minutes=1", False),
     ("--preset=short --minutes=1 --model_dim=768", False), ("--preset=short --minutes=1 --num_heads=8", False),
     ("--preset=short --minutes=1 --depth=8", False), ("--preset=short --minutes=1 --device=cpu", False),
@@ -109,17 +128,23 @@ def test_the_best_width_that_fits(monkeypatch, free, world, chosen):
     for name in "memory.memory_report", "start.memory_report":
         monkeypatch.setattr(f"data.run.{name}", report)
     parse_ = functools.partial(parse, world=world)
-    config, line = fit_size(60, parse_, T.param_table, world, H100, torch.device("cpu"))
+    config, line = fit_size(parse_(768, None).schedule, parse_, T.param_table, world, H100, torch.device("cpu"))
     assert config == parse_(chosen, H100) and config.schedule.minutes == 60
     assert line.startswith(f"size: width {chosen} for 60 min, about ") and "extrapolated" in line
     assert ("does not fit the memory" in line) == (world == 1 and chosen < 768)
     assert line.count("width") == 3 and "1490 TFLOP/s, 3010 GB/s, 0.85 us per launch" in line
 
 
-def test_short_times_are_not_extrapolated():
-    words = "--preset=short", "--minutes=0.5"
-    line = fit_size(0.5, functools.partial(parse, words=words), T.param_table, 1, H100, torch.device("cpu"))[1]
-    assert "extrapolated" not in line
+@pytest.mark.parametrize("words, found", [
+    ("--minutes=0.5", "size: width 256 for 0.5 min, about 8"), ("", "size: width 256 for 27M tokens, about 9."),
+    ("--train_tokens=27e6", "size: width 256 for 27M tokens, about 9."),
+    ("--train_tokens=130e6", "size: width 512 for 130M tokens, about "),
+    ("--scheduled_steps=10000", "size: width 512 for ")])
+def test_the_length_has_many_names(words, found):
+    parse_ = functools.partial(parse, words=("--preset=short", *words.split()))
+    config, line = fit_size(parse_(768, None).schedule, parse_, T.param_table, 1, H100, torch.device("cpu"))
+    assert line.startswith(found) and ("extrapolated" in line) == ("10000" in words)
+    assert config == parse_(256 if "256" in found else 512, H100)
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -171,7 +196,7 @@ def test_a_start_measures_and_chooses(begin, minutes, width):
     assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
 
 
-@pytest.mark.parametrize("args", [["--minutes=0"], ["--minutes=5", "--model_dim=768"], ["--train_tokens=5e7"]])
+@pytest.mark.parametrize("args", [["--preset=single"], ["--minutes=5", "--model_dim=768"], ["--model_dim=768"]])
 def test_a_start_that_measures_nothing(begin, args):
     status, err, config, size = begin(*args)
     assert (status, err, size, begin.measured) == (0, "", "", []) and config.model.model_dim == 768
@@ -188,8 +213,11 @@ def test_check_names_the_width(gpus, monkeypatch):  # noqa: F811
     monkeypatch.setattr("records.check.measure_gpu", lambda fp8: H100)
     rows = gpus.check("--preset=short", "--minutes=5")[1]
     assert rows["size"][0].startswith("width 512 for 5 min") and rows["size"][1] == "yes"
-    for args in (["--train_tokens=50e6"], ["--minutes=0"]):
-        assert "size" not in gpus.check("--preset=short", *args)[1]
+    rows = gpus.check("--preset=short")[1]
+    assert rows["size"][0].startswith("width 256 for 27M tokens") and rows["time"][0].startswith("about 0.2 minutes")
+    for args in (["--preset=single"], ["--preset=short", "--model_dim=768"]):
+        rows = gpus.check(*args)[1]
+        assert "size" not in rows and rows["time"][0].startswith("about ")
     monkeypatch.setattr("records.check.measure_gpu", Mock(side_effect=T.UserError("too little")))
     assert gpus.check("--preset=short", "--minutes=5")[1]["size"] == ("too little", "maybe")
 
@@ -208,7 +236,7 @@ def test_ranks_take_what_rank_0_measured(monkeypatch):
 
 def test_too_little_memory_to_measure(monkeypatch):
     monkeypatch.setattr(machine, "ceilings", Mock(side_effect=torch.OutOfMemoryError("none")))
-    with pytest.raises(T.UserError, match="too little free memory to measure this GPU; choose the width, .*=256"):
+    with pytest.raises(T.UserError, match="too little free memory to measure this GPU; choose the width .*=256"):
         machine.measure_gpu(True)
 
 

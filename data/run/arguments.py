@@ -46,10 +46,13 @@ def parse_config(argv, world, presets: Presets, gpu=None):
 
 
 def leaves_size_open(argv, presets) -> bool:
-    """Whether the width of the model is to suit --minutes and the GPU (data/run/size.py). presets: names of those whose
-    width may change."""
+    """Whether the width of the model is to suit the length of the run and the GPU (data/run/size.py).
+
+    presets: {name of a preset whose width may change: whether it does so at the preset's own length, too}.
+    """
     overrides = read_arguments(argv)
-    return (overrides.get("preset") in presets and "minutes" in overrides and not overrides.get("resume")
+    preset, has_length = overrides.get("preset"), bool({"minutes", "train_tokens"} & {*overrides})
+    return (preset in presets and (has_length or presets[preset]) and not overrides.get("resume")
             and overrides.get("device") != "cpu" and not SIZE_KNOBS & {*overrides})
 
 

@@ -141,7 +141,7 @@ def measure_gpu(fp8) -> Gpu:
     try:
         limits, x, count = ceilings(), torch.zeros(1, device="cuda"), 200
     except torch.OutOfMemoryError:
-        raise UserError("--minutes: too little free memory to measure this GPU; choose the width, for example"
+        raise UserError("too little free memory to measure this GPU; choose the width of the model, for example"
                         " --model_dim=256") from None
     x.add_(1)  # a capture must not load a kernel
     torch.cuda.synchronize()

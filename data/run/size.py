@@ -1,4 +1,4 @@
-"""The width of the model that suits a training time and a GPU.
+"""The width of the model that suits the length of a run and a GPU.
 
 In the same time, a narrower model trains on more tokens, and a wider one learns more from each. `rank_sizes` puts the
 widths that have been measured in order, by a fit of the loss and a fit of the time (records/2026-11-25_size).
@@ -58,3 +58,13 @@ def forecast(width, seconds, gpu, world) -> Forecast:
 def rank_sizes(seconds, gpu, world=1) -> list[Forecast]:
     """The forecasts of all widths, the lowest loss first."""
     return sorted((forecast(width, seconds, gpu, world) for width in WIDTHS), key=lambda it: it.loss)
+
+
+def best_seconds(tokens, gpu, world=1) -> float:
+    """The training time in which the best width takes so many tokens.
+
+    Shorter runs take narrower models, which take more tokens in a second, so two times can have the same tokens: this
+    is the shorter one.
+    """
+    times = (tokens * seconds_per_token(width, rows_per_gpu(tokens, world), gpu) / world for width in WIDTHS)
+    return next(seconds for width, seconds in zip(WIDTHS, times) if rank_sizes(seconds, gpu, world)[0].width <= width)
