@@ -176,8 +176,11 @@ class Model:
     depth: int = 11  # another number builds the layers anew, by `wire`
     mlp_ratio: float = 4.0  # width of an MLP / D; the width is rounded to a multiple of 16
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
-    bigram_normal: bool = False  # bigrams whose tokens differ in case, accents or spaces alone are one (PR 375)
-    bigram_signs: bool = False  # multiply the row of each bigram by one of 8192 random rows of signs (PR 299, TrianX)
+    # In place of this table, one with so many rows for bigrams, trigrams, ... (0: none), which only costs time where a
+    # row occurs (PR 360, devenpzak).
+    ngram_rows: tuple[float, ...] = (0.0,)
+    bigram_normal: bool = False  # n-grams whose tokens differ in case, accents or spaces alone are one (PR 375)
+    bigram_signs: bool = False  # multiply the row of each n-gram by one of 8192 random rows of signs (PR 299, TrianX)
     head_pairs: bool = False  # a matrix of Q or K, as Muon sees it, has two heads, not all heads (PR 253, samacqua)
     pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
@@ -209,8 +212,15 @@ class Model:
         return 16 * round(self.mlp_ratio * self.model_dim / 16)
 
     @property
-    def bigram_rows(self):
-        return int(self.bigram_tables * self.padded_vocab)
+    def ngrams(self) -> list[tuple[int, int]]:
+        """[(order, number of rows)] of the table of n-grams: 2 for bigrams, 3 for trigrams."""
+        found = [(order, int(rows)) for order, rows in enumerate(self.ngram_rows, 2) if rows]
+        return found or [(2, int(self.bigram_tables * self.padded_vocab))]
+
+    @property
+    def ngram_table(self) -> str:
+        """Label of the table of n-grams."""
+        return "ngram_embed" if any(self.ngram_rows) else "bigram_embed"
 
     @property
     def qk_banks(self) -> list[tuple[list[int], dict[str, tuple[int, ...]]]]:
@@ -457,7 +467,9 @@ class Param(NamedTuple):
 
     label: str  # name in the model, the optimizer, checkpoints
     shape: tuple[int, ...]  # of a bank (..., R, C): matrices (R, C), each of which Muon orthogonalises
-    optim: str  # normuon (every step) or adam (odd steps, on the sum of two gradients)
+    # normuon (every step), adam (odd steps, on the sum of two gradients), or rows: Adam without first moment, with one
+    # second moment for each row, of the rows that occurred
+    optim: str
     # (place in the order of the reductions, place in the order of the updates): every rank updates its part of the
     # rows. None: every rank updates the whole parameter, and all such parameters share one reduction and one update.
     sharded: tuple[int, int] | None = None
@@ -515,6 +527,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
     with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
     dynamic, with_lanes = model.dynamic_sizes, model.layers_with("two_lanes")
     head_lr, branch = (768 / D) ** model.head_lr_power, (11 / len(layers)) ** model.branch_power
+    ngram_shape = sum(rows for _, rows in model.ngrams), D
 
     def fill_post(p, generator):
         p.fill_(branch)
@@ -541,8 +554,9 @@ def param_table(model: Model) -> tuple[Param, ...]:
               (0.5, None), lr_mul=head_lr, wd_mul=150.0, average=0.12),
         Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=head_lr, wd_mul=150.0, average=0.12,
               tied_to="lm_head"),
-        Param("bigram_embed", (model.bigram_rows, D), "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0,
-              lazy=True, average=0.06),
+        Param("bigram_embed", ngram_shape, "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True,
+              average=0.06) if model.ngram_table == "bigram_embed" else
+        Param("ngram_embed", ngram_shape, "rows", betas=(0.0, None), lr_mul=75.0, wd_mul=5.0),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
@@ -698,6 +712,15 @@ def mixture(factors, sources):
     return sum(factor * source for factor, source in zip(columns, sources, strict=True))
 
 
+SIGN_FACTORS = 1, 1, 20011, 30011  # for each token of an n-gram, the last one first
+
+
+def sign_rows(ids, order):
+    """The row of signs of the n-gram that ends at each of the ids (N,) int32; without a whole n-gram, row 0."""
+    parts = (factor * ids[order - 1 - i:len(ids) - i] for i, factor in enumerate(SIGN_FACTORS[:order]))
+    return F.pad(functools.reduce(torch.bitwise_xor, parts), (order - 1, 0))[:len(ids)] % SIGN_ROWS
+
+
 class GPT(nn.Module):
     """The parameters of `param_table` and a flat forward pass."""
 
@@ -706,6 +729,7 @@ class GPT(nn.Module):
         self.config, self.ops, self.dtype = config, ops, dtype
         self.table, self.fp8_head, self.fp8_mlps, self.fp8_projections = param_table(config), False, None, None
         self.touched = {}  # table -> (rows,) bool, which the backward pass of `lookup` sets for its rows
+        self.few_rows = {}  # table -> FewRows, to which the backward pass of `lookup` adds
         fields = "attention", "value_embed", "skip_from", "xsa"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
         for param in self.table:
@@ -728,7 +752,7 @@ class GPT(nn.Module):
             if callable(param.init):
                 tensor.zero_()
                 param.init(tensor, generator)
-            elif param.optim == "adam":
+            elif param.optim != "normuon":
                 tensor.fill_(param.init)
         self.embed.copy_(self.lm_head.t())
 
@@ -760,27 +784,29 @@ class GPT(nn.Module):
         return Output(h, point, codes)
 
     def lookup(self, tokens, row_ids, pieces=None):
-        """Embeddings, each (N, D): of the tokens, of the bigrams, then the value embeddings.
+        """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings.
 
         A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
         tables. This is a side effect, so `lookup` is not compiled.
         """
         def rows(table, count, ids):
             return kernels.lookup(self.get_parameter(table), count, ids, self.ops.embedding_grad,
-                                  self.touched.get(table))
+                                  self.touched.get(table), self.few_rows.get(table))
 
         pieces = pieces or {}
         token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
-        bigram_ids = kernels.SortedIds(row_ids["bigram_embed"], pieces.get("bigram_embed"))
+        table, orders = self.config.ngram_table, [order for order, _ in self.config.ngrams]
         [token_embed] = rows("embed", 1, token_ids)
-        [bigram] = rows("bigram_embed", 1, bigram_ids)
+        [ngrams] = rows(table, 1, kernels.SortedIds(row_ids[table], pieces.get(table)))
         values = ()
         if self.with_values:
             values = rows("value_embeds", len(self.with_values), token_ids)
         if self.config.bigram_signs:
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
-            bigram = bigram * self.signs[F.pad(ids[1:] ^ ids[:-1], (1, 0)) % SIGN_ROWS]
-        return [token_embed, bigram, *values]
+            ngrams = ngrams * self.signs[torch.cat([sign_rows(ids, order) for order in orders])]
+        if len(orders) > 1:
+            ngrams = ngrams.view(len(orders), len(tokens), -1).sum(0)
+        return [token_embed, ngrams, *values]
 
     def projections(self, vs) -> list[tuple[list[int], Tensor]]:
         """[(layers, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of the heads of q and k.
@@ -862,7 +888,7 @@ class GPT(nn.Module):
         """The compiled part of the forward pass: the result of `lookup` -> (final stream after its norm, its codes
         for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
         config, layers = self.config, self.config.layers
-        e, bigram, *values = (x.to(self.dtype) for x in embeddings)
+        e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
@@ -878,7 +904,7 @@ class GPT(nn.Module):
             if layer.dynamic:
                 factors.run_network(i, lane0)
             if i == 0:
-                embedded = lane0 = lane0 + factors(0, "bigram") * bigram  # later layers add bigrams before their MLPs
+                embedded = lane0 = lane0 + factors(0, "bigram") * ngram  # later layers add bigrams before their MLPs
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = w.skip
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
@@ -905,7 +931,7 @@ class GPT(nn.Module):
             if layer.embeds:  # K5: into lane 0 only
                 injected = factors(i, "x0") * x0
                 if i:
-                    injected = injected + factors(i, "bigram") * bigram
+                    injected = injected + factors(i, "bigram") * ngram
                 lane0 = lane0 + injected
             if i in skip_sources:
                 skips[i] = lane0
@@ -1061,7 +1087,15 @@ class NorMuonAndAdam:
         self.state = {}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         self.touched = {}  # label of a lazy table -> (rows,) bool, True at least where the gradient is not zero
+        self.few_rows = {}  # label of a table whose rows are updated one by one -> FewRows, its gradients
         for label, row in self.table.items():
+            if row.optim == "rows":
+                table, each_token = self.params[label].detach(), len(config.model.ngrams)
+                most = 2 * each_token * max(stage.batch_tokens for stage in config.schedule.stages)  # of two steps
+                self.few_rows[label] = kernels.FewRows(table, min(most, len(table)))
+                v = torch.zeros(len(table), 1, device=rt.device)
+                self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
+                continue
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
             self.buffers[label] = self._pad(label, full), self._pad(label, torch.zeros_like(full))
             param.data, param.grad = (buffer[:len(full)].view_as(param) for buffer in self.buffers[label])
@@ -1083,7 +1117,7 @@ class NorMuonAndAdam:
             if row.average and self.optim.average_blend:
                 self.state[label]["average"] = torch.zeros_like(m)
 
-        replicated = {label: row for label, row in self.table.items() if not row.sharded}
+        replicated = {label: row for label, row in self.table.items() if not row.sharded and row.optim == "adam"}
         self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
         for key, flat in self.replicated.state.items():
             for label, part in self.replicated.split(flat).items():
@@ -1129,6 +1163,10 @@ class NorMuonAndAdam:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = self._start_reduction(name)
 
+        for name in self.few_rows if plan.adam else ():
+            with trace_range(f"update {name}"):
+                self._update_few_rows(name, plan)
+
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
         gathers = {}
         for name in filter(is_updated, self.update_order):
@@ -1151,9 +1189,9 @@ class NorMuonAndAdam:
             with trace_range(f"wait gather {name}"):
                 work.wait()
         with trace_range("zero gradients"):
-            for label, param in self.params.items():
+            for label in self.buffers:
                 if label in self.matrix_lr or plan.adam and label not in self.touched:  # update_rows zeroes those
-                    param.grad.zero_()  # in place, because CUDA graphs add to this memory
+                    self.params[label].grad.zero_()  # in place, because CUDA graphs add to this memory
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
             for key, part in self.state[copy].items():
                 part.copy_(self._shard(copy, self._unshard(name, self.state[name][key]).t()))
@@ -1187,6 +1225,13 @@ class NorMuonAndAdam:
             number(wd * lr),  # normuon_update multiplies by lr and the rate of the matrix
             self.optim.muon_beta2, state["average"] if rate else None, number(rate))
 
+    def _update_few_rows(self, name, plan):
+        few, state, row, t = self.few_rows[name], self.state[name], self.table[name], (plan.step + 1) // 2
+        lr, beta2 = self.optim.adam_lr * plan.lr_factor * row.lr_mul, self.optim.table_beta2
+        self.ops.update_few_rows(
+            self.params[name].detach(), state["v"], state["last"], few.grad, few.place, few.rows, few.count, t,
+            lr * (1 - beta2**t) ** 0.5, lr * lr * self.optim.adam_wd * row.wd_mul, beta2, self.optim.adam_eps)
+
     def _update_adam(self, name, plan, grad):
         if name == "replicated":
             p, state = self.replicated.pack_weights(), self.replicated.state
@@ -1212,13 +1257,23 @@ class NorMuonAndAdam:
             self.replicated.unpack_weights(p)
 
     @torch.no_grad()
+    def drop_gradients(self):
+        """Zero all gradients, without an update."""
+        for buffer in self.buffers.values():
+            buffer[1].zero_()
+        for few in self.few_rows.values():
+            few.load(few.rows[:0], few.grad[:0])
+
+    @torch.no_grad()
     def compile_kernels(self, plan):
         """Launch the Triton kernels of `step`, for `only_compiling` of data/run/warmup.py."""
+        for label in self.few_rows if plan.adam else ():
+            self._update_few_rows(label, plan)
         for name, copy in self.copies.items() if plan.adam and plan.tied else ():
             self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
             self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
-        for label, state in self.state.items():
-            grad = self._shard(label, self.buffers[label][1])
+        for label, (_, grad) in self.buffers.items():
+            state, grad = self.state[label], self._shard(label, grad)
             if label in self.matrix_lr:
                 scale = torch.ones(len(grad), device=grad.device)
                 kernels.polar_express(torch.zeros_like(grad), scale, self.ops, self.optim.polar_steps)
@@ -1241,14 +1296,20 @@ class NorMuonAndAdam:
         """{label: its entries of self.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
 
         All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
-        parameter of Adam waits for the second of its two gradients, that is before an odd step.
+        parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table in
+        self.few_rows it has few rows, and "rows" are their numbers.
         """
         full = {}
         for label, param in self.params.items():
-            grad = param.grad.clone()
-            all_reduce(grad, self.rt, dist.ReduceOp.AVG)
             tensors = {key: self._unshard(label, part) for key, part in self.state[label].items()}
-            tensors |= {"grad": grad} if grad.any() else {}
+            if label in self.few_rows:
+                few = self.few_rows[label]
+                waiting = few.count.item()
+                tensors |= {"grad": few.grad[:waiting], "rows": few.rows[:waiting]} if waiting else {}
+            else:
+                grad = param.grad.clone()
+                all_reduce(grad, self.rt, dist.ReduceOp.AVG)
+                tensors |= {"grad": grad} if grad.any() else {}
             full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
         return full
 
@@ -1256,8 +1317,14 @@ class NorMuonAndAdam:
     def load_state_dict(self, full):
         """Load the result of `state_dict`. A missing tensor becomes zero, so {} restores the state of step 0."""
         for label, param in self.params.items():
-            for key, target in (self.state[label] | {"grad": param.grad}).items():
-                if (tensor := full.get(label, {}).get(key)) is None:
+            tensors, targets = full.get(label, {}), self.state[label]
+            if label in self.few_rows:
+                none = torch.zeros(0, *param.shape[1:])
+                self.few_rows[label].load(tensors.get("rows", none[:, 0]), tensors.get("grad", none))
+            else:
+                targets = targets | {"grad": param.grad}
+            for key, target in targets.items():
+                if (tensor := tensors.get(key)) is None:
                     target.zero_()
                 else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
                     target.copy_(tensor if key == "grad" else self._shard(label, tensor))
@@ -1414,7 +1481,8 @@ class Trainer:
                                      self.model.embed, ops.pointer, config.model.gate_id)
         self.graphs = MicroStepGraphs(self.micro_step, config.system.cuda_graphs and rt.device.type == "cuda")
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
-        self.model.touched, self.model.fp8_head = self.optimizer.touched, config.system.fp8
+        self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
+        self.model.fp8_head = config.system.fp8
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
             self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:

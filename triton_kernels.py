@@ -27,7 +27,7 @@ one H100, 8 x 49152 tokens, 572 ms in all, against plain PyTorch: compiled, with
 FlashAttention-2. Banners give times at 49152 tokens on this GPU and the part of its measured limit, which is 3.0 TB/s
 of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     180
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     290
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     620
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
@@ -223,9 +223,10 @@ def _strided(x):
 # ======================================================================================================================
 # 1  Embedding tables: lookup, the gradients of its rows, and an update of some rows
 #
-#   lookup(table, num_tables, sorted_ids, add, touched)        P tensors (N, D): rows ids[t] of each table
-#   embedding_grad(grad, sorted_ids, upstream)                 grad[ids[t]] += Σ_t upstream[t]
+#   lookup(table, num_tables, sorted_ids, add, touched, few)   P tensors (N, D): rows ids[t] of each table
+#   embedding_grad(grad, sorted_ids, upstream, place)          grad[ids[t]] += Σ_t upstream[t], or grad[place[ids[t]]]
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
+#   update_few_rows(p, v, last, grad, place, rows, count, ...) the same with one v per row, for a table of n-grams
 #
 #   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R; the
 #   forward pass of lookup verifies this. Sums are fp32 and rounded once.
@@ -237,6 +238,10 @@ def _strided(x):
 # gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when
 # it has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per
 # weight. update_rows clears `touched` and the gradient. An average moves in all rows.
+# A table of n-grams (PR 360, devenpzak) has millions of rows, so nothing may pass over all of them, and gradients of
+# all would not fit the memory. FewRows has gradients of those rows alone that occurred since the last update. The first
+# micro-batch in which a row occurs claims a place for it. update_few_rows visits these rows, and frees their places. A
+# row has one v, from the mean of its squared gradients.
 # At 49152 tokens embedding_grad takes 54 µs for the token table, 50 % of the copy rate (the library: 688), and 60 µs
 # for the bigrams (1482). update_rows takes 534 µs (1416).
 # ======================================================================================================================
@@ -258,17 +263,21 @@ class SortedIds(NamedTuple):
     pieces: torch.Tensor | None = None
 
 
-def embedding_grad_ref(grad, sorted_ids, upstream):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id."""
-    grad += torch.ops.aten.embedding_dense_backward(_at_least_fp32(upstream), sorted_ids.ids, grad.size(0), -1, False)
+def embedding_grad_ref(grad, sorted_ids, upstream, place=None):
+    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
+
+    place (rows of the table,) int32: the row of grad for every id; None: the id.
+    """
+    ids = sorted_ids.ids if place is None else place[sorted_ids.ids.long()]
+    grad += torch.ops.aten.embedding_dense_backward(_at_least_fp32(upstream), ids, grad.size(0), -1, False)
 
 
 @triton.jit
-def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, N, D, stride_sn, FINAL: tl.constexpr, COLUMNS: tl.constexpr,
+def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, N, D, stride_sn, FINAL: tl.constexpr, COLUMNS: tl.constexpr,
                      BLOCK: tl.constexpr, STAGES: tl.constexpr):
     # Sum number s is over the rows Starts[s] ... Starts[s + 1] - 1 of Src. First launch: the rows that Order lists,
-    # written to row s of Dst. Final launch: consecutive rows, added to row Ids[Starts[s]] of Dst. From the first id of
-    # -1 on, the entries are padding.
+    # written to row s of Dst. Final launch: consecutive rows, added to row id = Ids[Starts[s]] of Dst, or to row
+    # Place[id]. From the first id of -1 on, the entries are padding.
     column = tl.arange(0, COLUMNS)
     s = tl.minimum(tl.program_id(0), N)
     begin = tl.load(Starts + s)
@@ -282,6 +291,8 @@ def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, N, D, stride_sn, FINAL: tl.co
             total += tl.load(Src + row.to(tl.int64)[:, None] * stride_sn + column[None, :],
                              mask=(place < end)[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
         result = tl.sum(total, axis=0)
+        if Place is not None:
+            id = tl.load(Place + id).to(tl.int64)
         target = Dst + (id if FINAL else s.to(tl.int64)) * D + column
         if FINAL:
             result += tl.load(target, mask=column < D, other=0.0).to(tl.float32)
@@ -291,9 +302,9 @@ def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, N, D, stride_sn, FINAL: tl.co
         id = tl.load(Ids + (begin if FINAL else s)).to(tl.int64)
 
 
-@operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows")
-def embedding_grad(grad, sorted_ids, upstream):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id; see the banner above."""
+@operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows", place="?T: int32")
+def embedding_grad(grad, sorted_ids, upstream, place=None):
+    """`embedding_grad_ref` as a kernel; see the banner above."""
     N, D = upstream.shape
     if len(sorted_ids.ids) != N:
         raise ValueError(f"embedding_grad: {len(sorted_ids.ids)} ids, but upstream has {N} rows")
@@ -303,8 +314,8 @@ def embedding_grad(grad, sorted_ids, upstream):
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece; further rows stay unused
     for final, dst, src, starts in (False, sums, upstream, piece_starts), (True, grad, sums, group_starts):
         _sum_rows_kernel[(_sm_count(grad.device) * EMBEDDING_PROGRAMS_PER_SM,)](
-            dst, src, order, starts, piece_ids, N, D, src.stride(0), FINAL=final, COLUMNS=triton.next_power_of_2(D),
-            **EMBEDDING_LAUNCH)
+            dst, src, order, starts, piece_ids, place if final else None, N, D, src.stride(0), FINAL=final,
+            COLUMNS=triton.next_power_of_2(D), **EMBEDDING_LAUNCH)
 
 
 # A program walks over its rows, most of which have no gradient: with a program per row, the launches of the programs
@@ -374,32 +385,128 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
         **UPDATE_ROWS_LAUNCH)
 
 
+UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
+
+
+def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
+    """Update number t (1, 2, ...) of the rows rows[:count] of p (R, D) in place: u = step_size · g / (√v + eps), and
+    cautious weight decay. Row i of grad (M, D) is the gradient g of row rows[i].
+
+    v (R, 1) fp32: average of the mean of g² over a row; last (R, 1) int32: number of the update at which v of the row
+    is right, 0 at the start. place (R,) int32, rows (M,) int32, count (1,) int32: see FewRows; afterwards no row has a
+    place, and these rows of grad are zero.
+    """
+    n = count.item()
+    listed = rows[:n].long()
+    g, w = _at_least_fp32(grad[:n]), _at_least_fp32(p[listed])
+    new_v = v[listed] * beta2**(t - last[listed]) + (1 - beta2) * g.square().mean(1, keepdim=True)
+    u = step_size * g / (new_v.sqrt() + eps)
+    p[listed] = (w - u - weight_decay * w * (u * w > 0)).to(p.dtype)
+    v[listed], last[listed], place[listed] = new_v, t, -1
+    grad[:n] = 0
+    count.zero_()
+
+
+@triton.jit(do_not_specialize=["t"])
+def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
+                            COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    inside, first = column < D, tl.program_id(0) * ROWS
+    for i in range(tl.minimum(ROWS, tl.load(Count) - first)):
+        row = tl.load(Rows + first + i).to(tl.int64)
+        gradient = Grad + (first + i).to(tl.int64) * D + column
+        g = tl.load(gradient, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(P + row * D + column, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(V + row) * tl.exp2((t - tl.load(Last + row)).to(tl.float32) * log2_beta2)
+        v += (1 - beta2) * tl.sum(g * g, axis=0) / D
+        u = step_size * g / (tl.sqrt(v) + eps)
+        w = w - u - tl.where(u * w > 0, weight_decay * w, 0.0)
+        tl.store(P + row * D + column, w.to(P.dtype.element_ty), mask=inside)
+        tl.store(gradient, tl.zeros_like(g).to(Grad.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # all threads have read the old values of the row
+        tl.store(V + row, v)
+        tl.store(Last + row, t)
+        tl.store(Place + row, -1)
+
+
+@operation(update_few_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R 1: fp32", last="R 1: int32", grad="M D",
+           place="R: int32", rows="M: int32", count="1: int32")
+def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
+    """`update_few_rows_ref` as a kernel."""
+    M, D = grad.shape
+    _update_few_rows_kernel[(triton.cdiv(M, UPDATE_FEW_ROWS_LAUNCH["ROWS"]),)](
+        p, v, last, grad, place, rows, count, D, t, step_size, weight_decay, beta2,
+        math.log2(beta2) if beta2 else -math.inf, eps, COLUMNS=triton.next_power_of_2(D), **UPDATE_FEW_ROWS_LAUNCH)
+    count.zero_()
+
+
+class FewRows:
+    """The gradients of a table (R, D) for the rows that have occurred since the last update, `most` rows at most.
+
+    grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
+    the row of grad for each row of the table, -1 without.
+    """
+
+    def __init__(self, table, most):
+        def ints(size, value):
+            return torch.full((size,), value, dtype=torch.int32, device=table.device)
+        self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
+        self.place, self.rows, self.count = ints(len(table), -1), ints(most, 0), ints(1, 0)
+
+    @torch.no_grad()
+    def claim(self, sorted_ids):
+        """Gives a place to each row that occurs and has none. Without pieces the rows are sorted here."""
+        ids = sorted_ids.ids.long()
+        ids = ids.sort().values if sorted_ids.pieces is None else ids[sorted_ids.pieces[0, :len(ids)].long()]
+        known = self.place[ids]
+        claims = F.pad(ids[1:] != ids[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
+        new = self.count + claims.cumsum(0, dtype=torch.int32)
+        places = torch.where(known < 0, new - 1, known)
+        self.place[ids], self.rows[places.long()] = places, ids.int()
+        self.count.copy_(new[-1:])
+
+    @torch.no_grad()
+    def load(self, rows, grad):
+        """Start anew with these gradients (n, D) of these rows (n,)."""
+        n = len(rows)
+        self.place.fill_(-1)
+        self.grad.zero_()
+        self.grad[:n], self.rows[:n] = grad.to(self.grad), rows.to(self.rows)
+        self.place[self.rows[:n].long()] = torch.arange(n, dtype=torch.int32, device=self.place.device)
+        self.count.fill_(n)
+
+
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, num_tables, sorted_ids, add, touched):
-        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.add, ctx.touched = table, num_tables, sorted_ids, add, touched
+    def forward(ctx, table, num_tables, sorted_ids, add, touched, few):
+        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.add = table, num_tables, sorted_ids, add
+        ctx.touched, ctx.few = touched, few
         return tuple(part.index_select(0, sorted_ids.ids) for part in table.chunk(num_tables))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
+        if ctx.few is not None:
+            ctx.few.claim(ctx.sorted_ids)
+            ctx.add(ctx.few.grad, ctx.sorted_ids, *upstream, ctx.few.place)
+            return (None,) * 6
         if ctx.table.grad is None:
             ctx.table.grad = torch.zeros_like(ctx.table)
         for grad, dy in zip(ctx.table.grad.chunk(ctx.num_tables), upstream):
             ctx.add(grad, ctx.sorted_ids, dy)
         if ctx.touched is not None:
             ctx.touched.view(ctx.num_tables, -1).index_fill_(1, ctx.sorted_ids.ids.long(), True)
-        return (None,) * 5
+        return (None,) * 6
 
 
-def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None):
+def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None, few=None):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids; see the banner above.
 
     `table` is a leaf. The backward pass adds to `table.grad` through the function `embedding_grad`, so
     torch.autograd.grad does not see this gradient. The backward pass also sets `touched`, (rows of the table,) bool or
-    None, to True for the rows.
+    None, to True for the rows. With `few`, FewRows of one table, it adds to the gradients there instead.
     """
-    return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad, touched)
+    return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad, touched, few)
 
 
 # ======================================================================================================================

@@ -4,9 +4,10 @@ Contents: Batch; training shards; Loader; ValidationData.
 Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the quirks K1, K2.
 """
 
+import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +18,28 @@ from data.run.errors import UserError
 from data.shards import find_files, read_shard
 
 
-def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of the bigram table for each token and its predecessor, (N,) int32; the first token has the last row. K1.
+# One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
+NGRAM_FACTORS = 36313, 27191, 51637, 44987
 
-    PR 201, classiclarryd.
+
+def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:
+    """Row of the table of n-grams for each token and the order - 1 tokens before it, (N,) int32. K1.
+
+    The first order - 1 tokens have the last row.
     """
-    tokens = tokens.astype(np.int32)
-    hashed = np.empty_like(tokens)
-    hashed[0] = rows - 1
-    hashed[1:] = (36313 * tokens[1:] ^ 27191 * tokens[:-1]) % (rows - 1)  # below 2**31 for ids up to 59138
+    hashed, tokens = np.full(len(tokens), rows - 1, np.int32), tokens.astype(np.int64)
+    parts = (factor * tokens[order - 1 - i:len(tokens) - i] for i, factor in enumerate(NGRAM_FACTORS[:order]))
+    hashed[order - 1:] = functools.reduce(np.bitwise_xor, parts) % (rows - 1)
     return hashed
+
+
+def ngram_rows(tokens: np.ndarray, ngrams) -> np.ndarray:
+    """Rows of the n-grams of all orders, (orders * N,) int32: those of the first order, then those of the next.
+
+    ngrams: `Model.ngrams`. The parts of the table for the orders lie one below the other.
+    """
+    starts = accumulate((rows for _, rows in ngrams), initial=0)
+    return np.concatenate([start + ngram_hash(tokens, *ngram) for start, ngram in zip(starts, ngrams)])
 
 
 SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in these steps visits every class
@@ -101,9 +114,9 @@ class Batch(NamedTuple):
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
-    row_ids: dict[str, Tensor]  # table -> (N,) int32, its row for every token; not for tables indexed by token id
+    row_ids: dict[str, Tensor]  # table of n-grams -> (orders * N,) int32, `ngram_rows`
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
-    pieces: dict[str, Tensor] = {}  # "tokens" or table -> (4, N + 1) int32, sorted_pieces of its ids; for training
+    pieces: dict[str, Tensor] = {}  # "tokens" or table -> int32, sorted_pieces of its ids; for training
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -121,7 +134,7 @@ class Batch(NamedTuple):
 def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0) -> Batch:
     """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
 
-    hash_ids (V,): ids that stand for the tokens in the hash of bigrams. For training, row: number of this micro-batch
+    hash_ids (V,): ids that stand for the tokens in the hash of n-grams. For training, row: number of this micro-batch
     in the run; count: number of candidates (0: all classes).
     """
     def on_device(array):
@@ -134,7 +147,7 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     else:
         targets = on_device(targets)
     hashed = inputs if hash_ids is None else hash_ids[inputs]
-    row_ids = {"bigram_embed": bigram_hash(hashed, config.model.bigram_rows)}
+    row_ids = {config.model.ngram_table: ngram_rows(hashed, config.model.ngrams)}
     pieces = {} if row is None else {name: on_device(sorted_pieces(ids)) for name, ids in (
         ("tokens", inputs), *row_ids.items())}
     return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),

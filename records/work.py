@@ -52,7 +52,9 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
     "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
     # Reads and writes bf16 weights, their gradients and fp32 second moments.
-    "update_rows": ("_update_rows_kernel", lambda touched: (0, 16 * touched))}
+    "update_rows": ("_update_rows_kernel", lambda touched: (0, 16 * touched)),
+    # Reads and writes bf16 weights and gradients.
+    "update_few_rows": ("_update_few_rows_kernel", lambda touched: (0, 8 * touched))}
 
 
 def plain(name):
@@ -110,8 +112,10 @@ def calls(run):
                 yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
             yield from [("transpose_bytes", N * D), ("transpose_bytes", N * columns)] * fp8
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
-            for touched in [micro_batch["token_ids"]] * tables + [*micro_batch["touched"].values()]:
+            for touched in [micro_batch["token_ids"]] * tables:
                 yield "embedding_grad", N, D, touched
+            for touched in micro_batch["touched"].values():
+                yield "embedding_grad", N * run.get("ngram_orders", 1), D, touched
         if run.get("fp8_mlps"):
             yield "quantise_weights", 2 * F * D * len(layers)
         if run.get("fp8_qkv"):
@@ -125,6 +129,7 @@ def calls(run):
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
             yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
+            yield from (("update_few_rows", D * rows[label]) for label in run.get("few_rows", ()))
 
 
 def describe(config, rt, plans, batches, optimizer, head, limits):
@@ -151,6 +156,8 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
             "polar_steps": config.optim.polar_steps,
-            "lazy_tables": [label for label, state in optimizer.state.items() if "last" in state],
+            "lazy_tables": [label for label, state in optimizer.state.items()
+                            if "last" in state and label not in optimizer.few_rows],
+            "few_rows": [*optimizer.few_rows], "ngram_orders": len(model.ngrams),
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

@@ -381,7 +381,7 @@ def pointer_cases():
 def embedding_cases():
     for N in TOKENS:
         ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
-        for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", CONFIG.model.bigram_rows, MICRO):
+        for name, rows, calls in ("token", V, 6 * MICRO), ("bigram", CONFIG.model.ngrams[0][1], MICRO):
             rows_of_tokens = (ids * 7919) % rows if name == "bigram" else ids
             pieces = torch.from_numpy(L.sorted_pieces(rows_of_tokens.cpu().numpy())).to(DEVICE)
             sorted_ids = tk.SortedIds(rows_of_tokens, pieces)
@@ -389,7 +389,7 @@ def embedding_cases():
             args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
             yield case("embedding_grad", f"{name}, {N}", args, sizes,
                        {"dense": partial(tk.embedding_grad_ref, *args)}, calls)
-    rows, touched = CONFIG.model.bigram_rows, max(TOKENS)
+    rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
     p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
     ids = torch.arange(touched, device=DEVICE) * 7919 % rows
     grad[ids] = rand(touched, D)
@@ -406,6 +406,18 @@ def embedding_cases():
     yield Case("update_rows", f"{touched} of {rows} rows, and the write of their gradients", update_rows,
                {"all rows, with a first moment": lambda: compiled(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
                bytes=D * 20 * len(ids.unique()), calls=0.5)
+
+    few = tk.FewRows(p, 2 * touched)
+    rows_ids = tk.SortedIds(ids.int().sort().values)
+    few.claim(rows_ids)
+    place, count, v = few.place.clone(), few.count.clone(), v[:, :1].contiguous()
+
+    def update_few_rows():
+        few.grad[:touched], few.place[:], few.count[:] = values, place, count  # the update clears them
+        tk.update_few_rows(p, v, last, few.grad, few.place, few.rows, few.count, 1, 1e-3, 0.0, 0.95, 1e-10)
+
+    yield Case("update_few_rows", f"{touched} of {rows} rows, and the write of their gradients", update_few_rows,
+               bytes=D * 12 * len(ids.unique()), calls=0.5)
 
 
 def replayed(run):

@@ -513,18 +513,18 @@ def test_cu_seqlens_size():
 
 def test_bigram_rows():
     """Rows computed by hand; the oracle's rows for ids up to 59138, whose products reach 2^31; larger ids."""
-    rows = T.Model().bigram_rows
+    rows = T.Model().ngrams[0][1]
     for dtype in (np.uint16, np.int32, np.int64):
-        got = L.bigram_hash(np.array([50256, 464, 3290, 0, 0], dtype), rows)
+        got = L.ngram_hash(np.array([50256, 464, 3290, 0, 0], dtype), 2, rows)
         assert got.dtype == np.int32 and got[[0, 1, 2, 4]].tolist() == [251519, 19030, 223622, 0]
     tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
     tokens[-2:] = 59138
-    assert L.bigram_hash(tokens, rows).tolist() == oracles.bigram_hash(tokens, rows)
-    assert L.bigram_hash(tokens[:1], rows).tolist() == [251519]
+    assert L.ngram_hash(tokens, 2, rows).tolist() == oracles.bigram_hash(tokens, rows)
+    assert L.ngram_hash(tokens[:1], 2, rows).tolist() == [251519]
     tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
     tokens[:4] = 65535
     for rows in (251520, 327680, 640):  # larger ids stay inside the table
-        got = L.bigram_hash(tokens, rows)
+        got = L.ngram_hash(tokens, 2, rows)
         assert got.dtype == np.int32 and got[0] == rows - 1
         assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
 

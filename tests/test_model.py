@@ -72,7 +72,7 @@ def make_setting(config, features=None):
     tokens = torch.randint(0, 120, (n + 1,))
     cu = torch.full((128,), n, dtype=torch.int32)
     cu[:len(LENGTHS) + 1] = torch.tensor([0, *np.cumsum(LENGTHS)])
-    rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), config.bigram_rows))
+    rows = torch.from_numpy(L.ngram_hash(tokens[:-1].numpy(), *config.ngrams[0]))
     frequencies, _ = T.rotary_states(config.head_dim, [LONG])[0]
     view = T.AttentionSettings(T.rotary_table(frequencies, 2 * n, cpu, torch.float64), torch.tensor(SHORT),
                                torch.tensor(LONG), torch.tensor(SCALE, dtype=torch.float64), POINTER_WINDOW)
@@ -224,7 +224,7 @@ def test_bf16_is_near_fp32():
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
         view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT),
                                    torch.tensor(LONG), torch.tensor(scale), 128)
-        rows = torch.from_numpy(L.bigram_hash(tokens[:-1].numpy(), CONFIG.bigram_rows))
+        rows = torch.from_numpy(L.ngram_hash(tokens[:-1].numpy(), *CONFIG.ngrams[0]))
         h, *_ = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         head = kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)
         losses.append(head(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
@@ -234,7 +234,7 @@ def test_bf16_is_near_fp32():
 def test_signs_of_bigrams():
     """Large token ids, whose XOR is larger than the table; every model has the same signs."""
     config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, bigram_tables=0.1, bigram_signs=True)
-    assert config.bigram_rows == 5030
+    assert config.ngrams == [(2, 5030)]
     ops, _ = kernels.choose_ops(torch.device("cpu"), "torch")
     model, other = (T.GPT(config, ops, torch.float32, torch.device("cpu")) for _ in range(2))
     signs = model.signs

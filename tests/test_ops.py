@@ -63,7 +63,7 @@ def test_attention_ref(n, longest, windows, device):
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
 OPS = ("XXT", "XTX", "ba_plus_cAA", "transpose_copy", "transpose_add", "attention", "mlp", "pointer", "cross_entropy",
-       "update_rows", "embedding_grad")
+       "update_rows", "update_few_rows", "embedding_grad")
 FAST = dict.fromkeys(OPS, "triton")
 
 
@@ -114,7 +114,7 @@ def test_compiled_model_equals_eager(device):
 
     cu = random_documents(n, 200).to(device)
     tokens = torch.randint(0, 257, (n,), dtype=torch.int32)
-    rows = {"bigram_embed": torch.from_numpy(L.bigram_hash(tokens.numpy(), config.bigram_rows)).to(device)}
+    rows = {"bigram_embed": torch.from_numpy(L.ngram_hash(tokens.numpy(), *config.ngrams[0])).to(device)}
     ids = {"tokens": tokens, "bigram_embed": rows["bigram_embed"].cpu()}
     pieces = {name: torch.from_numpy(sorted_pieces(x.numpy())).to(device) for name, x in ids.items()}
     tokens, upstream = tokens.to(device), torch.randn(n, 768).to(device, BF16)
@@ -185,7 +185,7 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     losses = []
     for i, n in enumerate(rows):
         tokens = torch.randint(257, (n + 1,))
-        hashed = torch.from_numpy(L.bigram_hash(tokens[:-1].int().numpy(), config.bigram_rows))
+        hashed = torch.from_numpy(L.ngram_hash(tokens[:-1].int().numpy(), *config.ngrams[0]))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
         ids, sample = tokens[1:].numpy(), None
         if n == 320:

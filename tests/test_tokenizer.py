@@ -49,7 +49,7 @@ def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
     assert evaluate.main([str(whole.saved[4]), f"--export={tmp_path}/weights"]) == 0
     for batch in batches:
         tokens, rows = (x.cpu().numpy() for x in (batch.tokens, batch.row_ids["bigram_embed"]))
-        hashed = loader.bigram_hash(np.where(tokens == 50256, 50256, tokens // 2 * 2), 50304)
+        hashed = loader.ngram_hash(np.where(tokens == 50256, 50256, tokens // 2 * 2), 2, 50304)
         assert np.array_equal(rows, hashed)
     (line,) = (line for line in whole.text.splitlines() if line.startswith("hash_ids: sha256 "))
     assert line in resumed.text.splitlines()

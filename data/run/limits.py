@@ -2,6 +2,7 @@
 
 import re
 
+from data.loader import NGRAM_FACTORS
 from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.length import momentum_steps, stage_starts
@@ -58,6 +59,9 @@ def check_config(config, world=1):
     check_schedule(config.schedule)
     check_profile(config)
     check_kernels(config)
+    require(world == 1 or config.model.ngram_table != "ngram_embed",
+            f"--ngram_rows={render(config.model.ngram_rows)}: this table trains on one GPU; use one process, or"
+            " --ngram_rows=0")
     data = config.data
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
@@ -73,8 +77,13 @@ def check_model(model):
     require(model.num_heads % 2 == 0 or not paired,
             f"--num_heads={model.num_heads}: the paired layers {render(paired)} need an even number of heads;"
             " --layer0.paired=false makes another layer of the first")
-    require(model.bigram_rows >= 2,
+    orders = len(NGRAM_FACTORS) - 1
+    require(len(model.ngram_rows) <= orders and all(rows == 0 or rows >= 2 for rows in model.ngram_rows),
+            f"--ngram_rows={render(model.ngram_rows)}: up to {orders} numbers, each 0 or at least 2")
+    require(all(rows >= 2 for _, rows in model.ngrams),
             f"--bigram_tables={model.bigram_tables}: the table of bigrams needs two rows or more")
+    require(sum(rows for _, rows in model.ngrams) < 2**31,
+            f"--ngram_rows={render(model.ngram_rows)}: at most 2147483647 rows in all")
     require(model.vocab_size == 50257 or not model.bigram_normal,
             f"--vocab_size={model.vocab_size}: --bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
             " --bigram_normal=false")

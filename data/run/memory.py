@@ -20,6 +20,11 @@ def state_bytes(config, table) -> tuple[int, int, int]:
     weights = state = codes = 0
     for param in table:
         size = math.prod(param.shape)
+        if param.optim == "rows":  # v, last and place of every row; gradients of two steps; `weights` count twice below
+            most = 2 * len(config.model.ngrams) * max(stage.batch_tokens for stage in config.schedule.stages)
+            state += size * param.dtype.itemsize + 12 * param.shape[0]
+            state += min(most, param.shape[0]) * param.shape[1] * param.dtype.itemsize
+            continue
         weights += size * param.dtype.itemsize
         # Adam keeps m and v in fp32, and only v for a lazy table. NorMuon keeps m in fp32, a mantissa of 16 bits, and
         # with --slow_momentum a slow average in fp32.

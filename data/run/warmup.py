@@ -128,8 +128,7 @@ def compile_kernels(trainer):
                 trainer.micro_step(batch, trainer.mtp_table[0, :terms], attn, trainer.model)
             for plan in updates.values():
                 trainer.optimizer.compile_kernels(plan)
-        for param in trainer.model.parameters():  # gradients of kernels that did not run
-            param.grad.zero_()
+        trainer.optimizer.drop_gradients()  # of kernels that did not run
 
 
 def steps_with_new_keys(plans, seen) -> list[int]:
@@ -152,6 +151,7 @@ def run_steps(trainer, seen):
     loader = trainer.new_loader([trainer.plans[step] for step in steps], one_micro_step)
     for step in steps:
         trainer.step(loader, trainer.plans[step], 1)
+        trainer.optimizer.drop_gradients()  # FewRows has room for those of two steps
         trainer.synchronize()
         trainer.watch.lap(f"step {step}")
 

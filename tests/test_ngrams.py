@@ -1,0 +1,249 @@
+"""The table of n-grams: rows and signs, gradients and updates of the rows that occur, and runs with such a table."""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import data.loader as L
+import train_gpt as T
+import triton_kernels as tk
+from data.run.clock import Stopwatch
+from data.run.errors import UserError
+from data.run.machine import Runtime
+from data.run.memory import state_bytes
+from oracles import gpu
+from test_checkpoint import LAST_ONLY, differing, train
+from test_run import STEPS, corpus  # noqa: F401 (a fixture)
+
+TABLE = "--ngram_rows=300,200"
+PLAIN = {"embedding_grad": tk.embedding_grad_ref, "update": tk.update_few_rows_ref}
+KERNELS = {"embedding_grad": tk.embedding_grad, "update": tk.update_few_rows}
+
+
+# ---- Rows and signs --------------------------------------------------------------------------------------------------
+
+def test_rows_of_all_orders():
+    """Against sums over Python's numbers. Parts of the table lie one below the other, and the last row of each is for
+    the tokens without a whole n-gram."""
+    tokens = np.random.default_rng(0).integers(0, 65536, 500).astype(np.uint16)
+    for rows in (300, 0, 70), (0, 1000), (10**6,), (2**30, 2**20, 2**10):
+        ngrams = T.Model(ngram_rows=rows).ngrams
+        assert ngrams == [(order, count) for order, count in zip((2, 3, 4), rows) if count]
+        got, start = L.ngram_rows(tokens, ngrams).reshape(len(ngrams), -1), 0
+        assert got.dtype == np.int32
+        for (order, count), part in zip(ngrams, got):
+            for i, row in enumerate(part.tolist()):
+                history = [int(tokens[i - j]) for j in range(order) if j <= i]
+                hashed = functools.reduce(int.__xor__, (a * b for a, b in zip(L.NGRAM_FACTORS, history)))
+                assert row == start + (hashed % (count - 1) if len(history) == order else count - 1)
+            start += count
+            if count > 10**5:
+                assert len(np.unique(part)) > 490
+    for n in 1, 2, 3:
+        assert L.ngram_rows(tokens[:n], [(2, 9), (4, 5)]).tolist()[n:] == [13] * n
+
+
+def test_embedding_of_a_token():
+    """The sum over the orders of a row times its signs; tokens without a whole n-gram have the signs of row 0."""
+    config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, ngram_rows=(100, 0, 50), bigram_signs=True)
+    assert config.ngram_table == "ngram_embed" and not any(p.label == "bigram_embed" for p in T.param_table(config))
+    ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
+    model = T.GPT(config, ops, torch.float32, torch.device("cpu"))
+    assert model.ngram_embed.shape == (150, 16)
+    torch.nn.init.normal_(model.ngram_embed)
+    tokens = torch.randint(50257, (40,), dtype=torch.int32)
+    rows = torch.from_numpy(L.ngram_rows(tokens.numpy(), config.ngrams))
+    a, b, c, d = ([0] * i + tokens.tolist()[:40 - i] for i in range(4))
+    bigrams = [0, *((x ^ y) % 8192 for x, y in zip(a[1:], b[1:]))]
+    fours = [0] * 3 + [(x ^ y ^ 20011 * z ^ 30011 * w) % 2**32 % 8192 for x, y, z, w in zip(a, b, c, d)][3:]
+    wanted = sum(model.ngram_embed[part] * model.signs[signs] for part, signs in zip(rows.view(2, -1), (bigrams, fours)))
+    torch.testing.assert_close(model.lookup(tokens, {"ngram_embed": rows})[1], wanted)
+    one = model.lookup(tokens[:1], {"ngram_embed": torch.from_numpy(L.ngram_rows(tokens[:1].numpy(), config.ngrams))})
+    assert torch.isfinite(one[1]).all() and one[1].shape == (1, 16)
+
+
+def test_no_token_sees_later_ones():
+    """Nor earlier ones than its n-gram has."""
+    config = T.Config(model=T.Model(vocab_size=60, model_dim=16, num_heads=2, ngram_rows=(500, 900), bigram_signs=True))
+    ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
+    model = T.GPT(config.model, ops, torch.float32, torch.device("cpu"))
+    torch.nn.init.normal_(model.ngram_embed)
+
+    def embeddings(tokens):
+        batch = L.make_batch(tokens, np.array([0, 30, 64], np.int32), config, torch.device("cpu"))
+        return model.lookup(batch.tokens, batch.row_ids)[1]
+
+    tokens = np.random.default_rng(1).integers(0, 60, 65).astype(np.uint16)
+    base = embeddings(tokens)
+    for i in (0, 29, 30, 62):
+        other = tokens.copy()
+        other[i] = (other[i] + 1) % 60
+        changed = (embeddings(other) != base).any(1).nonzero()[:, 0].tolist()
+        assert changed == [j for j in (i, i + 1, i + 2) if 0 < j < 64]  # the first token has no bigram
+
+
+# ---- Gradients and updates -------------------------------------------------------------------------------------------
+
+def sorted_ids(ids, pieces):
+    found = torch.from_numpy(L.sorted_pieces(ids.cpu().numpy())).to(ids.device) if pieces else None
+    return tk.SortedIds(ids, found)
+
+
+@pytest.mark.parametrize("ops", [KERNELS, PLAIN], ids=["kernels", "plain"])
+@pytest.mark.parametrize("rows, width, n", [(1, 8, 3), (50, 24, 40), (400, 300, 64),
+                                            pytest.param(10**6, 768, 24576, marks=gpu)])
+def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch):
+    """Five updates after two or three micro-batches each, against a pass over all rows in fp64; other rows stay as they
+    are, bit for bit."""
+    if ops is KERNELS:
+        for name in ("embedding_grad_ref", "update_few_rows_ref"):
+            monkeypatch.setattr(tk, name, None)
+    table = torch.randn(rows, width, device=device)
+    few = tk.FewRows(table, min(rows, 3 * n))
+    v, last = torch.zeros(rows, 1, device=device), torch.zeros(rows, 1, dtype=torch.int32, device=device)
+    seen = torch.arange(rows, device=device)[:4 * n]  # the oracle follows no other rows
+    exact, exact_v, beta2, eps = table[seen].double(), v[seen].double(), 0.9, 1e-3
+    for t in range(1, 6):
+        before, wanted = [x.clone() for x in (table, v, last)], torch.zeros_like(exact)
+        for _ in range(2 + t % 2):
+            ids = torch.randint(0, min(rows, 4 * n), (n,), dtype=torch.int32, device=device)
+            ids[:n // 3] = ids[0]
+            leaf, upstream = table.clone().requires_grad_(), torch.randn(n, width, device=device)
+            (found,) = tk.lookup(leaf, 1, sorted_ids(ids, ops is KERNELS), ops["embedding_grad"], few=few)
+            assert torch.equal(found, table[ids.long()])
+            found.backward(upstream)
+            assert leaf.grad is None
+            wanted.index_add_(0, ids.long(), upstream.double())
+        occurred, count = wanted.any(1), few.count.item()
+        listed = few.rows[:count].long()
+        assert torch.equal(listed.sort().values, occurred.nonzero()[:, 0])
+        assert torch.equal(few.place[listed], torch.arange(count, dtype=torch.int32, device=device))
+        assert (few.place >= 0).sum() == count
+        torch.testing.assert_close(few.grad[:count].double(), wanted[listed], rtol=1e-5, atol=1e-4)
+        ops["update"](table, v, last, few.grad, few.place, few.rows, few.count, t, 0.1 / t, 0.05, beta2, eps)
+        exact_v = beta2 * exact_v + (1 - beta2) * wanted.square().mean(1, keepdim=True)
+        u = 0.1 / t * wanted / (exact_v.sqrt() + eps)
+        exact = exact - u - 0.05 * exact * (u * exact > 0)
+        torch.testing.assert_close(table[seen].double(), exact, rtol=1e-5, atol=1e-5)
+        assert few.count.item() == 0 and (few.place == -1).all() and not few.grad.any()
+        idle = torch.ones(rows, dtype=torch.bool, device=device)
+        idle[seen[occurred]] = False
+        assert all(torch.equal(new[idle], old[idle]) for new, old in zip((table, v, last), before))
+        assert (last[seen[occurred]] == t).all()
+    caught_up = v[seen].double() * beta2 ** (5 - last[seen].double())
+    torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_can_be_stored(device):
+    table = torch.zeros(30, 8, device=device)
+    few, other = tk.FewRows(table, 20), tk.FewRows(table, 20)
+    few.claim(tk.SortedIds(torch.tensor([7, 3, 7, 29], dtype=torch.int32, device=device)))
+    assert few.rows[:3].tolist() == [3, 7, 29] and few.count.item() == 3
+    few.grad[:3] = torch.randn(3, 8, device=device)
+    other.claim(tk.SortedIds(torch.tensor([1, 2], dtype=torch.int32, device=device)))
+    other.load(few.rows[:3].cpu(), few.grad[:3].cpu())
+    for name in "grad", "place", "count":
+        assert torch.equal(getattr(few, name), getattr(other, name)), name
+    assert torch.equal(few.rows[:3], other.rows[:3])
+    other.load(few.rows[:0], few.grad[:0])
+    assert other.count.item() == 0 and (other.place == -1).all() and not other.grad.any()
+
+
+def test_update_refuses():
+    few, p = tk.FewRows(torch.ones(4, 8), 3), torch.ones(4, 8)
+    good = dict(p=p, v=p[:, :1].clone(), last=torch.zeros(4, 1, dtype=torch.int32), grad=few.grad, place=few.place,
+                rows=few.rows, count=few.count, t=1, step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1)
+    for change, message in ((dict(v=p), r"v must be .* shape \(4, 1\)"), (dict(place=few.rows), r"place must be .*\(4,"),
+                            (dict(rows=few.rows[:2]), r"rows must be .* \(3,\)"), (dict(count=None), "count must be a")):
+        with pytest.raises(ValueError, match=f"update_few_rows: {message}"):
+            tk.update_few_rows(**good | change)
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+def make_trainer(arguments, *more):
+    config = T.parse_config([*arguments, TABLE, *more])
+    ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
+    return T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.95])
+def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
+    """Gradients of two steps, each of several micro-batches, and the update, against Adam of the dense gradient."""
+    trainers = [make_trainer(corpus.args, f"--table_beta2={beta2}", "--seed=3") for _ in range(2)]
+    trainer, dense = trainers
+    dense.model.few_rows = {}  # so the gradient goes to the whole table
+    with torch.no_grad():
+        for each in trainers:
+            each.model.ngram_embed.copy_(torch.randn(each.model.ngram_embed.shape,
+                                                     generator=torch.Generator().manual_seed(1)))
+    start = trainer.model.ngram_embed.detach().clone()
+    batches = [batch for batch in (trainer.loader.next_batch() for _ in range(2 * trainer.micro_steps))]
+    for each in trainers:
+        for i, batch in enumerate(batches):
+            plan = each.plans[i // each.micro_steps]
+            each.micro_step(batch, each.mtp_table[plan.step, :len(plan.mtp_weights)], each.attn[plan.stage])
+    grad = dense.model.ngram_embed.grad.double()
+    few = trainer.optimizer.few_rows["ngram_embed"]
+    occurred = torch.cat([batch.row_ids["ngram_embed"] for batch in batches]).unique().long()
+    assert set(few.rows[:few.count.item()].tolist()) == set(occurred.tolist()) and len(occurred) < len(grad)
+    torch.testing.assert_close(few.grad[few.place[occurred].long()].double(), grad[occurred], rtol=0.02, atol=1e-6)
+    grad = torch.zeros_like(grad)
+    grad[occurred] = few.grad[few.place[occurred].long()].double()
+    assert trainer.plans[1].adam and not trainer.plans[0].adam
+    trainer.optimizer.step(trainer.plans[1])
+    assert few.count.item() == 0
+    optim, lr = trainer.config.optim, trainer.config.optim.adam_lr * trainer.plans[1].lr_factor * 75
+    v = (1 - beta2) * grad.square().mean(1, keepdim=True)
+    u = lr * math.sqrt(1 - beta2) * grad / (v.sqrt() + optim.adam_eps)
+    start = start.double()
+    wanted = start - u - lr**2 * optim.adam_wd * 5 * start * (u * start > 0)
+    tolerance = dict(rtol=2**-7, atol=1e-5)  # bf16
+    torch.testing.assert_close(trainer.model.ngram_embed.double()[occurred], wanted[occurred], **tolerance)
+    idle = torch.ones(len(grad), dtype=torch.bool)
+    idle[occurred] = False
+    assert idle.any() and torch.equal(trainer.model.ngram_embed[idle].double(), start[idle])
+
+
+def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  # noqa: F811
+    """Before step 5 gradients wait; a warm-up on the way leaves no trace."""
+    base = train(corpus, tmp_path / "base", TABLE, "--save_every=5", "--keep=0")
+    state = torch.load(base.saved[5], weights_only=True)["optimizer"]["ngram_embed"]
+    assert state["grad"].shape == (len(state["rows"]), T.parse_config(corpus.args).model.model_dim)
+    assert state["v"].shape == state["last"].shape == (500, 1) and state["grad"].any()
+    load = T.Trainer.load_state_dict
+    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
+    run = train(corpus, tmp_path / "resumed", TABLE, f"--resume={base.saved[5]}", *LAST_ONLY)
+    assert differing(run.saved[STEPS], base.saved[STEPS]) == []
+    assert torch.load(run.saved[STEPS], weights_only=True)["model"]["ngram_embed"].any()
+
+
+def test_memory(corpus):  # noqa: F811
+    """The estimate counts what the optimizer holds for the table."""
+    config = T.parse_config([*corpus.args, TABLE])
+    with_table, without = (sum(state_bytes(config, [p for p in T.param_table(config.model) if keep(p)])[1:2])
+                           for keep in (lambda p: True, lambda p: p.optim != "rows"))
+    optimizer = make_trainer(corpus.args).optimizer
+    few, state = optimizer.few_rows["ngram_embed"], optimizer.state["ngram_embed"]
+    held = [optimizer.params["ngram_embed"], few.grad, few.place, *state.values()]
+    assert with_table - without == sum(x.numel() * x.element_size() for x in held)
+
+
+@pytest.mark.parametrize("args, message", [
+    ("--ngram_rows=1", "--ngram_rows=1.0: up to 3 numbers, each 0 or at least 2"),
+    ("--ngram_rows=9,9,9,9", "--ngram_rows=9.0,9.0,9.0,9.0: up to 3 numbers"),
+    ("--ngram_rows=2e9,2e9", "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows"),
+    ("--ngram_rows=-5", "--ngram_rows=-5.0: up to 3 numbers, each 0 or at least 2")])
+def test_refused(args, message):
+    with pytest.raises(UserError, match=message):
+        T.parse_config(args.split())
+
+
+def test_one_process_only():
+    with pytest.raises(UserError, match="--ngram_rows=100.0: this table trains on one GPU"):
+        T.parse_config(["--ngram_rows=100"], 2)
+    assert T.parse_config(["--ngram_rows=0"], 2).model == T.parse_config([], 2).model
