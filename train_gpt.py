@@ -789,23 +789,21 @@ class GPT(nn.Module):
         A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
         tables. This is a side effect, so `lookup` is not compiled.
         """
-        def rows(table, count, ids):
-            return kernels.lookup(self.get_parameter(table), count, ids, self.ops.embedding_grad,
-                                  self.touched.get(table), self.few_rows.get(table))
+        def rows(table, count, ids, *n_grams):
+            return kernels.lookup(self.get_parameter(table), count, ids, self.ops, self.touched.get(table),
+                                  self.few_rows.get(table), *n_grams)
 
         pieces = pieces or {}
         token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
-        table, orders = self.config.ngram_table, [order for order, _ in self.config.ngrams]
+        table, orders, signs = self.config.ngram_table, [order for order, _ in self.config.ngrams], ()
+        if self.config.bigram_signs:
+            ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
+            signs = self.signs, torch.cat([sign_rows(ids, order) for order in orders])
         [token_embed] = rows("embed", 1, token_ids)
-        [ngrams] = rows(table, 1, kernels.SortedIds(row_ids[table], pieces.get(table)))
+        [ngrams] = rows(table, 1, kernels.SortedIds(row_ids[table], pieces.get(table)), len(orders), signs)
         values = ()
         if self.with_values:
             values = rows("value_embeds", len(self.with_values), token_ids)
-        if self.config.bigram_signs:
-            ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
-            ngrams = ngrams * self.signs[torch.cat([sign_rows(ids, order) for order in orders])]
-        if len(orders) > 1:
-            ngrams = ngrams.view(len(orders), len(tokens), -1).sum(0)
         return [token_embed, ngrams, *values]
 
     def projections(self, vs) -> list[tuple[list[int], Tensor]]:

@@ -27,7 +27,7 @@ one H100, 8 x 49152 tokens, 572 ms in all, against plain PyTorch: compiled, with
 FlashAttention-2. Banners give times at 49152 tokens on this GPU and the part of its measured limit, which is 3.0 TB/s
 of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     290
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     620
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
@@ -223,17 +223,22 @@ def _strided(x):
 # ======================================================================================================================
 # 1  Embedding tables: lookup, the gradients of its rows, and an update of some rows
 #
-#   lookup(table, num_tables, sorted_ids, add, touched, few)   P tensors (N, D): rows ids[t] of each table
-#   embedding_grad(grad, sorted_ids, upstream, place)          grad[ids[t]] += Σ_t upstream[t], or grad[place[ids[t]]]
+#   lookup(table, num_tables, sorted_ids, ops, touched, few)   P tensors (N, D): rows ids[t] of each table
+#   signed_rows(table, ids, orders, signs, sign_ids)           rows of n-grams times their signs, summed over the orders
+#   embedding_grad(grad, sorted_ids, upstream, place, ...)     grad[ids[t]] += Σ_t upstream[t], or grad[place[ids[t]]]
 #   update_rows(p, v, last, touched, grad, t, ...)             Adam without first moment, rows with a gradient only
 #   update_few_rows(p, v, last, grad, place, rows, count, ...) the same with one v per row, for a table of n-grams
 #
 #   table (P·R, D): leaf parameter, P = num_tables tables of R rows one below the other. ids (N,): 0 <= id < R; the
-#   forward pass of lookup verifies this. Sums are fp32 and rounded once.
+#   forward pass of lookup verifies this for tables of tokens. Sums are fp32 and rounded once. With n-grams of several
+#   orders (K of them), ids (K N,) has the rows of the first order for all tokens, then those of the next. A row and its
+#   gradient are multiplied by row sign_ids[t] of signs (S, D).
 # embedding_grad replaces aten.embedding_dense_backward, whose atomics need a fp32 table, which is zeroed, cast to bf16
 # and added to the gradient: four passes over all rows, of which a batch touches a few percent. embedding_grad takes
 # sorted ids instead, and one program sums all occurrences of a row. Rows that do not occur cost nothing, and a run
 # repeats bit for bit.
+# signed_rows replaces a gather of the rows, a gather of the signs, their product and its sum, of (K N, D) each.
+# embedding_grad multiplies by the signs where it reads, so their products never exist in the backward pass either.
 # update_rows replaces Adam's pass over all rows. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when
 # it has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per
@@ -263,20 +268,62 @@ class SortedIds(NamedTuple):
     pieces: torch.Tensor | None = None
 
 
-def embedding_grad_ref(grad, sorted_ids, upstream, place=None):
-    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
-
-    place (rows of the table,) int32: the row of grad for every id; None: the id.
-    """
-    ids = sorted_ids.ids if place is None else place[sorted_ids.ids.long()]
-    grad += torch.ops.aten.embedding_dense_backward(_at_least_fp32(upstream), ids, grad.size(0), -1, False)
+def signed_rows_ref(table, ids, orders=1, signs=None, sign_ids=None):
+    """(N, D): the sum over the orders of table[ids[t]] · signs[sign_ids[t]], for ids and sign_ids (orders N,)."""
+    rows = table.index_select(0, ids)
+    rows = rows if signs is None else rows * signs[sign_ids]
+    return rows if orders == 1 else rows.view(orders, -1, rows.size(1)).sum(0)
 
 
 @triton.jit
-def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, N, D, stride_sn, FINAL: tl.constexpr, COLUMNS: tl.constexpr,
-                     BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: tl.constexpr, COLUMNS: tl.constexpr,
+                        BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, COLUMNS)
+    inside = (token < N)[:, None] & (column < D)[None, :]
+    total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
+    for order in tl.static_range(ORDERS):
+        row = tl.load(Ids + order * N + token, mask=token < N, other=0)
+        x = tl.load(Table + row.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if Signs is not None:
+            sign = tl.load(SignIds + order * N + token, mask=token < N, other=0)
+            x *= tl.load(Signs + sign.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
+        total += x
+    tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
+
+
+SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
+
+
+@operation(signed_rows_ref, any_dtype=True, table="R D: bf16 fp32", ids="M: int32", signs="?S D: bf16 fp32",
+           sign_ids="?M: int32")
+def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
+    """`signed_rows_ref` as a kernel."""
+    N, D = len(ids) // orders, table.size(1)
+    out = torch.empty(N, D, dtype=table.dtype, device=table.device)
+    _signed_rows_kernel[(triton.cdiv(N, SIGNED_ROWS_LAUNCH["BLOCK"]),)](
+        out, table, ids, signs, sign_ids, N, D, ORDERS=orders, COLUMNS=triton.next_power_of_2(D),
+        **SIGNED_ROWS_LAUNCH)
+    return out
+
+
+def embedding_grad_ref(grad, sorted_ids, upstream, place=None, signs=None, sign_ids=None):
+    """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
+
+    place (rows of the table,) int32: the row of grad for every id; None: the id. sorted_ids may have a multiple of N
+    ids, for n-grams of several orders. signs (S, D), sign_ids int32: upstream for id i is multiplied by row sign_ids[i].
+    """
+    ids = sorted_ids.ids if place is None else place[sorted_ids.ids.long()]
+    upstream = _at_least_fp32(upstream).repeat(len(ids) // len(upstream), 1)
+    upstream = upstream if signs is None else upstream * signs[sign_ids]
+    grad += torch.ops.aten.embedding_dense_backward(upstream, ids, grad.size(0), -1, False)
+
+
+@triton.jit
+def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, Signs, SignIds, N, D, tokens, stride_sn, FINAL: tl.constexpr,
+                     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     # Sum number s is over the rows Starts[s] ... Starts[s + 1] - 1 of Src. First launch: the rows that Order lists,
-    # written to row s of Dst. Final launch: consecutive rows, added to row id = Ids[Starts[s]] of Dst, or to row
+    # modulo tokens and times their signs, written to row s of Dst. Final launch: consecutive rows, added to row id = Ids[Starts[s]] of Dst, or to row
     # Place[id]. From the first id of -1 on, the entries are padding.
     column = tl.arange(0, COLUMNS)
     s = tl.minimum(tl.program_id(0), N)
@@ -287,9 +334,16 @@ def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, N, D, stride_sn, FINAL
         total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
             place = start + tl.arange(0, BLOCK)
-            row = place if FINAL else tl.load(Order + place, mask=place < end, other=0)
-            total += tl.load(Src + row.to(tl.int64)[:, None] * stride_sn + column[None, :],
-                             mask=(place < end)[:, None] & (column < D)[None, :], other=0.0).to(tl.float32)
+            row, inside = place, (place < end)[:, None] & (column < D)[None, :]
+            if not FINAL:
+                position = tl.load(Order + place, mask=place < end, other=0)
+                row = position % tokens
+            x = tl.load(Src + row.to(tl.int64)[:, None] * stride_sn + column[None, :], mask=inside, other=0.0)
+            x = x.to(tl.float32)
+            if Signs is not None:
+                sign = tl.load(SignIds + position, mask=place < end, other=0)
+                x *= tl.load(Signs + sign.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
+            total += x
         result = tl.sum(total, axis=0)
         if Place is not None:
             id = tl.load(Place + id).to(tl.int64)
@@ -302,20 +356,21 @@ def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, N, D, stride_sn, FINAL
         id = tl.load(Ids + (begin if FINAL else s)).to(tl.int64)
 
 
-@operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows", place="?T: int32")
-def embedding_grad(grad, sorted_ids, upstream, place=None):
+@operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows",
+           place="?T: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
+def embedding_grad(grad, sorted_ids, upstream, place=None, signs=None, sign_ids=None):
     """`embedding_grad_ref` as a kernel; see the banner above."""
-    N, D = upstream.shape
-    if len(sorted_ids.ids) != N:
-        raise ValueError(f"embedding_grad: {len(sorted_ids.ids)} ids, but upstream has {N} rows")
+    (tokens, D), N = upstream.shape, len(sorted_ids.ids)
+    if N % tokens:
+        raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
     if sorted_ids.pieces is None:
         raise ValueError("embedding_grad: sorted_ids has no pieces; make them with sorted_pieces of data/loader.py")
     order, piece_starts, group_starts, piece_ids = sorted_ids.pieces
     sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece; further rows stay unused
     for final, dst, src, starts in (False, sums, upstream, piece_starts), (True, grad, sums, group_starts):
         _sum_rows_kernel[(_sm_count(grad.device) * EMBEDDING_PROGRAMS_PER_SM,)](
-            dst, src, order, starts, piece_ids, place if final else None, N, D, src.stride(0), FINAL=final,
-            COLUMNS=triton.next_power_of_2(D), **EMBEDDING_LAUNCH)
+            dst, src, order, starts, piece_ids, *((place, None, None) if final else (None, signs, sign_ids)), N, D,
+            tokens, src.stride(0), FINAL=final, COLUMNS=triton.next_power_of_2(D), **EMBEDDING_LAUNCH)
 
 
 # A program walks over its rows, most of which have no gradient: with a program per row, the launches of the programs
@@ -478,9 +533,11 @@ class FewRows:
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, num_tables, sorted_ids, add, touched, few):
-        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.add = table, num_tables, sorted_ids, add
-        ctx.touched, ctx.few = touched, few
+    def forward(ctx, table, num_tables, sorted_ids, ops, touched, few, orders, *signs):
+        ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.ops = table, num_tables, sorted_ids, ops
+        ctx.touched, ctx.few, ctx.signs = touched, few, signs
+        if orders > 1 or signs:
+            return ops.signed_rows(table, sorted_ids.ids, orders, *signs),
         return tuple(part.index_select(0, sorted_ids.ids) for part in table.chunk(num_tables))
 
     @staticmethod
@@ -488,25 +545,27 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx, *upstream):
         if ctx.few is not None:
             ctx.few.claim(ctx.sorted_ids)
-            ctx.add(ctx.few.grad, ctx.sorted_ids, *upstream, ctx.few.place)
-            return (None,) * 6
-        if ctx.table.grad is None:
-            ctx.table.grad = torch.zeros_like(ctx.table)
-        for grad, dy in zip(ctx.table.grad.chunk(ctx.num_tables), upstream):
-            ctx.add(grad, ctx.sorted_ids, dy)
+            grads, place = [ctx.few.grad], ctx.few.place
+        else:
+            if ctx.table.grad is None:
+                ctx.table.grad = torch.zeros_like(ctx.table)
+            grads, place = ctx.table.grad.chunk(ctx.num_tables), None
+        for grad, dy in zip(grads, upstream):
+            ctx.ops.embedding_grad(grad, ctx.sorted_ids, dy, place, *ctx.signs)
         if ctx.touched is not None:
             ctx.touched.view(ctx.num_tables, -1).index_fill_(1, ctx.sorted_ids.ids.long(), True)
-        return (None,) * 6
+        return (None,) * (7 + len(ctx.signs))
 
 
-def lookup(table, num_tables, sorted_ids, embedding_grad, touched=None, few=None):
-    """`num_tables` tensors (N, D) of the rows sorted_ids.ids; see the banner above.
+def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
+    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above.
 
-    `table` is a leaf. The backward pass adds to `table.grad` through the function `embedding_grad`, so
-    torch.autograd.grad does not see this gradient. The backward pass also sets `touched`, (rows of the table,) bool or
-    None, to True for the rows. With `few`, FewRows of one table, it adds to the gradients there instead.
+    `table` is a leaf. The backward pass adds to `table.grad` through `ops.embedding_grad`, so torch.autograd.grad does
+    not see this gradient. The backward pass also sets `touched`, (rows of the table,) bool or None, to True for the
+    rows. With `few`, FewRows of one table, it adds to the gradients there instead. orders: number of orders of n-grams,
+    which have as many ids for each token; signs: () or (signs, sign_ids).
     """
-    return _Lookup.apply(table, num_tables, sorted_ids, embedding_grad, touched, few)
+    return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
 # ======================================================================================================================

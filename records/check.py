@@ -20,7 +20,7 @@ from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.errors import UserError
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
-from data.run.memory import choose_micro_batches, memory_report, state_bytes
+from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
 from data.run.size import Gpu, seconds_per_token
 from data.tokenizer import text_codec
 
@@ -117,12 +117,19 @@ def expected_time(run):
     return f"about {minutes:.1f} minutes (estimate from an H200, scaled to the {rate:.0f} TFLOP/s measured on this GPU)"
 
 
+def memory(run):
+    """The memory of the GPU."""
+    device = find_device(run.config)
+    require_state(run.sizes, device, run.world)
+    return memory_report(run.config, run.sizes, device, run.world)
+
+
 CHECKS = {
     "versions": versions, "device": device, "kernels": implementations,
     "training data": lambda run: start.survey_training_data(run.config),
     "validation data": lambda run: start.survey_validation_data(run.config),
     "caches": caches, "disk": lambda run: start.require_disk(run.config, run.sizes),
-    "memory": lambda run: memory_report(run.config, run.sizes, find_device(run.config), run.world)}
+    "memory": memory}
 
 
 def check_table(config, world, param_table, models, fit, show) -> int:

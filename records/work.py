@@ -50,6 +50,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
+    # The signs are few rows, which the cache holds.
+    "signed_rows": ("_signed_rows_kernel", lambda N, D, orders: (0, 2 * N * D * (orders + 1))),
     "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
     # Reads and writes bf16 weights, their gradients and fp32 second moments.
     "update_rows": ("_update_rows_kernel", lambda touched: (0, 16 * touched)),
@@ -114,8 +116,11 @@ def calls(run):
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
             for touched in [micro_batch["token_ids"]] * tables:
                 yield "embedding_grad", N, D, touched
+            orders = run.get("ngram_orders", 1)
             for touched in micro_batch["touched"].values():
-                yield "embedding_grad", N * run.get("ngram_orders", 1), D, touched
+                yield "embedding_grad", N * orders, D, touched
+            if run.get("signs") or orders > 1:
+                yield "signed_rows", N, D, orders
         if run.get("fp8_mlps"):
             yield "quantise_weights", 2 * F * D * len(layers)
         if run.get("fp8_qkv"):
@@ -158,6 +163,6 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "polar_steps": config.optim.polar_steps,
             "lazy_tables": [label for label, state in optimizer.state.items()
                             if "last" in state and label not in optimizer.few_rows],
-            "few_rows": [*optimizer.few_rows], "ngram_orders": len(model.ngrams),
+            "few_rows": [*optimizer.few_rows], "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

@@ -389,6 +389,12 @@ def embedding_cases():
             args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
             yield case("embedding_grad", f"{name}, {N}", args, sizes,
                        {"dense": partial(tk.embedding_grad_ref, *args)}, calls)
+        for orders in 1, 2:
+            table, signs = rand(V * 5, D), rand(8192, D)
+            ids, sign_ids = (torch.randint(n, (orders * N,), device=DEVICE, dtype=torch.int32) for n in (V * 5, 8192))
+            args = table, ids, orders, signs, sign_ids
+            yield case("signed_rows", f"{orders} orders, {N}", args, (N, D, orders),
+                       {"plain": partial(tk.signed_rows_ref, *args)}, MICRO)
     rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
     p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
     ids = torch.arange(touched, device=DEVICE) * 7919 % rows

@@ -356,6 +356,18 @@ def test_gpus_that_cannot_be_used(gpus, monkeypatch, name):
     assert status == 1 and joined(err) == "error:" + joined(rows[row][0])
 
 
+def test_a_table_that_does_not_fit(gpus):
+    """Its rows take 1.5 KB each, and there are 140000 MiB; it is refused before anything is compiled."""
+    fits, too_large = (["--preset=single", f"--ngram_rows={rows}"] for rows in ("4e7", "1e8"))
+    assert gpus.check(*fits)[0] == 0
+    status, rows = gpus.check(*too_large)
+    assert status == 1 and rows["memory"][1] == "no"
+    found = re.fullmatch(r"140000 MiB of the GPU are free, but weights, gradients and optimizer state alone take"
+                         r" (\d+): use fewer --ngram_rows .*", rows["memory"][0])
+    assert 147000 < int(found[1]) < 155000
+    assert gpus.start(*too_large)[1] == f"error: {rows['memory'][0]}\n"
+
+
 @pytest.mark.parametrize("ranks, rate, minutes", [(1, 790, 55.0 / 60), (2, 790, 28.0 / 60), (1, 395, 2 * 55.0 / 60)])
 def test_expected_minutes(gpus, ranks, rate, minutes):
     """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rate is given twice the time."""

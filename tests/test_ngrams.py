@@ -20,8 +20,8 @@ from test_checkpoint import LAST_ONLY, differing, train
 from test_run import STEPS, corpus  # noqa: F401 (a fixture)
 
 TABLE = "--ngram_rows=300,200"
-PLAIN = {"embedding_grad": tk.embedding_grad_ref, "update": tk.update_few_rows_ref}
-KERNELS = {"embedding_grad": tk.embedding_grad, "update": tk.update_few_rows}
+NAMES = "embedding_grad", "signed_rows", "update_few_rows"
+PLAIN, KERNELS = (SimpleNamespace(**{name: getattr(tk, name + suffix) for name in NAMES}) for suffix in ("_ref", ""))
 
 
 # ---- Rows and signs --------------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch)
     """Five updates after two or three micro-batches each, against a pass over all rows in fp64; other rows stay as they
     are, bit for bit."""
     if ops is KERNELS:
-        for name in ("embedding_grad_ref", "update_few_rows_ref"):
-            monkeypatch.setattr(tk, name, None)
+        for name in NAMES:
+            monkeypatch.setattr(tk, f"{name}_ref", None)
     table = torch.randn(rows, width, device=device)
     few = tk.FewRows(table, min(rows, 3 * n))
     v, last = torch.zeros(rows, 1, device=device), torch.zeros(rows, 1, dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch)
             ids = torch.randint(0, min(rows, 4 * n), (n,), dtype=torch.int32, device=device)
             ids[:n // 3] = ids[0]
             leaf, upstream = table.clone().requires_grad_(), torch.randn(n, width, device=device)
-            (found,) = tk.lookup(leaf, 1, sorted_ids(ids, ops is KERNELS), ops["embedding_grad"], few=few)
+            (found,) = tk.lookup(leaf, 1, sorted_ids(ids, ops is KERNELS), ops, few=few)
             assert torch.equal(found, table[ids.long()])
             found.backward(upstream)
             assert leaf.grad is None
@@ -124,7 +124,7 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch)
         assert torch.equal(few.place[listed], torch.arange(count, dtype=torch.int32, device=device))
         assert (few.place >= 0).sum() == count
         torch.testing.assert_close(few.grad[:count].double(), wanted[listed], rtol=1e-5, atol=1e-4)
-        ops["update"](table, v, last, few.grad, few.place, few.rows, few.count, t, 0.1 / t, 0.05, beta2, eps)
+        ops.update_few_rows(table, v, last, few.grad, few.place, few.rows, few.count, t, 0.1 / t, 0.05, beta2, eps)
         exact_v = beta2 * exact_v + (1 - beta2) * wanted.square().mean(1, keepdim=True)
         u = 0.1 / t * wanted / (exact_v.sqrt() + eps)
         exact = exact - u - 0.05 * exact * (u * exact > 0)
@@ -136,6 +136,34 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch)
         assert (last[seen[occurred]] == t).all()
     caught_up = v[seen].double() * beta2 ** (5 - last[seen].double())
     torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("ops", [KERNELS, PLAIN], ids=["kernels", "plain"])
+@pytest.mark.parametrize("orders, signed", [(1, True), (2, False), (2, True), (3, True)])
+@pytest.mark.parametrize("rows, width, n", [(30, 24, 7), (400, 300, 64), pytest.param(10**6, 768, 24576, marks=gpu)])
+def test_sum_over_orders(rows, width, n, orders, signed, ops, device, monkeypatch):
+    """Value and gradient against autograd in fp64, with gradients of the whole table and of few rows."""
+    if ops is KERNELS:
+        for name in NAMES:
+            monkeypatch.setattr(tk, f"{name}_ref", None)
+    ids = torch.randint(rows, (orders * n,), dtype=torch.int32, device=device)
+    sign_ids = torch.randint(5, ids.shape, dtype=torch.int32, device=device)
+    signs = (torch.randint(2, (5, width), device=device) * 2.0 - 1, sign_ids) if signed else ()
+    table = torch.randn(rows, width, device=device, requires_grad=True)
+    upstream = torch.randn(n, width, device=device)
+    exact = table.detach().double().requires_grad_()
+    wanted = exact[ids.long()] * (signs[0].double()[sign_ids.long()] if signed else 1)
+    wanted = wanted.view(orders, n, width).sum(0)
+    (wanted_grad,) = torch.autograd.grad(wanted, exact, upstream.double())
+    few = tk.FewRows(table.detach(), orders * n)
+    for rows_of in few, None:
+        (found,) = tk.lookup(table, 1, sorted_ids(ids, ops is KERNELS), ops, few=rows_of, orders=orders, signs=signs)
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+        found.backward(upstream)
+    torch.testing.assert_close(table.grad.double(), wanted_grad, rtol=1e-5, atol=1e-5)
+    listed = few.rows[:few.count.item()].long()
+    torch.testing.assert_close(few.grad[:len(listed)].double(), wanted_grad[listed], rtol=1e-5, atol=1e-5)
+    assert set(listed.tolist()) == set(ids.tolist())
 
 
 def test_gradients_can_be_stored(device):

@@ -317,21 +317,21 @@ def test_work_by_counting():
                             if name == "update_rows"]
     assert found["update_rows"] == [(0, 256 * 16 * touched) for touched in (66, 60)] * 2
     assert found["mlp"] == [(2 * product, 3 * stream)] * 6 and found["XXT"][0][0] == 4 * 2 * 128**2 * 256
-    few = [call for call in work.calls(RUN | {"few_rows": ["bigram_embed"], "ngram_orders": 2})
-           if call[0] in ("update_few_rows", "embedding_grad")]
-    assert [size for name, size, *_ in few if name == "update_few_rows"] == [60 * 256] * 2
+    few = [*work.calls(RUN | {"few_rows": ["bigram_embed"], "ngram_orders": 2})]
+    assert few.count(("signed_rows", 64, 256, 2)) == 6
+    assert [call[1] for call in few if call[0] == "update_few_rows"] == [60 * 256] * 2
     assert few.count(("embedding_grad", 128, 256, 50)) == few.count(("embedding_grad", 128, 256, 60)) == 3
 
 
 @pytest.mark.parametrize("mlp, project, others", [
     ("mlp", "project", {"mlp_codes", "mlp_codes_backward", "project_codes", "project_codes_backward",
-                        "update_rows", "update_few_rows"}),
+                        "update_rows", "update_few_rows", "signed_rows"}),
     ("mlp_codes", "project_codes", {"mlp", "mlp_backward", "project", "project_backward"})])
 def test_rates_of_our_kernels(mlp, project, others):
     """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
     does not count. A missing launch leaves no rate."""
     rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes", "fp8_qkv": project == "project_codes"}
-    run |= {"lazy_tables": ["value_embeds"], "few_rows": ["bigram_embed"]} if run["fp8_qkv"] else {}
+    run |= {"lazy_tables": ["value_embeds"], "few_rows": ["bigram_embed"], "signs": True} if run["fp8_qkv"] else {}
     for step in RUN["steps"]:
         launches = []
         for name, *sizes in work.calls(run | {"steps": [step]}):

@@ -58,15 +58,26 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
     return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 
 
-def memory_report(config, sizes, device, world) -> tuple[str, bool]:
-    """(sentence about the needed and the free memory of the GPU, whether the free memory is enough).
+def free_memory(device) -> float:
+    """Free MiB of a GPU. What PyTorch has reserved in this process counts as free."""
+    return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / 2**20
 
-    What PyTorch has reserved in this process counts as free.
-    """
+
+def require_state(sizes, device, world):
+    """Raises UserError when weights, gradients and optimizer state alone are more than the free memory of the GPU."""
+    weights, state, codes = sizes
+    needed = (2 * weights + state / world + codes) / 2**20
+    if device.type == "cuda" and needed > (free := free_memory(device)):
+        raise UserError(f"{free:.0f} MiB of the GPU are free, but weights, gradients and optimizer state alone take"
+                        f" {needed:.0f}: use fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
+
+
+def memory_report(config, sizes, device, world) -> tuple[str, bool]:
+    """(sentence about the needed and the free memory of the GPU, whether the free memory is enough)."""
     if device.type == "cpu":
         return "not estimated for a CPU", True
     allocated, reserved = estimate_memory(config, sizes, world)
-    free = (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / 2**20
+    free = free_memory(device)
     reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
     found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}")

@@ -21,7 +21,7 @@ from data.run.disk import ROOT, is_writable, require_room
 from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
-from data.run.memory import choose_micro_batches, memory_report, state_bytes
+from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
 from data.run.size import LONGEST, best_seconds, rank_sizes
 from data.shards import find_files, matching_files, read_shard_header
 from data.tokenizer import text_codec
@@ -97,17 +97,19 @@ def require_caches(config, device) -> list[str]:
     return list(folders.values())
 
 
-def require_disk(config, sizes) -> str:
-    """Sentence about the disk space for the log and the checkpoints. Raises UserError when there is too little."""
+def require_disk(config, sizes) -> tuple[str, bool]:
+    """(sentence about the disk space for the log and the checkpoints, whether a checkpoint has up to 4 GB). Raises
+    UserError when there is too little space."""
     if os.environ.get("RANK", "0") != "0":
-        return "rank 0 writes"
-    system, size, purpose = config.system, 2**20, "the log"
+        return "rank 0 writes", True
+    system, size, purpose, each = config.system, 2**20, "the log", 0
     if system.save or system.save_every:
         weights, state, _ = sizes
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
-        size, purpose = size + count * (2 * weights + state), "the log and checkpoints"  # weights, gradients, state
-    return require_room(ROOT / system.log_dir, size, purpose)
+        each = 2 * weights + state  # weights, gradients, state
+        size, purpose = size + count * each, f"the log and checkpoints of up to {each / 1e9:.1f} GB"
+    return require_room(ROOT / system.log_dir, size, purpose), each <= 4e9
 
 
 def settled(config, table, device, world):
@@ -131,8 +133,9 @@ def check_start(config, table, world):
     if needs_tokenizer(config):
         text_codec(config.model.vocab_size)
     require_caches(config, device)
-    require_disk(config, sizes)
-    for text, fine in training_data, validation_data, memory_report(config, sizes, device, world):
+    disk = require_disk(config, sizes)
+    require_state(sizes, device, world)
+    for text, fine in training_data, validation_data, disk, memory_report(config, sizes, device, world):
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"warning: {text}", file=sys.stderr, flush=True)
     return config
