@@ -308,19 +308,20 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     Reads one file at a time; the memory holds one training shard, or all validation tokens. Raises UserError when there
     is too little text.
     """
-    sizes, binary, empty = {}, 0, 0
+    sizes, skipped = {}, {"not UTF-8": [], "empty": []}
     for key, path in files.items():
         try:
             text = read_text(path)
         except UnicodeDecodeError:
-            binary += 1
+            skipped["not UTF-8"].append(key)
             continue
         if text.strip():
             sizes[key] = len(text)
         else:
-            empty += 1
-    if binary or empty:
-        print(f"warning: skipped {binary + empty} files ({binary} not UTF-8, {empty} empty)")
+            skipped["empty"].append(key)
+    if any(skipped.values()):
+        parts = (f"{len(keys)} {why}, such as {keys[0]}" for why, keys in skipped.items() if keys)
+        print(f"warning: skipped {sum(map(len, skipped.values()))} files ({'; '.join(parts)})")
     encode, separator = load_tokenizer(tokenizer)
     characters = DOCUMENT_CHARACTERS[separator]
     val, total = split(sizes, val_fraction), sum(sizes.values())
