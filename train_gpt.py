@@ -722,18 +722,23 @@ def sign_rows(ids, order):
 
 
 class GPT(nn.Module):
-    """The parameters of `param_table` and a flat forward pass."""
+    """The parameters of `param_table` and a flat forward pass.
 
-    def __init__(self, config: Model, ops, dtype, device):
+    ranks: number of ranks that share the table of n-grams; each has as many rows of it.
+    """
+
+    def __init__(self, config: Model, ops, dtype, device, ranks=1):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
         self.table, self.fp8_head, self.fp8_mlps, self.fp8_projections = param_table(config), False, None, None
         self.touched = {}  # table -> (rows,) bool, which the backward pass of `lookup` sets for its rows
         self.few_rows = {}  # table -> FewRows, to which the backward pass of `lookup` adds
+        self.shared_rows = {}  # table -> SharedRows, from which `lookup` reads in place of the parameter
         fields = "attention", "value_embed", "skip_from", "xsa"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
         for param in self.table:
-            zeros = torch.zeros(param.shape, dtype=param.dtype, device=device)
+            rows = -(-param.shape[0] // ranks) if param.optim == "rows" else param.shape[0]
+            zeros = torch.zeros(rows, *param.shape[1:], dtype=param.dtype, device=device)
             self.register_parameter(param.label, nn.Parameter(zeros))
         if config.bigram_signs:  # the same in every run, whatever the seed
             bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
@@ -790,6 +795,8 @@ class GPT(nn.Module):
         tables. This is a side effect, so `lookup` is not compiled.
         """
         def rows(table, count, ids, *n_grams):
+            if table in self.shared_rows:
+                return kernels.lookup(self.shared_rows[table].rows, count, ids, self.ops, None, None, *n_grams)
             return kernels.lookup(self.get_parameter(table), count, ids, self.ops, self.touched.get(table),
                                   self.few_rows.get(table), *n_grams)
 
@@ -1058,6 +1065,37 @@ class Replicated:
             self.params[label].detach().copy_(part)
 
 
+class SharedRows:
+    """The rows that a micro-batch reads from a table of which every rank has a part, and their gradients.
+
+    rows (most, D): a leaf, whose first rows are those of the micro-batch, in the order of `Exchange.takes`. table: this
+    rank's part, a parameter; few: FewRows of it. PR 360 (devenpzak) fetches its rows a step ahead.
+    """
+
+    def __init__(self, table, few, most, rt, ops):
+        self.table, self.few, self.rt, self.ops = table, few, rt, ops
+        self.rows = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device, requires_grad=True)
+        self.rows.grad = torch.zeros_like(self.rows)
+
+    @torch.no_grad()
+    def fetch(self, exchange):
+        """Bring the rows of a micro-batch. All ranks must call this."""
+        taken = self.rows[:sum(exchange.takes)]
+        dist.all_to_all_single(taken, self.table.index_select(0, exchange.rows), exchange.takes, exchange.gives)
+
+    @torch.no_grad()
+    def send_gradients(self, exchange):
+        """Add the gradients of the rows to those of the ranks that own the rows, as an average over the ranks. All
+        ranks must call this."""
+        sent, ids = self.rows.grad[:sum(exchange.takes)], kernels.SortedIds(exchange.rows, exchange.pieces)
+        received = torch.empty(len(exchange.rows), sent.size(1), dtype=sent.dtype, device=sent.device)
+        dist.all_to_all_single(received, sent / self.rt.world, exchange.gives, exchange.takes)
+        sent.zero_()
+        if len(received):
+            self.few.claim(ids)
+            self.ops.embedding_grad(self.few.grad, ids, received, self.few.place)
+
+
 class NorMuonAndAdam:
     """State, updates and communication of all parameters; `param_table` has the settings of each.
 
@@ -1089,7 +1127,8 @@ class NorMuonAndAdam:
         for label, row in self.table.items():
             if row.optim == "rows":
                 table, each_token = self.params[label].detach(), len(config.model.ngrams)
-                most = 2 * each_token * max(stage.batch_tokens for stage in config.schedule.stages)  # of two steps
+                # of two steps; one rank may get the gradients of all
+                most = 2 * each_token * max(stage.batch_tokens for stage in config.schedule.stages)
                 self.few_rows[label] = kernels.FewRows(table, min(most, len(table)))
                 v = torch.zeros(len(table), 1, device=rt.device)
                 self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
@@ -1299,17 +1338,43 @@ class NorMuonAndAdam:
         """
         full = {}
         for label, param in self.params.items():
-            tensors = {key: self._unshard(label, part) for key, part in self.state[label].items()}
             if label in self.few_rows:
-                few = self.few_rows[label]
-                waiting = few.count.item()
-                tensors |= {"grad": few.grad[:waiting], "rows": few.rows[:waiting]} if waiting else {}
-            else:
-                grad = param.grad.clone()
-                all_reduce(grad, self.rt, dist.ReduceOp.AVG)
-                tensors |= {"grad": grad} if grad.any() else {}
+                full[label] = self._rows_state(label)
+                continue
+            tensors = {key: self._unshard(label, part) for key, part in self.state[label].items()}
+            grad = param.grad.clone()
+            all_reduce(grad, self.rt, dist.ReduceOp.AVG)
+            tensors |= {"grad": grad} if grad.any() else {}
             full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
         return full
+
+    def whole_rows(self, label, part):
+        """The tensor (R, ...) on the CPU of rank 0, from the parts of all ranks, one after the other. All ranks must
+        call this."""
+        parts = []
+        for rank in range(self.rt.world):
+            piece = part.contiguous() if rank == self.rt.rank else torch.empty_like(part)
+            if self.rt.world > 1:
+                dist.broadcast(piece, rank)
+            parts += [piece.to("cpu", copy=True)] if self.rt.rank == 0 else []
+        return torch.cat(parts)[:self.table[label].shape[0]] if parts else None
+
+    def own_rows(self, label, whole):
+        """This rank's part of a tensor (R, ...), padded with zeros."""
+        size = len(self.params[label])
+        part = whole[self.rt.rank * size:(self.rt.rank + 1) * size]
+        return torch.cat((part, part.new_zeros(size - len(part), *part.shape[1:]))) if len(part) < size else part
+
+    def _rows_state(self, label):
+        """`state_dict` of a table in self.few_rows."""
+        tensors = {key: self.whole_rows(label, part) for key, part in self.state[label].items()}
+        few, waiting = self.few_rows[label], self.few_rows[label].count.item()
+        parts = [(few.rows[:waiting].cpu() + self.rt.rank * len(few.place), few.grad[:waiting].cpu())]
+        if self.rt.world > 1:
+            parts, part = [None] * self.rt.world, parts[0]
+            dist.all_gather_object(parts, part)
+        rows, grads = map(torch.cat, zip(*parts))
+        return (tensors | ({"rows": rows, "grad": grads} if len(rows) else {})) if self.rt.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, full):
@@ -1317,13 +1382,16 @@ class NorMuonAndAdam:
         for label, param in self.params.items():
             tensors, targets = full.get(label, {}), self.state[label]
             if label in self.few_rows:
-                none = torch.zeros(0, *param.shape[1:])
-                self.few_rows[label].load(tensors.get("rows", none[:, 0]), tensors.get("grad", none))
+                rows = tensors.get("rows", torch.zeros(0)) - self.rt.rank * len(param)
+                mine = (rows >= 0) & (rows < len(param))
+                self.few_rows[label].load(rows[mine], tensors.get("grad", torch.zeros(0, param.size(1)))[mine])
             else:
                 targets = targets | {"grad": param.grad}
             for key, target in targets.items():
                 if (tensor := tensors.get(key)) is None:
                     target.zero_()
+                elif label in self.few_rows:
+                    target.copy_(self.own_rows(label, tensor))
                 else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
                     target.copy_(tensor if key == "grad" else self._shard(label, tensor))
             if label in self.touched:
@@ -1470,7 +1538,7 @@ class Trainer:
         self.validation = ValidationData(config, rt, self.hash_ids)
         self.set_length(config)
         watch.lap("data")
-        self.model = GPT(config.model, ops, self.dtype, rt.device)
+        self.model = GPT(config.model, ops, self.dtype, rt.device, rt.world)
         if config.model.bigram_normal:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
@@ -1481,6 +1549,10 @@ class Trainer:
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
         self.model.fp8_head = config.system.fp8
+        longest = max(max(plan.micro_batch_tokens for plan in self.plans), config.data.val_batch_tokens)
+        for label, few in self.optimizer.few_rows.items() if rt.world > 1 else ():
+            table, most = self.model.get_parameter(label).detach(), longest * len(config.model.ngrams)
+            self.model.shared_rows[label] = SharedRows(table, few, most, rt, ops)
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
             self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:
@@ -1546,8 +1618,12 @@ class Trainer:
             for part in range(micro_steps):
                 with trace_range("data"):
                     batch = loader.next_batch()
+                self.fetch_rows(batch)
                 with trace_range("micro-step"):
                     loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
+                for shared in self.model.shared_rows.values():
+                    with trace_range("send gradients of rows"):
+                        shared.send_gradients(batch.exchange)
             self.optimizer.step(plan)
             if plan.adam:
                 with trace_range("update head codes"):
@@ -1584,7 +1660,13 @@ class Trainer:
             torch._dynamo.mark_dynamic(x, 0)
         return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
 
+    def fetch_rows(self, batch):
+        for shared in self.model.shared_rows.values() if batch.exchange else ():
+            with trace_range("fetch rows"):
+                shared.fetch(batch.exchange)
+
     def summed_loss(self, batch, attn, forward=None):
+        self.fetch_rows(batch)
         return summed_loss(forward or self.forward, self.head, batch, attn)
 
     def validate(self, step, plan, seconds) -> float:
@@ -1622,19 +1704,22 @@ class Trainer:
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
+        whole = {label: self.optimizer.whole_rows(label, self.model.get_parameter(label).detach())
+                 for label in self.optimizer.few_rows}
         if self.rt.rank == 0:
             if self.model.fp8_mlps:
                 state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
             model = self.model.state_dict().items()
             # The tensors are copied, since a view would bring the whole padded buffer into the file.
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in model}
+            state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.system.keep)
             self.log.line(f"checkpoint: {published(str(path))}")
 
     def load_state_dict(self, state):
         """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
-        self.model.load_state_dict(state["model"])
+        parts = {label: self.optimizer.own_rows(label, state["model"][label]) for label in self.optimizer.few_rows}
+        self.model.load_state_dict(state["model"] | parts)
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
@@ -1722,6 +1807,8 @@ def train(config, rt, log, argv, watch, automatic=False, size=""):
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and rt.rank == 0:
         try:
+            if trainer.model.shared_rows:
+                raise UserError("this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
             log.line("sample:\n" + "".join(sample(trainer.model, config, trainer.attn[-1])))
         except (UserError, RuntimeError) as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")

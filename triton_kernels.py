@@ -311,7 +311,7 @@ def embedding_grad_ref(grad, sorted_ids, upstream, place=None, signs=None, sign_
     """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
 
     place (rows of the table,) int32: the row of grad for every id; None: the id. sorted_ids may have a multiple of N
-    ids, for n-grams of several orders. signs (S, D), sign_ids int32: upstream for id i is multiplied by row sign_ids[i].
+    ids, for n-grams of several orders. signs (S, D), sign_ids int32: upstream of id i is multiplied by row sign_ids[i].
     """
     ids = sorted_ids.ids if place is None else place[sorted_ids.ids.long()]
     upstream = _at_least_fp32(upstream).repeat(len(ids) // len(upstream), 1)
@@ -323,8 +323,8 @@ def embedding_grad_ref(grad, sorted_ids, upstream, place=None, signs=None, sign_
 def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, Signs, SignIds, N, D, tokens, stride_sn, FINAL: tl.constexpr,
                      COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     # Sum number s is over the rows Starts[s] ... Starts[s + 1] - 1 of Src. First launch: the rows that Order lists,
-    # modulo tokens and times their signs, written to row s of Dst. Final launch: consecutive rows, added to row id = Ids[Starts[s]] of Dst, or to row
-    # Place[id]. From the first id of -1 on, the entries are padding.
+    # modulo tokens and times their signs, written to row s of Dst. Final launch: consecutive rows, added to row
+    # id = Ids[Starts[s]] of Dst, or to row Place[id]. From the first id of -1 on, the entries are padding.
     column = tl.arange(0, COLUMNS)
     s = tl.minimum(tl.program_id(0), N)
     begin = tl.load(Starts + s)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from data.run.errors import UserError
@@ -108,6 +109,42 @@ def sorted_pieces(ids: np.ndarray) -> np.ndarray:
     return rows
 
 
+class Exchange(NamedTuple):
+    """Which rows of the table of n-grams a micro-batch takes from the ranks, and gives to them."""
+
+    takes: list[int]  # number of rows from each rank
+    gives: list[int]  # number of rows to each rank
+    rows: Tensor  # (sum of gives,) int32, the rows to give, for one rank after the other, in this rank's part
+    pieces: Tensor | None  # sorted_pieces of these rows; for training
+
+
+class RowRouter:
+    """Tells the ranks which rows of a table the others need. Each rank has `block` rows of the table, in their order.
+
+    Every rank must make and call its routers in the same order. The lists travel between the hosts.
+    """
+
+    def __init__(self, rt, table_rows):
+        self.rt, self.block, self.group = rt, -(-table_rows // rt.world), dist.new_group(backend="gloo")
+
+    def __call__(self, rows: np.ndarray, on_device, training):
+        """(rows (M,) int32, as numbers in the list of rows that the exchange brings; the Exchange)."""
+        world, rank = self.rt.world, self.rt.rank
+        wanted, numbers = np.unique(rows, return_inverse=True)
+        mine = torch.full((len(rows) + 1,), len(wanted), dtype=torch.int32)
+        mine[1:1 + len(wanted)] = torch.from_numpy(wanted)
+        lists = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(lists, mine, group=self.group)
+        borders = self.block * np.arange(world + 1)
+        lists = [found[1:1 + found[0]].numpy() for found in lists]
+        given = [found[slice(*np.searchsorted(found, borders[rank:rank + 2]))] - np.int32(borders[rank])
+                 for found in lists]
+        joined = np.concatenate(given)
+        takes = np.diff(np.searchsorted(wanted, borders)).tolist()
+        return numbers.astype(np.int32), Exchange(takes, list(map(len, given)), on_device(joined),
+                                                  on_device(sorted_pieces(joined)) if training else None)
+
+
 class Batch(NamedTuple):
     """One micro-batch of packed documents, the input of a forward pass."""
 
@@ -117,10 +154,11 @@ class Batch(NamedTuple):
     row_ids: dict[str, Tensor]  # table of n-grams -> (orders * N,) int32, `ngram_rows`
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
     pieces: dict[str, Tensor] = {}  # "tokens" or table -> int32, sorted_pieces of its ids; for training
+    exchange: Exchange | None = None  # where the rows of the table of n-grams are; row_ids are then numbers in its list
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors on the device, in a fixed order."""
+        """All tensors on the device that a micro-step reads, in a fixed order."""
         candidates = [] if self.candidates is None else [self.candidates]
         return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values(), *candidates, *self.pieces.values()]
 
@@ -131,11 +169,12 @@ class Batch(NamedTuple):
                      None if self.candidates is None else self.candidates.clone(), pieces)
 
 
-def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0) -> Batch:
+def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0,
+               router=None) -> Batch:
     """A Batch on the device, from N + 1 consecutive tokens and cu_seqlens. Copies to a GPU do not block the host.
 
     hash_ids (V,): ids that stand for the tokens in the hash of n-grams. For training, row: number of this micro-batch
-    in the run; count: number of candidates (0: all classes).
+    in the run; count: number of candidates (0: all classes). router: RowRouter, where several ranks share the table.
     """
     def on_device(array):
         tensor = torch.from_numpy(array)
@@ -147,11 +186,21 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     else:
         targets = on_device(targets)
     hashed = inputs if hash_ids is None else hash_ids[inputs]
-    row_ids = {config.model.ngram_table: ngram_rows(hashed, config.model.ngrams)}
+    rows, exchange = ngram_rows(hashed, config.model.ngrams), None
+    if router is not None:
+        rows, exchange = router(rows, on_device, row is not None)
+    row_ids = {config.model.ngram_table: rows}
     pieces = {} if row is None else {name: on_device(sorted_pieces(ids)) for name, ids in (
         ("tokens", inputs), *row_ids.items())}
     return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),
-                 {table: on_device(rows) for table, rows in row_ids.items()}, candidates, pieces)
+                 {table: on_device(rows) for table, rows in row_ids.items()}, candidates, pieces, exchange)
+
+
+def make_router(config, rt) -> RowRouter | None:
+    """The router of a run on several ranks with a table of n-grams that they share."""
+    if rt.world == 1 or config.model.ngram_table != "ngram_embed":
+        return None
+    return RowRouter(rt, sum(rows for _, rows in config.model.ngrams))
 
 
 class Shard:
@@ -198,6 +247,7 @@ class Loader:
         self.files = find_files(config.data.train_files)
         self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
         self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.router = make_router(config, rt)
         self.load_state_dict({"index": 0, "part": 0, "shard": 0, "cursor": 0})
 
     def state_dict(self):
@@ -213,8 +263,8 @@ class Loader:
         self.ready = self.builder.submit(next, self.batches, None)
 
     def replay(self, state, count) -> list[Batch]:
-        """The `count` batches that follow a state, as they were."""
-        batches = [batch for batch, *_ in islice(self._batches(**state), count)]
+        """The `count` batches that follow a state, as they were, but without an Exchange, which needs all ranks."""
+        batches = [batch for batch, *_ in islice(self._batches(**state, routed=False), count)]
         if self.stream is not None:
             self.stream.synchronize()  # their copies run there
         return batches
@@ -224,7 +274,8 @@ class Loader:
         if copied is not None:  # the copies ran on a side stream
             current = torch.cuda.current_stream()
             current.wait_event(copied)
-            for tensor in batch.tensors:
+            routed = [x for x in batch.exchange[2:] if x is not None] if batch.exchange else []
+            for tensor in [*batch.tensors, *routed]:
                 tensor.record_stream(current)
         self.ready = self.builder.submit(next, self.batches, None)
         return batch
@@ -232,7 +283,7 @@ class Loader:
     def _shard(self, index):
         return Shard(self.files[index % len(self.files)], self.config.model)
 
-    def _batches(self, index, part, shard, cursor):
+    def _batches(self, index, part, shard, cursor, routed=True):
         """Yields (batch, event after its copies, state after the batch), beginning at a state."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
         while index < len(self.plans):
@@ -252,19 +303,20 @@ class Loader:
                     current, following = following.result(), self.reader.submit(self._shard, shard + 1)
                 starts, lengths, cursor = packed
                 if rank == self.rt.rank:
-                    batch = self._batch(current, starts, lengths, self.plans[index], part)
+                    batch = self._batch(current, starts, lengths, self.plans[index], part, routed)
             last_part = self.config.system.micro_batches // self.rt.world - 1
             index, part = (index, part + 1) if part < last_part else (index + 1, 0)
             yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
-    def _batch(self, shard, starts, lengths, plan, part):
+    def _batch(self, shard, starts, lengths, plan, part, routed):
         """(Batch on the device, event after its copies or None) of the packed documents. K2."""
         tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
         row = plan.step * micro_batches + part * self.rt.world + self.rt.rank
         joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
         borders = np.minimum(np.cumsum(lengths), tokens)
         cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-        arguments = joined, cu, self.config, self.rt.device, self.hash_ids, row, plan.candidates
+        router = self.router if routed else None
+        arguments = joined, cu, self.config, self.rt.device, self.hash_ids, row, plan.candidates, router
         if self.stream is None:
             return make_batch(*arguments), None
         torch.cuda.set_device(self.rt.device)  # every thread has its own current device
@@ -288,7 +340,7 @@ class ValidationData:
     """
 
     def __init__(self, config, rt, hash_ids=None):
-        self.config, self.rt, self.hash_ids = config, rt, hash_ids
+        self.config, self.rt, self.hash_ids, self.router = config, rt, hash_ids, make_router(config, rt)
         missing, parts = config.data.val_tokens + 1, []
         for path in find_files(config.data.val_files):
             parts.append(read_shard(path, config.model.vocab_size, missing))
@@ -302,4 +354,5 @@ class ValidationData:
         for start in range(self.rt.rank * n, self.config.data.val_tokens, self.rt.world * n):
             piece = self.tokens[start:start + n + 1]
             borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.bos_id), n)
-            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device, hash_ids=self.hash_ids)
+            yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device, hash_ids=self.hash_ids,
+                             router=self.router)

@@ -2,6 +2,10 @@
 
 import functools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,10 +20,10 @@ from data.run.errors import UserError
 from data.run.machine import Runtime
 from data.run.memory import state_bytes
 from oracles import gpu
-from test_checkpoint import LAST_ONLY, differing, train
-from test_run import STEPS, corpus  # noqa: F401 (a fixture)
+from test_checkpoint import LAST_ONLY, differing, read_logs, train
+from test_run import STEPS, VAL_BATCH, corpus, finish, start  # noqa: F401 (corpus is a fixture)
 
-TABLE = "--ngram_rows=300,200"
+TABLE, ROWS = "--ngram_rows=300,203", 503
 NAMES = "embedding_grad", "signed_rows", "update_few_rows"
 PLAIN, KERNELS = (SimpleNamespace(**{name: getattr(tk, name + suffix) for name in NAMES}) for suffix in ("_ref", ""))
 
@@ -60,7 +64,8 @@ def test_embedding_of_a_token():
     a, b, c, d = ([0] * i + tokens.tolist()[:40 - i] for i in range(4))
     bigrams = [0, *((x ^ y) % 8192 for x, y in zip(a[1:], b[1:]))]
     fours = [0] * 3 + [(x ^ y ^ 20011 * z ^ 30011 * w) % 2**32 % 8192 for x, y, z, w in zip(a, b, c, d)][3:]
-    wanted = sum(model.ngram_embed[part] * model.signs[signs] for part, signs in zip(rows.view(2, -1), (bigrams, fours)))
+    wanted = sum(model.ngram_embed[part] * model.signs[signs]
+                 for part, signs in zip(rows.view(2, -1), (bigrams, fours)))
     torch.testing.assert_close(model.lookup(tokens, {"ngram_embed": rows})[1], wanted)
     one = model.lookup(tokens[:1], {"ngram_embed": torch.from_numpy(L.ngram_rows(tokens[:1].numpy(), config.ngrams))})
     assert torch.isfinite(one[1]).all() and one[1].shape == (1, 16)
@@ -185,8 +190,10 @@ def test_update_refuses():
     few, p = tk.FewRows(torch.ones(4, 8), 3), torch.ones(4, 8)
     good = dict(p=p, v=p[:, :1].clone(), last=torch.zeros(4, 1, dtype=torch.int32), grad=few.grad, place=few.place,
                 rows=few.rows, count=few.count, t=1, step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1)
-    for change, message in ((dict(v=p), r"v must be .* shape \(4, 1\)"), (dict(place=few.rows), r"place must be .*\(4,"),
-                            (dict(rows=few.rows[:2]), r"rows must be .* \(3,\)"), (dict(count=None), "count must be a")):
+    for change, message in ((dict(v=p), r"v must be .* shape \(4, 1\)"),
+                            (dict(place=few.rows), r"place must be .*\(4,"),
+                            (dict(rows=few.rows[:2]), r"rows must be .* \(3,"),
+                            (dict(count=None), "count must be a")):
         with pytest.raises(ValueError, match=f"update_few_rows: {message}"):
             tk.update_few_rows(**good | change)
 
@@ -242,7 +249,7 @@ def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  #
     base = train(corpus, tmp_path / "base", TABLE, "--save_every=5", "--keep=0")
     state = torch.load(base.saved[5], weights_only=True)["optimizer"]["ngram_embed"]
     assert state["grad"].shape == (len(state["rows"]), T.parse_config(corpus.args).model.model_dim)
-    assert state["v"].shape == state["last"].shape == (500, 1) and state["grad"].any()
+    assert state["v"].shape == state["last"].shape == (ROWS, 1) and state["grad"].any()
     load = T.Trainer.load_state_dict
     monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
     run = train(corpus, tmp_path / "resumed", TABLE, f"--resume={base.saved[5]}", *LAST_ONLY)
@@ -271,7 +278,89 @@ def test_refused(args, message):
         T.parse_config(args.split())
 
 
-def test_one_process_only():
-    with pytest.raises(UserError, match="--ngram_rows=100.0: this table trains on one GPU"):
-        T.parse_config(["--ngram_rows=100"], 2)
-    assert T.parse_config(["--ngram_rows=0"], 2).model == T.parse_config([], 2).model
+# ---- Several ranks ---------------------------------------------------------------------------------------------------
+
+RANKS = (TABLE, "--bigram_signs=true", f"--val_tokens={2 * VAL_BATCH}", f"--val_batch_tokens={VAL_BATCH // 2}",
+         "--micro_batches=4", "--save_every=5", "--keep=0")
+
+
+def on_ranks(corpus, logs, ranks, *args):  # noqa: F811
+    out, err, status = finish(start(corpus, *RANKS, *args, f"--log_dir={logs}", ranks=ranks))
+    assert status == 0, out + err
+    return read_logs(logs)
+
+
+def near(got, wanted, saved, rest=False):
+    """Whether checkpoint number `saved` of two runs has the same table. rest: Adam is at rest, so all that differs are
+    the roundings of the gradients to bf16; else these grow."""
+    states = [torch.load(run.saved[saved], weights_only=True) for run in (got, wanted)]
+    ours, theirs = (state["optimizer"]["ngram_embed"] for state in states)
+    assert ours.keys() == theirs.keys() and torch.equal(ours["last"], theirs["last"]) and theirs["v"].any()
+    bound = 0.02 if rest else 0.15
+    assert (ours["v"] - theirs["v"]).norm() <= bound * theirs["v"].norm()
+    if "rows" in theirs:
+        assert len(ours["rows"]) == len({*ours["rows"].tolist()})
+        assert {*ours["rows"].tolist()} == {*theirs["rows"].tolist()}
+        dense = [torch.zeros(ROWS, part["grad"].size(1)).index_add_(0, part["rows"], part["grad"].float())
+                 for part in (ours, theirs)]
+        assert (dense[0] - dense[1]).norm() <= bound * dense[1].norm()
+    ours, theirs = (state["model"]["ngram_embed"].float() for state in states)
+    assert ours.shape == (ROWS, 48) and (ours - theirs).norm() <= bound * theirs.norm() and theirs.any() != rest
+    losses = [[float(loss) for loss in run.val.values()] for run in (got, wanted)]
+    assert losses[0] == pytest.approx(losses[1][-len(losses[0]):], abs=2e-4 if rest else 5e-3)
+
+
+@pytest.mark.parametrize("rest", [True, False])
+def test_ranks_share_the_table(corpus, tmp_path, rest):  # noqa: F811
+    """Two and four ranks train the table of one."""
+    more = ["--adam_lr=0"] * rest
+    one = train(corpus, tmp_path / "1", *RANKS, *more)
+    for ranks in (2, 4) if rest else (2,):
+        run = on_ranks(corpus, tmp_path / str(ranks), ranks, *more)
+        for saved in 5, 10, STEPS:
+            near(run, one, saved, rest)
+
+
+def test_from_two_ranks_to_one_and_back(corpus, tmp_path):  # noqa: F811
+    """Before step 5, when gradients of rows wait."""
+    one, two = train(corpus, tmp_path / "1", *RANKS), on_ranks(corpus, tmp_path / "2", 2)
+    near(train(corpus, tmp_path / "2_1", *RANKS, f"--resume={two.saved[5]}"), one, STEPS)
+    near(on_ranks(corpus, tmp_path / "1_2", 2, f"--resume={one.saved[5]}"), one, STEPS)
+    again = on_ranks(corpus, tmp_path / "2_2", 2, f"--resume={two.saved[5]}")
+    near(again, two, STEPS)
+
+
+def test_lists_of_rows(tmp_path):
+    """Three ranks with lists of their own, of which one is short and one has rows of one rank alone: every rank gives
+    what the others take, in their order, and the numbers lead back to the rows."""
+    code = """
+import json, sys, numpy as np, torch, torch.distributed as dist
+from types import SimpleNamespace
+from data.loader import RowRouter
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+rows = [[5, 0, 5, 99, 33, 34], [70, 99, 71, 70, 68, 99], [0, 0, 0, 0, 0, 0]][rank]
+router = RowRouter(SimpleNamespace(rank=rank, world=3), 100)
+assert router.block == 34
+for training in True, False:
+    numbers, found = router(np.array(rows, np.int32), torch.from_numpy, training)
+    wanted = sorted({*rows})
+    assert [wanted[i] for i in numbers] == rows and numbers.dtype == np.int32
+    assert found.takes == [sum(r // 34 == owner for r in wanted) for owner in range(3)]
+    assert found.gives == [[3, 0, 1], [1, 0, 0], [1, 4, 0]][rank]
+    assert found.rows.tolist() == [[0, 5, 33, 0], [0], [31, 0, 2, 3, 31]][rank], found
+    assert (found.pieces is not None) == training
+dist.barrier()
+dist.destroy_process_group()
+"""
+    (tmp_path / "lists.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    result = subprocess.run([*command, tmp_path / "lists.py"], text=True, capture_output=True, timeout=100,
+                            env=os.environ | {"PYTHONPATH": str(Path(T.__file__).parent)})
+    assert result.returncode == 0, result.stderr[:5000]
+
+
+def test_uneven_validation_is_refused():
+    with pytest.raises(UserError, match="--val_tokens=262144: with --ngram_rows all 2 processes need as many batches"):
+        T.parse_config(["--ngram_rows=100", "--val_tokens=262144"], 2)
+    assert T.parse_config(["--ngram_rows=0", "--val_tokens=262144"], 2).model == T.parse_config([], 2).model

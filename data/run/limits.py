@@ -59,10 +59,10 @@ def check_config(config, world=1):
     check_schedule(config.schedule)
     check_profile(config)
     check_kernels(config)
-    require(world == 1 or config.model.ngram_table != "ngram_embed",
-            f"--ngram_rows={render(config.model.ngram_rows)}: this table trains on one GPU; use one process, or"
-            " --ngram_rows=0")
     data = config.data
+    require(config.model.ngram_table != "ngram_embed" or data.val_tokens // data.val_batch_tokens % world == 0,
+            f"--val_tokens={data.val_tokens}: with --ngram_rows all {world} processes need as many batches of"
+            f" --val_batch_tokens={data.val_batch_tokens}")
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
             " and --val_batch_tokens a multiple of 16")

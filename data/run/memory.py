@@ -54,6 +54,8 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
     training = kept * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
     fixed = 430 * 2**20 + codes  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
+    if world > 1 and any(config.model.ngram_rows):  # rows that a micro-batch has from the ranks, and their gradients
+        fixed += 2 * len(config.model.ngrams) * activation * max(N, config.data.val_batch_tokens)
     allocated = 2 * weights + state / world + fixed + max(training, validation)  # 2: the weights and their gradients
     return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
 

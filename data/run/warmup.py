@@ -118,14 +118,20 @@ def compile_kernels(trainer):
     config, device, attn = trainer.config, trainer.rt.device, trainer.attn[0]
     torch.cuda.set_device(device)  # every thread has a current device of its own
     tokens, cu = np.zeros(257, np.uint16), cu_seqlens(np.array([256]), 256, 128)
+
+    def batch(**options):
+        made = make_batch(tokens, cu, config, device, **options)
+        for rows in made.row_ids.values():
+            rows.zero_()  # of the rows that ranks share, this one has only the first
+        return made
+
     losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
     with torch.cuda.stream(trainer.graphs.stream):
         with only_compiling():
-            trainer.summed_loss(make_batch(tokens, cu, config, device), attn, trainer.model)
+            trainer.summed_loss(batch(), attn, trainer.model)
             for count, terms in losses:
-                batch = make_batch(tokens, cu, config, device, row=0, count=count)
-                trainer.micro_step(batch, trainer.mtp_table[0, :terms], attn, trainer.model)
+                trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn, trainer.model)
             for plan in updates.values():
                 trainer.optimizer.compile_kernels(plan)
         trainer.optimizer.drop_gradients()  # of kernels that did not run
