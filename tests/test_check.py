@@ -190,7 +190,16 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
             status, rows = check(*args)
             assert status == missing and (not missing or f"{size // MiB} MiB free" in rows["disk"][0])
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
-    assert C.CHECKS["disk"](checked(config, 2)) == "rank 0 writes"
+    assert C.CHECKS["disk"](checked(config, 2)) == ("rank 0 writes", True)
+
+
+@pytest.mark.parametrize("args, purpose, fine", [
+    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB", False),
+    ("--preset=record", "the log", True), ("--preset=cpu --save=true", r"the log and checkpoints of up to 0\.\d GB", True)])
+def test_large_checkpoints_are_announced(monkeypatch, args, purpose, fine):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**45))
+    text, found = C.CHECKS["disk"](checked(T.parse_config(args.split()), 1))
+    assert re.search(f"needed for {purpose}$", text) and found == fine
 
 
 # ---- Caches ----------------------------------------------------------------------------------------------------------
