@@ -319,7 +319,8 @@ def embedding_grad_ref(grad, sorted_ids, upstream, place=None, signs=None, sign_
     grad += torch.ops.aten.embedding_dense_backward(upstream, ids, grad.size(0), -1, False)
 
 
-@triton.jit
+# The lists of ids that ranks exchange have any length, and Triton would compile a kernel for each kind of length.
+@triton.jit(do_not_specialize=["N", "tokens"], do_not_specialize_on_alignment=["Starts", "Ids"])
 def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, Signs, SignIds, N, D, tokens, stride_sn, FINAL: tl.constexpr,
                      COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     # Sum number s is over the rows Starts[s] ... Starts[s + 1] - 1 of Src. First launch: the rows that Order lists,

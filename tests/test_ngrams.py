@@ -171,6 +171,19 @@ def test_sum_over_orders(rows, width, n, orders, signed, ops, device, monkeypatc
     assert set(listed.tolist()) == set(ids.tolist())
 
 
+@gpu
+def test_lists_of_any_length_take_the_same_kernels(device):
+    """Ranks exchange lists of any length; a length must not compile a kernel while the clock runs."""
+    few, compiled = tk.FewRows(torch.zeros(900, 768, dtype=torch.bfloat16, device=device), 900), set()
+    cache = tk._sum_rows_kernel.device_caches[torch.cuda.current_device()][0]
+    for n in 160, 1, 2, 15, 16, 17, 64, 333:
+        ids = torch.randint(900, (n,), dtype=torch.int32, device=device)
+        few.claim(pieces := sorted_ids(ids, True))
+        tk.embedding_grad(few.grad, pieces, torch.randn(n, 768, dtype=torch.bfloat16, device=device), few.place)
+        compiled.add(len(cache))
+    assert len(compiled) == 1
+
+
 def test_gradients_can_be_stored(device):
     table = torch.zeros(30, 8, device=device)
     few, other = tk.FewRows(table, 20), tk.FewRows(table, 20)

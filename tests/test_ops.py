@@ -160,14 +160,16 @@ def test_compiled_model_equals_eager(device):
 # ---- Micro-steps -----------------------------------------------------------------------------------------------------
 
 
-def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208), apart=False):
+def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208), apart=False, few_rows=False):
     """Losses of micro-steps of two stages in turn, fresh data each, the head changed on the way; and the gradients.
 
     The stage with 320 tokens takes 256 of 384 classes. Micro-step 4 has too many targets for the 128 that it may take.
-    apart: the gradients of each micro-step start from zero and are added up in fp64."""
+    apart: the gradients of each micro-step start from zero and are added up in fp64. few_rows: bigrams and trigrams
+    have a table whose gradients are FewRows."""
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
-    config = T.Model(vocab_size=257, model_dim=768 if on_gpu else 96, pointer=pointer)
+    config = T.Model(vocab_size=257, model_dim=768 if on_gpu else 96, pointer=pointer, bigram_signs=few_rows,
+                     ngram_rows=(900.0, 1100.0) if few_rows else (0.0,))
     ops, _ = tk.choose_ops(device, "auto")
     dtype = BF16 if on_gpu else FP32
     model = T.GPT(config, ops, dtype, device)
@@ -175,6 +177,9 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     head = tk.HeadLoss(model.lm_head, dtype, on_gpu, ops.cross_entropy, model.embed, ops.pointer, config.gate_id)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
+    table, few = config.ngram_table, None
+    if few_rows:
+        few = model.few_rows[table] = tk.FewRows(model.get_parameter(table).detach(), 2 * sum(rows))
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
     trainer = SimpleNamespace(head=head, micro_steps=4)
     step = MicroStepGraphs(lambda *args: T.Trainer.micro_step(trainer, *args, model), record)
@@ -185,22 +190,26 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     losses = []
     for i, n in enumerate(rows):
         tokens = torch.randint(257, (n + 1,))
-        hashed = torch.from_numpy(L.ngram_hash(tokens[:-1].int().numpy(), *config.ngrams[0]))
+        hashed = torch.from_numpy(L.ngram_rows(tokens[:-1].int().numpy(), config.ngrams))
         cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
         ids, sample = tokens[1:].numpy(), None
         if n == 320:
             sample = L.sample_candidates(ids, 384, 128 if i == 4 else 256, i, config.gate_id)
         candidates, ids = sample or (None, ids)
-        pieces = {"tokens": tokens[:-1].numpy(), "bigram_embed": hashed.numpy()}
+        pieces = {"tokens": tokens[:-1].numpy(), table: hashed.numpy()}
         pieces = {name: torch.from_numpy(sorted_pieces(rows)).to(device) for name, rows in pieces.items()}
         batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), torch.from_numpy(ids), cu)),
-                        {"bigram_embed": hashed.to(device)},
+                        {table: hashed.to(device)},
                         None if candidates is None else torch.from_numpy(candidates).to(device), pieces)
         assert (batch.candidates is None) == (i == 4 or n == 208)
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
         with torch.no_grad():
             model.lm_head.mul_(1.5)
             if apart or i == len(rows) - 1:
+                if few:
+                    n = few.count.item()
+                    model.get_parameter(table).grad[few.rows[:n].long()] = few.grad[:n]
+                    few.load(few.rows[:0], few.grad[:0])
                 for name, param in model.named_parameters():
                     sums[name] += param.grad
                     param.grad.zero_()
@@ -208,12 +217,15 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     return losses, sums
 
 
-@pytest.mark.parametrize("pointer", [False, True])
-def test_micro_steps_add_up(pointer, device):
+KINDS = pytest.mark.parametrize("pointer, few_rows", [(False, False), (True, False), (True, True)])
+
+
+@KINDS
+def test_micro_steps_add_up(pointer, few_rows, device):
     """Without CUDA graphs: gradients of two micro-steps are the sum of both, but for the rounding of the bf16
     buffers."""
-    losses, together = micro_steps(device, False, pointer, (320, 208))
-    same, apart = micro_steps(device, False, pointer, (320, 208), apart=True)
+    losses, together = micro_steps(device, False, pointer, (320, 208), few_rows=few_rows)
+    same, apart = micro_steps(device, False, pointer, (320, 208), apart=True, few_rows=few_rows)
     assert losses == same
     for name, wanted in apart.items():
         assert wanted.any() or name in ("smear_gate", "bigram_lambdas"), name  # these meet a zero at the start
@@ -221,11 +233,11 @@ def test_micro_steps_add_up(pointer, device):
 
 
 @gpu
-@pytest.mark.parametrize("pointer", [False, True])
-def test_recorded_micro_steps(pointer, device):
+@KINDS
+def test_recorded_micro_steps(pointer, few_rows, device):
     """A CUDA graph sees the data, the loss weights and the head of each call, and adds to the same gradients."""
-    losses, grads = micro_steps(device, True, pointer)
-    wanted_losses, wanted = micro_steps(device, False, pointer)
+    losses, grads = micro_steps(device, True, pointer, few_rows=few_rows)
+    wanted_losses, wanted = micro_steps(device, False, pointer, few_rows=few_rows)
     assert losses == pytest.approx(wanted_losses, rel=1e-4)
     for name, grad in wanted.items():
         assert (grads[name] - grad).norm() <= 2e-2 * grad.norm() + 1e-12, name
