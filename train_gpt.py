@@ -777,7 +777,7 @@ class GPT(nn.Module):
                 first += heads
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
-        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids {table: (N,) int32}, pieces: see Batch -> Output."""
+        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch -> Output."""
         return self.output(self.layers(self.lookup(tokens, row_ids, pieces), cu_seqlens, attn), tokens, attn)
 
     def output(self, results, tokens, attn) -> Output:
@@ -909,7 +909,7 @@ class GPT(nn.Module):
             if layer.dynamic:
                 factors.run_network(i, lane0)
             if i == 0:
-                embedded = lane0 = lane0 + factors(0, "bigram") * ngram  # later layers add bigrams before their MLPs
+                embedded = lane0 = lane0 + factors(0, "bigram") * ngram  # later layers add n-grams before their MLPs
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = w.skip
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
@@ -1348,16 +1348,20 @@ class NorMuonAndAdam:
             full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
         return full
 
-    def whole_rows(self, label, part):
-        """The tensor (R, ...) on the CPU of rank 0, from the parts of all ranks, one after the other. All ranks must
-        call this."""
-        parts = []
-        for rank in range(self.rt.world):
-            piece = part.contiguous() if rank == self.rt.rank else torch.empty_like(part)
+    def joined(self, part, lengths):
+        """The parts of all ranks in one tensor on the CPU of rank 0, elsewhere an empty one; lengths: of the parts, one
+        for each rank. All ranks must call this."""
+        parts = [part.new_empty(0, *part.shape[1:], device="cpu")]
+        for rank, length in enumerate(lengths):  # one part at a time, so that a GPU has no more of them
+            piece = part.contiguous() if rank == self.rt.rank else part.new_empty(length, *part.shape[1:])
             if self.rt.world > 1:
                 dist.broadcast(piece, rank)
-            parts += [piece.to("cpu", copy=True)] if self.rt.rank == 0 else []
-        return torch.cat(parts)[:self.table[label].shape[0]] if parts else None
+            parts += [piece.cpu()] if self.rt.rank == 0 else []
+        return torch.cat(parts)
+
+    def whole_rows(self, label, part):
+        """`joined` parts of a tensor (R, ...), of which every rank has as many rows."""
+        return self.joined(part, [len(part)] * self.rt.world)[:self.table[label].shape[0]]
 
     def own_rows(self, label, whole):
         """This rank's part of a tensor (R, ...), padded with zeros."""
@@ -1368,13 +1372,14 @@ class NorMuonAndAdam:
     def _rows_state(self, label):
         """`state_dict` of a table in self.few_rows."""
         tensors = {key: self.whole_rows(label, part) for key, part in self.state[label].items()}
-        few, waiting = self.few_rows[label], self.few_rows[label].count.item()
-        parts = [(few.rows[:waiting].cpu() + self.rt.rank * len(few.place), few.grad[:waiting].cpu())]
-        if self.rt.world > 1:
-            parts, part = [None] * self.rt.world, parts[0]
-            dist.all_gather_object(parts, part)
-        rows, grads = map(torch.cat, zip(*parts))
-        return (tensors | ({"rows": rows, "grad": grads} if len(rows) else {})) if self.rt.rank == 0 else {}
+        few, counts = self.few_rows[label], torch.zeros(self.rt.world, dtype=torch.int32, device=self.rt.device)
+        counts[self.rt.rank] = few.count[0]
+        all_reduce(counts, self.rt)
+        counts = counts.tolist()
+        waiting = slice(counts[self.rt.rank])
+        rows = self.joined(few.rows[waiting] + self.rt.rank * len(few.place), counts)
+        grad = self.joined(few.grad[waiting], counts)
+        return (tensors | ({"rows": rows, "grad": grad} if any(counts) else {})) if self.rt.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, full):
@@ -1661,6 +1666,7 @@ class Trainer:
         return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def fetch_rows(self, batch):
+        """Bring the rows of n-grams that this rank reads in a micro-batch. All ranks must call this."""
         for shared in self.model.shared_rows.values() if batch.exchange else ():
             with trace_range("fetch rows"):
                 shared.fetch(batch.exchange)

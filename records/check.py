@@ -5,6 +5,7 @@ UserError if the run will not start. Every run makes the same checks without thi
 at the first failure.
 """
 
+import dataclasses
 import getpass
 import os
 import platform
@@ -37,7 +38,7 @@ class Run(NamedTuple):
     @property
     def sizes(self):
         """`sizes` of data/run/memory.py."""
-        return state_bytes(self.config, self.table)
+        return state_bytes(self.config, self.table, self.world)
 
 
 def versions(run):
@@ -94,13 +95,15 @@ def expected_time(run):
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
     tokens = total_tokens(schedule)
+    model, timed = run.config.model, [x for name, x in run.models.items() if (name == "cpu") == (device.type == "cpu")]
+    if run.gpu:
+        timed = [dataclasses.replace(x, model_dim=model.model_dim, num_heads=model.num_heads) for x in timed]
+    if model not in timed or run.config.system.kernels != "auto":
+        return "not known for this model or these kernels"
     if run.gpu:
         rows = tokens / stage_starts(schedule)[-1] / run.world
-        minutes = tokens * seconds_per_token(run.config.model.model_dim, rows, run.gpu) / run.world / 60
+        minutes = tokens * seconds_per_token(model.model_dim, rows, run.gpu) / run.world / 60
         return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do, see size)"
-    timed = [model for name, model in run.models.items() if (name == "cpu") == (device.type == "cpu")]
-    if run.config.model not in timed or run.config.system.kernels != "auto":
-        return "not known for this model or these kernels"
     if device.type == "cpu":
         return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
                 " measured")
@@ -110,7 +113,7 @@ def expected_time(run):
         minutes *= 1.15  # records/2026-11-22_sampled_softmax
     if not run.config.system.fp8_mlp:
         minutes *= 1.13  # records/2026-11-23_fp8
-    if not any(layer.narrow for layer in run.config.model.layers):
+    if not any(layer.narrow for layer in model.layers):
         minutes *= 1.16  # wider heads and MLPs, record 74's optimizer (records/2026-11-23_attention, _optimizer)
     if capability(device)["hardware_tma"] == "no":
         minutes *= 1.21  # no Hopper matrix instructions, and a head in bf16 (records/2026-11-20_hardware)
@@ -157,7 +160,7 @@ def check_table(config, world, param_table, models, fit, show) -> int:
     with suppress(UserError):  # the row "kernels" reports it
         config = choose_kernels(config, device)[0]
     table = param_table(config.model)
-    config = choose_micro_batches(config, state_bytes(config, table), device, world)
+    config = choose_micro_batches(config, state_bytes(config, table, world), device, world)
     run = Run(config, world, table, models, gpu)
     checks |= {"checkpoint": checkpoint} if config.system.resume else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}

@@ -119,6 +119,8 @@ def calls(run):
             orders = run.get("ngram_orders", 1)
             for touched in micro_batch["touched"].values():
                 yield "embedding_grad", N * orders, D, touched
+            if run.get("few_rows") and run["ranks"] > 1:  # of the rows that the ranks send to their owners
+                yield from (("embedding_grad", n, D, n // run["ranks"]) for n in micro_batch["touched"].values())
             if run.get("signs") or orders > 1:
                 yield "signed_rows", N, D, orders
         if run.get("fp8_mlps"):
@@ -134,7 +136,7 @@ def calls(run):
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
             yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
-            yield from (("update_few_rows", D * rows[label]) for label in run.get("few_rows", ()))
+            yield from (("update_few_rows", D * rows[label] // run["ranks"]) for label in run.get("few_rows", ()))
 
 
 def describe(config, rt, plans, batches, optimizer, head, limits):

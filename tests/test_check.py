@@ -1,5 +1,6 @@
 """What is checked before anything is compiled, and the table of --check. The GPUs are made up: nothing runs on them."""
 
+import math
 import os
 import re
 import subprocess
@@ -172,6 +173,19 @@ def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
 # ---- Disk ------------------------------------------------------------------------------------------------------------
 
 
+def test_memory_of_the_ranks_for_few_rows():
+    """Against FewRows: each rank has gradients for as many rows as all micro-batches of two steps may bring it."""
+    for ranks, rows in (1, 9e6), (2, 9e6), (8, 9e6), (8, 9e5):
+        config = T.parse_config([f"--ngram_rows=0,{rows}"], ranks)
+        table = torch.empty(math.ceil(rows / ranks), 768, dtype=torch.bfloat16, device="meta")
+        gradients = kernels.FewRows(table, min(2 * 393216, len(table))).grad.nbytes
+        own = state_bytes(config, T.param_table(config.model), ranks)
+        none = state_bytes(config, [p for p in T.param_table(config.model) if p.optim != "rows"], ranks)
+        assert own[3] - none[3] == gradients > 0 == none[3]
+        free = estimate_memory(config, (*own[:3], 0), ranks)
+        assert estimate_memory(config, own, ranks) == pytest.approx([x + gradients / MiB for x in free])
+
+
 def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
     config, cpu = T.parse_config(["--preset=cpu"]), torch.device("cpu")
@@ -194,8 +208,10 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
 
 
 @pytest.mark.parametrize("args, purpose, fine", [
-    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB", False),
-    ("--preset=record", "the log", True), ("--preset=cpu --save=true", r"the log and checkpoints of up to 0\.\d GB", True)])
+    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB; each checkpoint is larger than 4 GB, --keep and"
+     " --save_every limit them", False),
+    ("--preset=record", "the log", True),
+    ("--preset=cpu --save=true", r"the log and checkpoints of up to 0\.\d GB", True)])
 def test_large_checkpoints_are_announced(monkeypatch, args, purpose, fine):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**45))
     text, found = C.CHECKS["disk"](checked(T.parse_config(args.split()), 1))

@@ -325,7 +325,8 @@ def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
                           ".hidden": b"hidden", ".git/HEAD": b"ref"}.items():
         (corpus / name).write_bytes(content)
     assert prepare_text(corpus, "--out", "n", "--tokenizer", "bytes") == 0
-    assert "warning: skipped 4 files (2 not UTF-8, such as binary.bin; 2 empty, such as blank)" in capsys.readouterr().out
+    wanted = "warning: skipped 4 files (2 not UTF-8, such as binary.bin; 2 empty, such as blank)"
+    assert wanted in capsys.readouterr().out
     assert sorted(texts_of(data / "n")) == sorted(sources(corpus))
 
 

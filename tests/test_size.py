@@ -91,7 +91,8 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("args, open", [
     ("--preset=short --minutes=1", True), ("--preset=single --minutes 1 --seed=2 --layer3.xsa=false", True),
     ("--preset=short", True), ("--preset=short --train_tokens=1e8", True), ("--minutes=1", False),
-    ("--preset=single", False), ("--preset=single --train_tokens=1e8", True),
+    ("--preset=single", False), ("--preset=single --train_tokens=1e8", True), ("--preset=single --minutes=0", False),
+    ("--preset=single --train_tokens=0", False), ("--preset=short --minutes=0", True),
     ("--preset=short --scheduled_steps=9", True),
     ("--preset=record --train_tokens=1e8", False), ("--preset=short --model_dim=768", False),
     ("--preset=record --minutes=1", False), ("--preset=cpu --minutes=1", False),
@@ -196,7 +197,8 @@ def test_a_start_measures_and_chooses(begin, minutes, width):
     assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
 
 
-@pytest.mark.parametrize("args", [["--preset=single"], ["--minutes=5", "--model_dim=768"], ["--model_dim=768"]])
+@pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--minutes=0"], ["--model_dim=768"],
+                                  ["--minutes=5", "--model_dim=768"]])
 def test_a_start_that_measures_nothing(begin, args):
     status, err, config, size = begin(*args)
     assert (status, err, size, begin.measured) == (0, "", "", []) and config.model.model_dim == 768
@@ -218,6 +220,8 @@ def test_check_names_the_width(gpus, monkeypatch):  # noqa: F811
     for args in (["--preset=single"], ["--preset=short", "--model_dim=768"]):
         rows = gpus.check(*args)[1]
         assert "size" not in rows and rows["time"][0].startswith("about ")
+    for arg in "--ngram_rows=1e6", "--mlp_ratio=4", "--kernels=torch":
+        assert gpus.check("--preset=short", arg)[1]["time"][0] == "not known for this model or these kernels"
     monkeypatch.setattr("records.check.measure_gpu", Mock(side_effect=T.UserError("too little")))
     assert gpus.check("--preset=short", "--minutes=5")[1]["size"] == ("too little", "maybe")
 

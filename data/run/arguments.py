@@ -51,7 +51,8 @@ def leaves_size_open(argv, presets) -> bool:
     presets: {name of a preset whose width may change: whether it does so at the preset's own length, too}.
     """
     overrides = read_arguments(argv)
-    preset, has_length = overrides.get("preset"), bool({"minutes", "train_tokens"} & {*overrides})
+    preset = overrides.get("preset")
+    has_length = any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
     return (preset in presets and (has_length or presets[preset]) and not overrides.get("resume")
             and overrides.get("device") != "cpu" and not SIZE_KNOBS & {*overrides})
 

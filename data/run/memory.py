@@ -14,16 +14,20 @@ from data.run.errors import LESS_MEMORY, UserError
 from data.run.knobs import render, with_system
 
 
-def state_bytes(config, table) -> tuple[int, int, int]:
-    """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and of the
-    FP8 codes of banks."""
-    weights = state = codes = 0
+def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
+    """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and on each
+    rank of the FP8 codes of banks and of the gradients of few rows.
+
+    A table whose rows are updated one by one is state here: each rank has a part of it, and no gradient for all rows.
+    """
+    weights = state = codes = few = 0
     for param in table:
         size = math.prod(param.shape)
-        if param.optim == "rows":  # v, last and place of every row; gradients of two steps; `weights` count twice below
+        if param.optim == "rows":  # 12: v, last and place of every row
+            rows, width = param.shape
             most = 2 * len(config.model.ngrams) * max(stage.batch_tokens for stage in config.schedule.stages)
-            state += size * param.dtype.itemsize + 12 * param.shape[0]
-            state += min(most, param.shape[0]) * param.shape[1] * param.dtype.itemsize
+            state += size * param.dtype.itemsize + 12 * rows
+            few += min(most, -(-rows // world)) * width * param.dtype.itemsize
             continue
         weights += size * param.dtype.itemsize
         # Adam keeps m and v in fp32, and only v for a lazy table. NorMuon keeps m in fp32, a mantissa of 16 bits, and
@@ -33,7 +37,7 @@ def state_bytes(config, table) -> tuple[int, int, int]:
         state += 4 * size * bool(param.average and config.optim.average_blend)
         knob, per_weight = param.codes
         codes += int(size * per_weight) if knob and getattr(config.system, knob) else 0
-    return weights, state, codes
+    return weights, state, codes, few
 
 
 def estimate_memory(config, sizes, world) -> tuple[float, float]:
@@ -43,7 +47,7 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
     number of activations that autograd keeps per layer is fitted to layers with attention. 18, the number of
     activations in a validation, is counted.
     """
-    (weights, state, codes), system, V = sizes, config.system, config.model.padded_vocab
+    (weights, state, codes, few), system, V = sizes, config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
     # The head keeps the gradient of the logits, and beside it a transposed FP8 copy or some bf16 logits.
@@ -53,11 +57,13 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
                for layer in config.model.layers)
     training = kept * N * activation + head
     validation = 18 * config.data.val_batch_tokens * activation
-    fixed = 430 * 2**20 + codes  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
-    if world > 1 and any(config.model.ngram_rows):  # rows that a micro-batch has from the ranks, and their gradients
-        fixed += 2 * len(config.model.ngrams) * activation * max(N, config.data.val_batch_tokens)
-    allocated = 2 * weights + state / world + fixed + max(training, validation)  # 2: the weights and their gradients
-    return allocated / 2**20, (allocated + system.cuda_graphs * training) / 2**20  # graphs keep their own memory
+    fixed, sent = 430 * 2**20 + codes + few, 0  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
+    if world > 1 and any(config.model.ngram_rows):
+        rows = len(config.model.ngrams) * activation * max(N, config.data.val_batch_tokens)
+        fixed += 2 * rows  # that a micro-batch has from the ranks, and their gradients
+        sent = 4 * rows  # gradients to and from the ranks, and their sums in fp32
+    allocated = 2 * weights + state / world + fixed + max(training, validation, sent)  # 2: weights and their gradients
+    return allocated / 2**20, (allocated + system.cuda_graphs * (training + sent)) / 2**20  # graphs keep their memory
 
 
 def free_memory(device) -> float:
@@ -67,8 +73,8 @@ def free_memory(device) -> float:
 
 def require_state(sizes, device, world):
     """Raises UserError when weights, gradients and optimizer state alone are more than the free memory of the GPU."""
-    weights, state, codes = sizes
-    needed = (2 * weights + state / world + codes) / 2**20
+    weights, state, codes, few = sizes
+    needed = (2 * weights + state / world + codes + few) / 2**20
     if device.type == "cuda" and needed > (free := free_memory(device)):
         raise UserError(f"{free:.0f} MiB of the GPU are free, but weights, gradients and optimizer state alone take"
                         f" {needed:.0f}: use fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")

@@ -98,24 +98,25 @@ def require_caches(config, device) -> list[str]:
 
 
 def require_disk(config, sizes) -> tuple[str, bool]:
-    """(sentence about the disk space for the log and the checkpoints, whether a checkpoint has up to 4 GB). Raises
+    """(sentence about the disk space for the log and the checkpoints, whether each checkpoint has at most 4 GB). Raises
     UserError when there is too little space."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes", True
     system, size, purpose, each = config.system, 2**20, "the log", 0
     if system.save or system.save_every:
-        weights, state, _ = sizes
+        weights, state, _, few = sizes
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
-        each = 2 * weights + state  # weights, gradients, state
+        each = 2 * weights + state + few  # weights, gradients, state
         size, purpose = size + count * each, f"the log and checkpoints of up to {each / 1e9:.1f} GB"
-    return require_room(ROOT / system.log_dir, size, purpose), each <= 4e9
+    found, fine = require_room(ROOT / system.log_dir, size, purpose), each <= 4e9
+    return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * (not fine), fine
 
 
 def settled(config, table, device, world):
     """(config with fp8 and the number of micro-batches settled, its `sizes`)."""
     config = choose_kernels(config, device)[0]
-    sizes = state_bytes(config, table)
+    sizes = state_bytes(config, table, world)
     return choose_micro_batches(config, sizes, device, world), sizes
 
 
