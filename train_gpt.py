@@ -382,7 +382,7 @@ class Config:
 RECORD74 = Config()
 LAYERS = wire(11)
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
-# This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how wide the model is (SIZED). The settings
+# This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is (SIZED). The settings
 # come from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
 # seconds of 2026-11-23.
 SHORT = Config(
@@ -439,15 +439,15 @@ PRESETS = {
 
 
 MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
-# The width of these models follows --minutes or --train_tokens, and if true also the length of the preset: `single` is
-# made for a loss, which a narrower model would not reach with its tokens.
+# The size of these models follows --minutes or --train_tokens, and if true also the length of the preset: `single` is
+# made for a loss, which a smaller model would not reach with its tokens.
 SIZED = {"single": False, "short": True}
 
 
 def parse_config(argv, world=1, gpu=None) -> Config:
     """Arguments --preset=name and --key=value -> Config for `world` ranks. Raises UserError on an unknown argument.
 
-    gpu: what the GPU can do, where the length of the run chooses the width (None: not measured yet).
+    gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
     return arguments.parse_config(argv, world, arguments.Presets(PRESETS, MADE_FOR, wire), gpu)
 
@@ -1768,7 +1768,7 @@ def train(config, rt, log, argv, watch, automatic=False, size=""):
     """Train, from the log's header to the results.
 
     automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
-    size: a line for the log about the width that the script has chosen, if it has.
+    size: a line for the log about the size that the script has chosen, if it has.
     """
     profiler = None
     if config.system.profile:
@@ -1857,8 +1857,8 @@ def main(argv) -> int:
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
         config = parse_config(words, world)
         if arguments.leaves_size_open(words, SIZED):
-            fit = functools.partial(fit_size, config.schedule, lambda width, gpu: parse_config(
-                [*words, f"--model_dim={width}"], world, gpu), param_table, world)
+            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
+                [*words, *size.knobs], world, gpu), param_table, world)
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.model for name, preset in PRESETS.items()}

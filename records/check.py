@@ -22,7 +22,7 @@ from data.run.errors import UserError
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
 from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
-from data.run.size import Gpu, seconds_per_token
+from data.run.size import Gpu, Size, seconds_per_token
 from data.tokenizer import text_codec
 
 
@@ -97,12 +97,13 @@ def expected_time(run):
     tokens = total_tokens(schedule)
     model, timed = run.config.model, [x for name, x in run.models.items() if (name == "cpu") == (device.type == "cpu")]
     if run.gpu:
-        timed = [dataclasses.replace(x, model_dim=model.model_dim, num_heads=model.num_heads) for x in timed]
+        size = {key: getattr(model, key) for key in ("model_dim", "num_heads", "depth", "layers", "backout_layer")}
+        timed = [dataclasses.replace(x, **size) for x in timed]
     if model not in timed or run.config.system.kernels != "auto":
         return "not known for this model or these kernels"
     if run.gpu:
         rows = tokens / stage_starts(schedule)[-1] / run.world
-        minutes = tokens * seconds_per_token(model.model_dim, rows, run.gpu) / run.world / 60
+        minutes = tokens * seconds_per_token(Size(model.model_dim, model.depth), rows, run.gpu) / run.world / 60
         return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do, see size)"
     if device.type == "cpu":
         return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"

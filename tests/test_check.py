@@ -208,8 +208,8 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
 
 
 @pytest.mark.parametrize("args, purpose, fine", [
-    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB; each checkpoint is larger than 4 GB, --keep and"
-     " --save_every limit them", False),
+    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB; each checkpoint is larger than 4 GB,"
+     " --keep and --save_every limit them", False),
     ("--preset=record", "the log", True),
     ("--preset=cpu --save=true", r"the log and checkpoints of up to 0\.\d GB", True)])
 def test_large_checkpoints_are_announced(monkeypatch, args, purpose, fine):

@@ -46,15 +46,16 @@ def parse_config(argv, world, presets: Presets, gpu=None):
 
 
 def leaves_size_open(argv, presets) -> bool:
-    """Whether the width of the model is to suit the length of the run and the GPU (data/run/size.py).
+    """Whether the size of the model is to suit the length of the run and the GPU (data/run/size.py).
 
-    presets: {name of a preset whose width may change: whether it does so at the preset's own length, too}.
+    presets: {name of a preset whose size may change: whether it does so at the preset's own length, too}.
     """
     overrides = read_arguments(argv)
     preset = overrides.get("preset")
     has_length = any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
-    return (preset in presets and (has_length or presets[preset]) and not overrides.get("resume")
-            and overrides.get("device") != "cpu" and not SIZE_KNOBS & {*overrides})
+    by_hand = any(key in SIZE_KNOBS or key.startswith("layer") for key in overrides)
+    return (preset in presets and (has_length or presets[preset]) and not by_hand and not overrides.get("resume")
+            and overrides.get("device") != "cpu")
 
 
 def with_heads(overrides, model):

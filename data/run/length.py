@@ -5,7 +5,7 @@ import math
 from itertools import accumulate
 
 from data.run.errors import UserError
-from data.run.size import forecast
+from data.run.size import Size, forecast
 
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 200e-6}  # roughly: `short` on one H200, `cpu` on two cores
@@ -80,14 +80,15 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: an H200 with
-    768 channels).
+    768 channels in 11 layers).
     """
     schedule, (native, gpus) = config.schedule, made_for
     if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     tokens = schedule.train_tokens
     if schedule.minutes and gpu:
-        tokens = forecast(config.model.model_dim, 60 * schedule.minutes, gpu, world).tokens
+        size = Size(config.model.model_dim, len(config.model.layers))
+        tokens = forecast(size, 60 * schedule.minutes, gpu, world).tokens
     elif schedule.minutes:
         tokens = schedule.minutes * 60 * world / SECONDS_PER_TOKEN[config.system.device]
     if not tokens:

@@ -22,7 +22,7 @@ from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
-from data.run.size import LONGEST, best_seconds, rank_sizes
+from data.run.size import LONGEST, SIZES, best_seconds, rank_sizes, seconds
 from data.shards import find_files, matching_files, read_shard_header
 from data.tokenizer import text_codec
 
@@ -145,24 +145,24 @@ def check_start(config, table, world):
 def fit_size(schedule, parse, param_table, world, gpu, device):
     """(config of the best size for the length of a run, a line that says what was chosen and why).
 
-    schedule: that of a config of any size, which has the length; parse: function (width, gpu) -> config; param_table:
+    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config; param_table:
     that of train_gpt.py. On one GPU, a size that does not fit the memory is left out. Several GPUs must agree, but may
     differ in free memory, so there the memory does not count.
     """
-    def fits(width):
-        config = parse(width, gpu)
+    def fits(size):
+        config = parse(size, gpu)
         return memory_report(*settled(config, param_table(config.model), device, world), device, world)[1]
 
-    tokens, seconds = total_tokens(schedule), 60 * schedule.minutes
-    seconds = seconds or best_seconds(tokens, gpu, world)
-    ranked = rank_sizes(seconds, gpu, world)
-    narrowest = min(ranked, key=lambda forecast: forecast.width)
-    best = next((forecast for forecast in ranked if world > 1 or fits(forecast.width)), narrowest)
-    others = (f"width {other.width} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
+    tokens = total_tokens(schedule)
+    ranked = rank_sizes(60 * schedule.minutes or best_seconds(tokens, gpu, world), gpu, world)
+    smallest = next(forecast for forecast in ranked if forecast.size == SIZES[0])
+    best = next((forecast for forecast in ranked if world > 1 or fits(forecast.size)), smallest)
+    others = (f"{other.size} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
     length = (f"{schedule.minutes:g} min, about {best.tokens / 1e6:.3g}M tokens" if schedule.minutes else
-              f"{tokens / 1e6:.3g}M tokens, about {seconds:.3g} s")
-    line = (f"size: width {best.width} for {length}; expected difference of the loss in this time: {', '.join(others)};"
-            f" {gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s, {1e6 * gpu.launch:.2f} us per launch")
+              f"{tokens / 1e6:.3g}M tokens, about {seconds(best.size, tokens, gpu, world):.3g} s")
+    line = (f"size: {best.size} (channels x layers) for {length}; expected difference of the loss in equal time:"
+            f" {', '.join(others)}; {gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s,"
+            f" {1e6 * gpu.launch:.2f} us per launch")
     if best is not ranked[0]:
         line += "; a size with a lower loss does not fit the memory"
-    return parse(best.width, gpu), line + "; extrapolated: no run of the fit was so long" * (best.tokens > LONGEST)
+    return parse(best.size, gpu), line + "; extrapolated: no run of the fit was so long" * (best.tokens > LONGEST)
