@@ -1069,24 +1069,37 @@ class SharedRows:
     """The rows that a micro-batch reads from a table of which every rank has a part, and their gradients.
 
     rows (most, D): a leaf, whose first rows are those of the micro-batch, in the order of `Exchange.takes`. table: this
-    rank's part, a parameter; few: FewRows of it. PR 360 (devenpzak) fetches its rows a step ahead.
+    rank's part, a parameter; few: FewRows of it. All ranks must call the methods in the same order. PR 360 (devenpzak)
+    fetches its rows a step ahead.
     """
 
     def __init__(self, table, few, most, rt, ops):
         self.table, self.few, self.rt, self.ops = table, few, rt, ops
         self.rows = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device, requires_grad=True)
-        self.rows.grad = torch.zeros_like(self.rows)
+        self.rows.grad, self.next_rows = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
+        self.under_way = None  # (exchange, the rows that this rank gives, work) of rows that travel to next_rows
+
+    @torch.no_grad()
+    def start(self, exchange):
+        """Begin to bring the rows of a micro-batch, while the GPU works on."""
+        if self.under_way:  # rows that nobody has taken: a validation came between
+            self.under_way[-1].wait()
+        given, count = self.table.index_select(0, exchange.rows), sum(exchange.takes)
+        work = dist.all_to_all_single(self.next_rows[:count], given, exchange.takes, exchange.gives, async_op=True)
+        self.under_way = exchange, given, work
 
     @torch.no_grad()
     def fetch(self, exchange):
-        """Bring the rows of a micro-batch. All ranks must call this."""
-        taken = self.rows[:sum(exchange.takes)]
-        dist.all_to_all_single(taken, self.table.index_select(0, exchange.rows), exchange.takes, exchange.gives)
+        """Bring the rows of a micro-batch, which may be under way."""
+        if not self.under_way or self.under_way[0] is not exchange:
+            self.start(exchange)
+        self.under_way[-1].wait()
+        self.under_way, count = None, sum(exchange.takes)
+        self.rows[:count] = self.next_rows[:count]
 
     @torch.no_grad()
     def send_gradients(self, exchange):
-        """Add the gradients of the rows to those of the ranks that own the rows, as an average over the ranks. All
-        ranks must call this."""
+        """Add the gradients of the rows to those of the ranks that own the rows, as an average over the ranks."""
         sent, ids = self.rows.grad[:sum(exchange.takes)], kernels.SortedIds(exchange.rows, exchange.pieces)
         received = torch.empty(len(exchange.rows), sent.size(1), dtype=sent.dtype, device=sent.device)
         dist.all_to_all_single(received, sent / self.rt.world, exchange.gives, exchange.takes)
@@ -1185,8 +1198,11 @@ class NorMuonAndAdam:
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     @torch.no_grad()
-    def step(self, plan):
-        """Update the parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their gradients."""
+    def step(self, plan, after_rows=lambda: None):
+        """Update the parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their gradients.
+
+        after_rows is called when the rows in self.few_rows have their new values, before the large updates.
+        """
         copies = self.copies if plan.tied else {}
 
         def is_updated(name):
@@ -1200,9 +1216,11 @@ class NorMuonAndAdam:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = self._start_reduction(name)
 
-        for name in self.few_rows if plan.adam else ():
-            with trace_range(f"update {name}"):
-                self._update_few_rows(name, plan)
+        if plan.adam and self.few_rows:
+            for name in self.few_rows:
+                with trace_range(f"update {name}"):
+                    self._update_few_rows(name, plan)
+            after_rows()
 
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
         gathers = {}
@@ -1624,12 +1642,14 @@ class Trainer:
                 with trace_range("data"):
                     batch = loader.next_batch()
                 self.fetch_rows(batch)
+                if not plan.adam or part + 1 < micro_steps:  # else the rows change before the next micro-batch
+                    self.fetch_ahead(loader)
                 with trace_range("micro-step"):
                     loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
-            self.optimizer.step(plan)
+            self.optimizer.step(plan, lambda: self.fetch_ahead(loader))
             if plan.adam:
                 with trace_range("update head codes"):
                     self.head.refresh()
@@ -1670,6 +1690,12 @@ class Trainer:
         for shared in self.model.shared_rows.values() if batch.exchange else ():
             with trace_range("fetch rows"):
                 shared.fetch(batch.exchange)
+
+    def fetch_ahead(self, loader):
+        """Begin to bring the rows of the next micro-batch. All ranks must call this."""
+        for shared in self.model.shared_rows.values():
+            if exchange := loader.next_exchange():
+                shared.start(exchange)
 
     def summed_loss(self, batch, attn, forward=None):
         self.fetch_rows(batch)

@@ -280,6 +280,16 @@ class Loader:
         self.ready = self.builder.submit(next, self.batches, None)
         return batch
 
+    def next_exchange(self) -> Exchange | None:
+        """The exchange of the batch that `next_batch` returns next, ready on the device; None at the end of the run, or
+        where `next_batch` raises an error."""
+        if self.ready.exception() or not self.ready.result():
+            return None
+        batch, copied, _ = self.ready.result()
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+        return batch.exchange
+
     def _shard(self, index):
         return Shard(self.files[index % len(self.files)], self.config.model)
 

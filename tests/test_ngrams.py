@@ -359,6 +359,32 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):  # noqa: F811
     near(again, two, STEPS)
 
 
+COUNT_FETCHES = """
+counts, fetch, run = [0, 0], T.SharedRows.fetch, T.Trainer.run
+def counted(self, exchange):
+    counts[0] += exchange.pieces is not None  # of training
+    counts[1] += bool(self.under_way) and self.under_way[0] is exchange
+    fetch(self, exchange)
+def counting(self):
+    counts[:] = 0, 0
+    result = run(self)
+    self.log.line(f"fetches {counts}")
+    return result
+T.SharedRows.fetch, T.Trainer.run = counted, counting
+"""
+
+
+@pytest.mark.parametrize("every, late", [(0, 1), (4, 1 + STEPS // 4)])
+def test_rows_travel_ahead(corpus, tmp_path, every, late):  # noqa: F811
+    """All but those of the first micro-batch, and of the first after a validation, which comes between."""
+    args = f"--log_dir={tmp_path}", f"--val_every={every}", "--save_every=0"
+    out, err, status = finish(start(corpus, *RANKS, *args, ranks=2, hook=COUNT_FETCHES))
+    assert status == 0, out + err
+    (log,) = tmp_path.glob("*.txt")
+    fetches = 2 * STEPS  # of a rank
+    assert f"fetches [{fetches}, {fetches - late}]" in log.read_text()
+
+
 def test_lists_of_rows(tmp_path):
     """Three ranks with lists of their own, of which one is short and one has rows of one rank alone: every rank gives
     what the others take, in their order, and the numbers lead back to the rows."""

@@ -60,7 +60,7 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
     fixed, sent = 430 * 2**20 + codes + few, 0  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
     if world > 1 and any(config.model.ngram_rows):
         rows = len(config.model.ngrams) * activation * max(N, config.data.val_batch_tokens)
-        fixed += 2 * rows  # that a micro-batch has from the ranks, and their gradients
+        fixed += 3 * rows  # that a micro-batch has from the ranks, their gradients, and rows of the next micro-batch
         sent = 4 * rows  # gradients to and from the ranks, and their sums in fp32
     allocated = 2 * weights + state / world + fixed + max(training, validation, sent)  # 2: weights and their gradients
     return allocated / 2**20, (allocated + system.cuda_graphs * (training + sent)) / 2**20  # graphs keep their memory
