@@ -19,6 +19,7 @@ from data.run.clock import Stopwatch
 from data.run.errors import UserError
 from data.run.machine import Runtime
 from data.run.memory import state_bytes
+from data.run.sample import forward, log_probabilities
 from oracles import gpu
 from test_checkpoint import LAST_ONLY, differing, read_logs, train
 from test_run import STEPS, VAL_BATCH, corpus, finish, start  # noqa: F401 (corpus is a fixture)
@@ -225,6 +226,45 @@ def test_update_refuses():
                             (dict(count=None), "count must be a")):
         with pytest.raises(ValueError, match=f"update_few_rows: {message}"):
             tk.update_few_rows(**good | change)
+
+
+# ---- What a token sees -----------------------------------------------------------------------------------------------
+
+ORDERS = 3  # bigrams, trigrams, 4-grams
+
+
+def predictions(documents, *args):
+    """Log-probabilities (tokens, classes) of a model with random tables, for packed documents."""
+    config = T.parse_config(["--preset=cpu", "--ngram_rows=500,300,200", "--bigram_signs=true", *args])
+    ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
+    model = T.GPT(config.model, ops, torch.float32, torch.device("cpu"))
+    model.init_weights(0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for label in "ngram_embed", "lm_head", "mlp_bank", "xsa_lambdas", "mix_lambdas", "dynamic_out":
+            param = model.get_parameter(label)
+            param.add_(torch.randn(param.shape, generator=generator) * 0.3)
+        attention = T.attention_settings(config, torch.device("cpu"), torch.float32)[-1]
+        output, _ = forward(model, config, documents, attention)
+        return torch.stack([log_probabilities(model, output, row) for row in range(sum(map(len, documents)))])
+
+
+def test_no_token_sees_what_it_must_not():
+    """Change one token. Predictions before it stay as they are, bit for bit. In a model whose keys do not lag, so does
+    the next document, unless its first n-grams contain the token (K1)."""
+    tokens = np.random.default_rng(0).integers(0, 256, 60)
+    first, second = [256, *tokens[:30].tolist()], [256, *tokens[30:].tolist()]
+    border, no_lag = len(first), ("--layer3.long=false", "--layer10.long=false")
+    for args in (), no_lag:
+        wanted = predictions([first, second], *args)
+        assert torch.allclose(wanted.exp().sum(1), torch.ones(len(wanted)), atol=1e-5)
+        for place in 5, border - ORDERS - 1, border - ORDERS, border - 1, border + 1, border + 20:
+            documents = [first.copy(), second.copy()]
+            changed, i = (documents[0], place) if place < border else (documents[1], place - border)
+            changed[i] = (changed[i] + 1) % 256
+            differs = (predictions(documents, *args) != wanted).any(1)
+            assert differs[place] and not differs[:place].any()
+            assert not args or differs[border:].any() == (place >= border - ORDERS)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
