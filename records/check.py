@@ -132,7 +132,7 @@ CHECKS = {
     "versions": versions, "device": device, "kernels": implementations,
     "training data": lambda run: start.survey_training_data(run.config),
     "validation data": lambda run: start.survey_validation_data(run.config),
-    "caches": caches, "disk": lambda run: start.require_disk(run.config, run.sizes),
+    "caches": caches, "disk": lambda run: start.require_disk(run.config, run.table),
     "memory": memory}
 
 

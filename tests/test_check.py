@@ -1,5 +1,6 @@
 """What is checked before anything is compiled, and the table of --check. The GPUs are made up: nothing runs on them."""
 
+import dataclasses
 import math
 import os
 import re
@@ -173,19 +174,6 @@ def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
 # ---- Disk ------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_the_ranks_for_few_rows():
-    """Against FewRows: each rank has gradients for as many rows as all micro-batches of two steps may bring it."""
-    for ranks, rows in (1, 9e6), (2, 9e6), (8, 9e6), (8, 9e5):
-        config = T.parse_config([f"--ngram_rows=0,{rows}"], ranks)
-        table = torch.empty(math.ceil(rows / ranks), 768, dtype=torch.bfloat16, device="meta")
-        gradients = kernels.FewRows(table, min(2 * 393216, len(table))).grad.nbytes
-        own = state_bytes(config, T.param_table(config.model), ranks)
-        none = state_bytes(config, [p for p in T.param_table(config.model) if p.optim != "rows"], ranks)
-        assert own[3] - none[3] == gradients > 0 == none[3]
-        free = estimate_memory(config, (*own[:3], 0), ranks)
-        assert estimate_memory(config, own, ranks) == pytest.approx([x + gradients / MiB for x in free])
-
-
 def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
     config, cpu = T.parse_config(["--preset=cpu"]), torch.device("cpu")
@@ -208,13 +196,15 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
 
 
 @pytest.mark.parametrize("args, purpose, fine", [
-    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB; each checkpoint is larger than 4 GB,"
-     " --keep and --save_every limit them", False),
+    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB; each checkpoint is larger than 4"
+     " GB, --keep and --save_every limit them", False),
+    ("--preset=record --ngram_rows=0,9e5 --save=true", r"the log and checkpoints of up to 8\.1 GB; each .*", False),
     ("--preset=record", "the log", True),
     ("--preset=cpu --save=true", r"the log and checkpoints of up to 0\.\d GB", True)])
 def test_large_checkpoints_are_announced(monkeypatch, args, purpose, fine):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**45))
     text, found = C.CHECKS["disk"](checked(T.parse_config(args.split()), 1))
+    assert C.CHECKS["disk"](checked(T.parse_config(args.split(), 8), 8)) == (text, found)  # rank 0 writes all parts
     assert re.search(f"needed for {purpose}$", text) and found == fine
 
 
@@ -461,6 +451,25 @@ def test_too_little_memory(gpus, monkeypatch):
 
 
 # ---- Several ranks --------------------------------------------------------------------------------------------------
+
+
+
+def test_memory_of_the_ranks_for_few_rows():
+    """Against FewRows: each rank has gradients for as many rows as all micro-batches of two steps may bring it."""
+    for ranks, rows in (1, 9e6), (2, 9e6), (8, 9e6), (8, 9e5):
+        config = T.parse_config([f"--ngram_rows=0,{rows}"], ranks)
+        table = torch.empty(math.ceil(rows / ranks), 768, dtype=torch.bfloat16, device="meta")
+        gradients = kernels.FewRows(table, min(2 * 393216, len(table))).grad.nbytes
+        own = state_bytes(config, T.param_table(config.model), ranks)
+        none = state_bytes(config, [p for p in T.param_table(config.model) if p.optim != "rows"], ranks)
+        assert own[3] - none[3] == gradients > 0 == none[3]
+        free = estimate_memory(config, (*own[:3], 0), ranks)
+        assert estimate_memory(config, own, ranks) == pytest.approx([x + gradients / MiB for x in free])
+        # Also rows of two micro-batches, and their gradients; where these travel, graphs keep their own memory.
+        bare = dataclasses.replace(config, model=dataclasses.replace(config.model, ngram_rows=(0.0,)))
+        micro_batch = config.data.val_batch_tokens * 768 * 2 / MiB  # longer than one of training
+        shared = [a - b for a, b in zip(free, estimate_memory(bare, (*own[:3], 0), ranks))]
+        assert shared == pytest.approx([0, 0] if ranks == 1 else [3 * micro_batch, 7 * micro_batch])
 
 
 @pytest.mark.parametrize("extra, status", [([], 0), (["--val_tokens=131072"], 1)])

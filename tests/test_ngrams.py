@@ -129,6 +129,7 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch)
         assert torch.equal(listed.sort().values, occurred.nonzero()[:, 0])
         assert torch.equal(few.place[listed], torch.arange(count, dtype=torch.int32, device=device))
         assert (few.place >= 0).sum() == count
+        # Sums of up to 8192 numbers in fp32; largest error seen, in the reference on a GPU: 1.1e-4.
         torch.testing.assert_close(few.grad[:count].double(), wanted[listed], rtol=1e-5, atol=5e-4)
         ops.update_few_rows(table, v, last, few.grad, few.place, few.rows, few.count, t, 0.1 / t, 0.05, beta2, eps)
         exact_v = beta2 * exact_v + (1 - beta2) * wanted.square().mean(1, keepdim=True)

@@ -48,7 +48,8 @@ def parse_config(argv, world, presets: Presets, gpu=None):
 def leaves_size_open(argv, presets) -> bool:
     """Whether the size of the model is to suit the length of the run and the GPU (data/run/size.py).
 
-    presets: {name of a preset whose size may change: whether it does so at the preset's own length, too}.
+    argv must be valid; presets: {name of a preset whose size may change: whether it does so at the preset's own length,
+    too}.
     """
     overrides = read_arguments(argv)
     preset = overrides.get("preset")

@@ -22,7 +22,7 @@ from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
-from data.run.size import LONGEST, SIZES, best_seconds, rank_sizes, seconds
+from data.run.size import FITTED, SIZES, best_seconds, rank_sizes, seconds
 from data.shards import find_files, matching_files, read_shard_header
 from data.tokenizer import text_codec
 
@@ -97,14 +97,14 @@ def require_caches(config, device) -> list[str]:
     return list(folders.values())
 
 
-def require_disk(config, sizes) -> tuple[str, bool]:
+def require_disk(config, table) -> tuple[str, bool]:
     """(sentence about the disk space for the log and the checkpoints, whether each checkpoint has at most 4 GB). Raises
     UserError when there is too little space."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes", True
     system, size, purpose, each = config.system, 2**20, "the log", 0
     if system.save or system.save_every:
-        weights, state, _, few = sizes
+        weights, state, _, few = state_bytes(config, table)  # of all ranks
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
         each = 2 * weights + state + few  # weights, gradients, state
@@ -134,7 +134,7 @@ def check_start(config, table, world):
     if needs_tokenizer(config):
         text_codec(config.model.vocab_size)
     require_caches(config, device)
-    disk = require_disk(config, sizes)
+    disk = require_disk(config, table)
     require_state(sizes, device, world)
     for text, fine in training_data, validation_data, disk, memory_report(config, sizes, device, world):
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -165,4 +165,6 @@ def fit_size(schedule, parse, param_table, world, gpu, device):
             f" {1e6 * gpu.launch:.2f} us per launch")
     if best is not ranked[0]:
         line += "; a size with a lower loss does not fit the memory"
-    return parse(best.size, gpu), line + "; extrapolated: no run of the fit was so long" * (best.tokens > LONGEST)
+    if not FITTED[0] <= (best.tokens if schedule.minutes else tokens) <= FITTED[1]:
+        line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in FITTED))
+    return parse(best.size, gpu), line
