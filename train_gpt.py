@@ -1790,11 +1790,12 @@ class Trainer:
             self.model.fp8_projections.refresh()
 
 
-def train(config, rt, log, argv, watch, automatic=False, size=""):
+def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     """Train, from the log's header to the results.
 
     automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
-    size: a line for the log about the size that the script has chosen, if it has.
+    size: a line for the log about the size that the script has chosen, if it has. seconds: the expected training time,
+    if it is known.
     """
     profiler = None
     if config.system.profile:
@@ -1815,9 +1816,10 @@ def train(config, rt, log, argv, watch, automatic=False, size=""):
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
-        if minutes := config.schedule.minutes:
-            end = datetime.now() + timedelta(minutes=minutes, seconds=90 * system.compile)
-            log.line(f"{minutes:g} min of training follow; the run ends at about {end:%H:%M}", file=False)
+        if seconds:
+            end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)
+            length = f"{seconds:.2g} s" if seconds < 60 else f"{seconds / 60:.2g} min"
+            log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
             warm_up(trainer)
     except RuntimeError as error:
@@ -1882,6 +1884,7 @@ def main(argv) -> int:
         rank, world, local = rank_from_env()
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
         config = parse_config(words, world)
+        seconds = 60 * config.schedule.minutes
         if arguments.leaves_size_open(words, SIZED):
             fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
                 [*words, *size.knobs], world, gpu), param_table, world)
@@ -1896,10 +1899,10 @@ def main(argv) -> int:
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
-            config, size = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
+            config, size, seconds = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
             config = check_start(config, param_table(config.model), world)
             watch.lap("size")
-        train(config, rt, Log(config, rt), argv, watch, automatic, size)
+        train(config, rt, Log(config, rt), argv, watch, automatic, size, seconds)
         dist.destroy_process_group()
         return 0
     except (UserError, RuntimeError) as error:

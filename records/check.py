@@ -140,7 +140,7 @@ def check_table(config, world, param_table, models, fit, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
 
     param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for the length
-    of the run, a line about it). The others are those of Run.
+    of the run, a line about it, training time). The others are those of Run.
     """
     columns, status, checks = "{:<15} | {:<90} | {}", 0, dict(CHECKS)
     if show:
@@ -153,7 +153,7 @@ def check_table(config, world, param_table, models, fit, show) -> int:
     if fit and device.type == "cuda":
         try:
             gpu = measure_gpu(config.system.fp8_mlp)
-            config, line = fit(gpu, device)
+            config, line, _ = fit(gpu, device)
             size = line.removeprefix("size: ")
         except UserError as error:
             size = str(error), False

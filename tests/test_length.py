@@ -164,6 +164,7 @@ def test_minutes(free, tmp_path, ranks):
     args = f"--log_dir={tmp_path}", "--minutes=2", "--save_every=20", "--keep=0"
     out, err, status = finish(start(free, *args, ranks=ranks, hook=FAKE_CLOCK))
     assert status == 0 and err == "", err
+    assert len(re.findall(r"^about 2 min of training follow; the run ends at about \d\d:\d\d$", out, re.M)) == 1
     (log,) = tmp_path.glob("*.txt")
     run, (text, length) = compare.read_run(log), chosen_length(log)
     assert float(re.search("^train_seconds: (.*)$", text, re.M)[1]) == pytest.approx(120, rel=0.03)

@@ -137,7 +137,9 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
     for name in "memory.memory_report", "start.memory_report":
         monkeypatch.setattr(f"data.run.{name}", report)
     parse_ = functools.partial(parse, world=world)
-    config, line = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, world, H100, torch.device("cpu"))
+    config, line, time = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, world, H100,
+                                  torch.device("cpu"))
+    assert time == 3600
     assert config == parse_(chosen, H100) and config.schedule.minutes == 60
     assert (config.model.model_dim, len(config.model.layers)) == chosen and config.model.head_dim == 128
     assert line.startswith(f"size: {chosen} (channels x layers) for 60 min, about ") and "extrapolated" in line
@@ -153,7 +155,8 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
     ("--scheduled_steps=10000", "512 x 11 (channels x layers) for ")])
 def test_the_length_has_many_names(words, found):
     parse_ = functools.partial(parse, words=("--preset=short", *words.split()))
-    config, line = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, 1, H100, torch.device("cpu"))
+    config, line, time = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, 1, H100, torch.device("cpu"))
+    assert time == 30 if "minutes" in words else f", about {time:.3g} s;" in line
     assert line.startswith("size: " + found) and ("extrapolated" in line) == ("10000" in words)
     assert config == parse_(next(size for size in SIZES if found.startswith(str(size))), H100)
 
@@ -181,8 +184,8 @@ def test_rows_are_those_of_the_rule_before_rounding(world, tokens):
 
 @pytest.fixture
 def begin(gpus, monkeypatch):  # noqa: F811
-    """begin(argument, ...) -> (status, stderr, config and line about the size that `train` got) of a start on an H100
-    that is already running; .measured: the calls that measured it."""
+    """begin(argument, ...) -> (status, stderr, config, line about the size and seconds that `train` got) of a start on an
+    H100 that is already running; .measured: the calls that measured it."""
     train, measured = Mock(), []
     for name, value in dict(train=train, Log=lambda config, rt: None,
                             agreed_gpu=lambda *args: measured.append(args) or H100,
@@ -192,8 +195,8 @@ def begin(gpus, monkeypatch):  # noqa: F811
 
     def run(*args):
         status, err = gpus.start("--preset=short", *args)
-        config, *_, size = train.call_args.args
-        return status, err, config, size
+        config, *_, size, seconds = train.call_args.args
+        return status, err, config, size, seconds
     run.measured, run.gpus = measured, gpus
     return run
 
@@ -201,8 +204,8 @@ def begin(gpus, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("minutes, wanted", [("0.1", SIZES[1]), ("2", SIZES[3]), ("500", SIZES[4])])
 def test_a_start_measures_and_chooses(begin, minutes, wanted):
     """`main` measures the GPU after the ranks have met, and trains the model of the chosen size."""
-    status, err, config, size = begin(f"--minutes={minutes}")
-    assert (status, err) == (0, "") and size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
+    status, err, config, size, time = begin(f"--minutes={minutes}")
+    assert (status, err, time) == (0, "", 60 * float(minutes)) and size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
     assert (config.model.model_dim, config.model.depth) == wanted and config.schedule.minutes == float(minutes)
     assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
 
@@ -210,14 +213,14 @@ def test_a_start_measures_and_chooses(begin, minutes, wanted):
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--minutes=0"], ["--model_dim=768"],
                                   ["--minutes=5", "--model_dim=768"]])
 def test_a_start_that_measures_nothing(begin, args):
-    status, err, config, size = begin(*args)
-    assert (status, err, size, begin.measured) == (0, "", "", []) and config.model.model_dim == 768
+    status, err, config, size, time = begin(*args)
+    assert (status, err, size, begin.measured, time) == (0, "", "", [], 60 * config.schedule.minutes) and config.model.model_dim == 768
 
 
 def test_a_warning_comes_once(begin):
     """About the size that was chosen: no size fits this GPU, and the smallest is the best try."""
     begin.gpus.free = begin.gpus.own + 3000
-    err, config, size = begin("--minutes=500")[1:]
+    err, config, size, _ = begin("--minutes=500")[1:]
     assert (config.model.model_dim, config.model.depth) == SIZES[0]
     assert err.count("warning") == 1 and size.count("does not fit the memory") == 1
 

@@ -143,7 +143,8 @@ def check_start(config, table, world):
 
 
 def fit_size(schedule, parse, param_table, world, gpu, device):
-    """(config of the best size for the length of a run, a line that says what was chosen and why).
+    """(config of the best size for the length of a run, a line that says what was chosen and why, training time in
+    seconds).
 
     schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config; param_table:
     that of train_gpt.py. On one GPU, a size that does not fit the memory is left out. Several GPUs must agree, but may
@@ -153,18 +154,21 @@ def fit_size(schedule, parse, param_table, world, gpu, device):
         config = parse(size, gpu)
         return memory_report(*settled(config, param_table(config.model), device, world), device, world)[1]
 
-    tokens = total_tokens(schedule)
-    ranked = rank_sizes(60 * schedule.minutes or best_seconds(tokens, gpu, world), gpu, world)
+    tokens, time = total_tokens(schedule), 60 * schedule.minutes
+    ranked = rank_sizes(time or best_seconds(tokens, gpu, world), gpu, world)
     smallest = next(forecast for forecast in ranked if forecast.size == SIZES[0])
     best = next((forecast for forecast in ranked if world > 1 or fits(forecast.size)), smallest)
     others = (f"{other.size} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
-    length = (f"{schedule.minutes:g} min, about {best.tokens / 1e6:.3g}M tokens" if schedule.minutes else
-              f"{tokens / 1e6:.3g}M tokens, about {seconds(best.size, tokens, gpu, world):.3g} s")
+    if time:
+        tokens, length = best.tokens, f"{schedule.minutes:g} min, about {best.tokens / 1e6:.3g}M tokens"
+    else:
+        time = seconds(best.size, tokens, gpu, world)
+        length = f"{tokens / 1e6:.3g}M tokens, about {time:.3g} s"
     line = (f"size: {best.size} (channels x layers) for {length}; expected difference of the loss in equal time:"
             f" {', '.join(others)}; {gpu.products / 1e12:.0f} TFLOP/s, {gpu.copies / 1e9:.0f} GB/s,"
             f" {1e6 * gpu.launch:.2f} us per launch")
     if best is not ranked[0]:
         line += "; a size with a lower loss does not fit the memory"
-    if not FITTED[0] <= (best.tokens if schedule.minutes else tokens) <= FITTED[1]:
+    if not FITTED[0] <= tokens <= FITTED[1]:
         line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in FITTED))
-    return parse(best.size, gpu), line
+    return parse(best.size, gpu), line, time
