@@ -63,8 +63,8 @@ def test_values(corpus, tmp_path, longer, monkeypatch, split_stage):
     """The averages equal fp64 recursions over the weights. The embedding inherits that of the head at the split."""
     step, expected = T.NorMuonAndAdam.step, {}
 
-    def followed(optimizer, plan):
-        step(optimizer, plan)
+    def followed(optimizer, plan, *others):
+        step(optimizer, plan, *others)
         for label, rate in plan.average_rates.items():
             if label != "embed" or not plan.tied:
                 shard, state = optimizer.shards[label].detach(), optimizer.state[label]
@@ -86,6 +86,7 @@ def test_values(corpus, tmp_path, longer, monkeypatch, split_stage):
 
     monkeypatch.setattr(T.NorMuonAndAdam, "step", followed)
     train(corpus, tmp_path, BLEND, f"--split_stage={split_stage}")
+    assert expected
 
 
 def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
