@@ -1370,7 +1370,7 @@ class NorMuonAndAdam:
         """The parts of all ranks in one tensor on the CPU of rank 0, elsewhere an empty one; lengths: of the parts, one
         for each rank. All ranks must call this."""
         parts = [part.new_empty(0, *part.shape[1:], device="cpu")]
-        for rank, length in enumerate(lengths):  # one part at a time, so that a GPU has no more of them
+        for rank, length in enumerate(lengths):  # one part at a time: a GPU may lack the memory for all
             piece = part.contiguous() if rank == self.rt.rank else part.new_empty(length, *part.shape[1:])
             if self.rt.world > 1:
                 dist.broadcast(piece, rank)
@@ -1818,7 +1818,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             log.line("Compiling model and warming up kernels (minutes on first execution)")
         if seconds:
             end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)
-            length = f"{seconds:.2g} s" if seconds < 60 else f"{seconds / 60:.2g} min"
+            length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
             warm_up(trainer)

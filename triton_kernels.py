@@ -319,7 +319,7 @@ def embedding_grad_ref(grad, sorted_ids, upstream, place=None, signs=None, sign_
     grad += torch.ops.aten.embedding_dense_backward(upstream, ids, grad.size(0), -1, False)
 
 
-# The lists of ids that ranks exchange have any length, and Triton would compile a kernel for each kind of length.
+# Ranks exchange lists of ids of any length, and Triton would compile a kernel for each kind of length.
 @triton.jit(do_not_specialize=["N", "tokens"], do_not_specialize_on_alignment=["Starts", "Ids"])
 def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, Signs, SignIds, N, D, tokens, stride_sn, FINAL: tl.constexpr,
                      COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):

@@ -465,7 +465,7 @@ def test_memory_of_the_ranks_for_few_rows():
         assert own[3] - none[3] == gradients > 0 == none[3]
         free = estimate_memory(config, (*own[:3], 0), ranks)
         assert estimate_memory(config, own, ranks) == pytest.approx([x + gradients / MiB for x in free])
-        # Also rows of two micro-batches, and their gradients; where these travel, graphs keep their own memory.
+        # Ranks also hold rows of two micro-batches and gradients of one. Copies that travel count beside the graphs.
         bare = dataclasses.replace(config, model=dataclasses.replace(config.model, ngram_rows=(0.0,)))
         micro_batch = config.data.val_batch_tokens * 768 * 2 / MiB  # longer than one of training
         shared = [a - b for a, b in zip(free, estimate_memory(bare, (*own[:3], 0), ranks))]

@@ -129,7 +129,7 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device, monkeypatch)
         assert torch.equal(listed.sort().values, occurred.nonzero()[:, 0])
         assert torch.equal(few.place[listed], torch.arange(count, dtype=torch.int32, device=device))
         assert (few.place >= 0).sum() == count
-        # Sums of up to 8192 numbers in fp32; largest error seen, in the reference on a GPU: 1.1e-4.
+        # A sum has up to 8192 numbers in fp32. The reference made the largest error seen on a GPU, 1.1e-4.
         torch.testing.assert_close(few.grad[:count].double(), wanted[listed], rtol=1e-5, atol=5e-4)
         ops.update_few_rows(table, v, last, few.grad, few.place, few.rows, few.count, t, 0.1 / t, 0.05, beta2, eps)
         exact_v = beta2 * exact_v + (1 - beta2) * wanted.square().mean(1, keepdim=True)
@@ -251,8 +251,8 @@ def predictions(documents, *args):
 
 
 def test_no_token_sees_what_it_must_not():
-    """Change one token. Predictions before it stay as they are, bit for bit. In a model whose keys do not lag, so does
-    the next document, unless its first n-grams contain the token (K1)."""
+    """Change one token. Predictions before the token stay as they are, bit for bit. In a model whose keys do not lag,
+    predictions in the next document stay, too, unless its first n-grams contain the token (K1)."""
     tokens = np.random.default_rng(0).integers(0, 256, 60)
     first, second = [256, *tokens[:30].tolist()], [256, *tokens[30:].tolist()]
     border, no_lag = len(first), ("--layer3.long=false", "--layer10.long=false")

@@ -184,8 +184,8 @@ def test_rows_are_those_of_the_rule_before_rounding(world, tokens):
 
 @pytest.fixture
 def begin(gpus, monkeypatch):  # noqa: F811
-    """begin(argument, ...) -> (status, stderr, config, line about the size and seconds that `train` got) of a start on an
-    H100 that is already running; .measured: the calls that measured it."""
+    """begin(argument, ...) -> (status, stderr, config, line about the size and seconds that `train` got) of a start on
+    an H100 that is already running; .measured: the calls that measured it."""
     train, measured = Mock(), []
     for name, value in dict(train=train, Log=lambda config, rt: None,
                             agreed_gpu=lambda *args: measured.append(args) or H100,
@@ -205,7 +205,8 @@ def begin(gpus, monkeypatch):  # noqa: F811
 def test_a_start_measures_and_chooses(begin, minutes, wanted):
     """`main` measures the GPU after the ranks have met, and trains the model of the chosen size."""
     status, err, config, size, time = begin(f"--minutes={minutes}")
-    assert (status, err, time) == (0, "", 60 * float(minutes)) and size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
+    assert (status, err, time) == (0, "", 60 * float(minutes))
+    assert size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
     assert (config.model.model_dim, config.model.depth) == wanted and config.schedule.minutes == float(minutes)
     assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
 
@@ -214,7 +215,8 @@ def test_a_start_measures_and_chooses(begin, minutes, wanted):
                                   ["--minutes=5", "--model_dim=768"]])
 def test_a_start_that_measures_nothing(begin, args):
     status, err, config, size, time = begin(*args)
-    assert (status, err, size, begin.measured, time) == (0, "", "", [], 60 * config.schedule.minutes) and config.model.model_dim == 768
+    assert (status, err, size, begin.measured, time) == (0, "", "", [], 60 * config.schedule.minutes)
+    assert config.model.model_dim == 768
 
 
 def test_a_warning_comes_once(begin):

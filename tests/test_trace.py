@@ -321,7 +321,8 @@ def test_work_by_counting():
     assert few.count(("signed_rows", 64, 256, 2)) == 6
     assert [call[1] for call in few if call[0] == "update_few_rows"] == [60 * 256] * 2
     assert few.count(("embedding_grad", 128, 256, 50)) == few.count(("embedding_grad", 128, 256, 60)) == 3
-    two = [*work.calls(RUN | {"few_rows": ["bigram_embed"], "ngram_orders": 2, "ranks": 2})]  # each owns half of the rows
+    # Each of two ranks owns half of the rows.
+    two = [*work.calls(RUN | {"few_rows": ["bigram_embed"], "ngram_orders": 2, "ranks": 2})]
     assert [call[1] for call in two if call[0] == "update_few_rows"] == [30 * 256] * 2
     assert two.count(("embedding_grad", 50, 256, 25)) == two.count(("embedding_grad", 60, 256, 30)) == 3
     assert len(two) == len(few) + 6
