@@ -85,7 +85,7 @@ from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
 from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
-from data.run.graphs import MicroStepGraphs
+from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, shards_line, write_header
@@ -293,6 +293,7 @@ class Schedule:
     final_window: int = 2560  # long window of the last validation, without a rotary update (K10)
     split_stage: int = 3  # untie head and embed after the first odd step of this stage (PR 175, PR 178, varunneal)
     cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
+    lr_ramp: float = 0.0  # first part of a stage in which lr_mul moves to that of the stage (0: it jumps, K11)
     lr_floor: float = 0.15  # factor of all learning rates after the cool-down, in place of lr_mul and not times it
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
@@ -987,8 +988,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 def number(x):
     """A number that changes from step to step as a 0-D CPU tensor: compiled code reads it at launch and is not compiled
-    again."""
-    return torch.tensor(x, dtype=torch.float64)
+    again. A tensor stays as it is."""
+    return x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64)
 
 
 def all_reduce(x, rt, op=dist.ReduceOp.SUM):
@@ -1109,6 +1110,33 @@ class SharedRows:
             self.ops.embedding_grad(self.few.grad, ids, received, self.few.place)
 
 
+def adam_betas(row, optim) -> tuple[float, float]:
+    """Decays of the first and the second moment of a parameter. A lazy table has no first moment."""
+    beta1, beta2 = row.betas
+    return 0.0 if row.lazy and optim.lazy_tables else beta1, optim.table_beta2 if beta2 is None else beta2
+
+
+def update_numbers(config, plan) -> dict[str, float]:
+    """The numbers with which the optimizer makes the update of a step: {name: number}, and {"label name": number} of
+    the parameters. The names are those of all steps."""
+    optim, t = config.optim, max(1, (plan.step + 1) // 2)  # number of Adam updates, this one included
+    adam_lr, muon_lr = optim.adam_lr * plan.lr_factor, optim.muon_lr * plan.lr_factor
+    numbers = {"t": t, "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
+               "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
+    for row in param_table(config.model):
+        if row.optim == "normuon":
+            decay = optim.muon_wd * row.wd_mul * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
+        elif row.sharded or row.optim == "rows":
+            (beta1, beta2), lr = adam_betas(row, optim), adam_lr * row.lr_mul
+            numbers[f"{row.label} step_size"] = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+            decay = lr * lr * optim.adam_wd * row.wd_mul
+        else:
+            continue  # Replicated has vectors
+        numbers[f"{row.label} weight_decay"] = decay
+        numbers[f"{row.label} average_rate"] = plan.average_rates.get(row.label, 0.0)
+    return numbers
+
+
 class NorMuonAndAdam:
     """State, updates and communication of all parameters; `param_table` has the settings of each.
 
@@ -1116,7 +1144,7 @@ class NorMuonAndAdam:
     """
 
     def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
-        self.params, self.optim, self.rt, self.ops = dict(named_params), config.optim, rt, ops
+        self.params, self.config, self.optim, self.rt, self.ops = dict(named_params), config, config.optim, rt, ops
         self.table = {param.label: param for param in param_table(config.model)}
         if set(self.table) != set(self.params):
             differing = sorted(set(self.table) ^ set(self.params))
@@ -1198,12 +1226,13 @@ class NorMuonAndAdam:
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     @torch.no_grad()
-    def step(self, plan, after_rows=lambda: None):
+    def step(self, plan, numbers=None, after_rows=lambda: None):
         """Update the parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their gradients.
 
-        after_rows is called when the rows in self.few_rows have their new values, before the large updates.
+        numbers: `update_numbers` of the step, also as 0-D tensors on the GPU (None: computed here). after_rows is
+        called when the rows in self.few_rows have their new values, before the large updates.
         """
-        copies = self.copies if plan.tied else {}
+        copies, numbers = self.copies if plan.tied else {}, numbers or update_numbers(self.config, plan)
 
         def is_updated(name):
             return name in self.matrix_lr or plan.adam and name not in copies.values()
@@ -1219,7 +1248,7 @@ class NorMuonAndAdam:
         if plan.adam and self.few_rows:
             for name in self.few_rows:
                 with trace_range(f"update {name}"):
-                    self._update_few_rows(name, plan)
+                    self._update_few_rows(name, numbers)
             after_rows()
 
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
@@ -1228,7 +1257,8 @@ class NorMuonAndAdam:
             with trace_range(f"wait {name}"):
                 grad = reductions.pop(name)()
             with trace_range(f"update {name}"):
-                (self._update_normuon if name in self.matrix_lr else self._update_adam)(name, plan, grad)
+                update = self._update_normuon if name in self.matrix_lr else self._update_adam
+                update(name, grad, numbers, name in plan.average_rates)
             if self.rt.world > 1 and name != "replicated":
                 with trace_range(f"gather {name}"):
                     gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
@@ -1267,49 +1297,45 @@ class NorMuonAndAdam:
             return part
         return wait
 
-    def _update_normuon(self, label, plan, grad):
+    def _update_normuon(self, label, grad, numbers, moves_average=False):
         state, bits = self.state[label], self.shards[label].view(torch.int16)
         X, scale = self.nesterov_momentum(
-            grad, state["m"], number(plan.momentum), kernels.POLAR_SAFETY, state.get("slow"),
-            number(plan.momentum_decay), number(plan.slow_rate), number(plan.slow_share))
+            grad, state["m"], number(numbers["momentum"]), kernels.POLAR_SAFETY, state.get("slow"),
+            *(number(numbers[name]) for name in ("momentum_decay", "slow_rate", "slow_share")))
         y = kernels.polar_express(X, scale, self.ops, self.optim.polar_steps)
-        lr, wd = self.optim.muon_lr * plan.lr_factor, self.optim.muon_wd * self.table[label].wd_mul
-        rate = plan.average_rates.get(label, 0.0)
         self.normuon_update(
-            bits, state["mantissa"], state["v"], y, number(lr), self.matrix_lr[label],
-            number(wd * lr),  # normuon_update multiplies by lr and the rate of the matrix
-            self.optim.muon_beta2, state["average"] if rate else None, number(rate))
+            bits, state["mantissa"], state["v"], y, number(numbers["muon_lr"]), self.matrix_lr[label],
+            number(numbers[f"{label} weight_decay"]), self.optim.muon_beta2,
+            state["average"] if moves_average else None, number(numbers[f"{label} average_rate"]))
 
-    def _update_few_rows(self, name, plan):
-        few, state, row, t = self.few_rows[name], self.state[name], self.table[name], (plan.step + 1) // 2
-        lr, beta2 = self.optim.adam_lr * plan.lr_factor * row.lr_mul, self.optim.table_beta2
+    def _update_few_rows(self, label, numbers):
+        few, state = self.few_rows[label], self.state[label]
         self.ops.update_few_rows(
-            self.params[name].detach(), state["v"], state["last"], few.grad, few.place, few.rows, few.count, t,
-            lr * (1 - beta2**t) ** 0.5, lr * lr * self.optim.adam_wd * row.wd_mul, beta2, self.optim.adam_eps)
+            self.params[label].detach(), state["v"], state["last"], few.grad, few.place, few.rows, few.count,
+            numbers["t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"], self.optim.table_beta2,
+            self.optim.adam_eps)
 
-    def _update_adam(self, name, plan, grad):
+    def _update_adam(self, name, grad, numbers, moves_average=False):
+        eps, t = self.optim.adam_eps, numbers["t"]  # embed continues the count of lm_head
         if name == "replicated":
             p, state = self.replicated.pack_weights(), self.replicated.state
             beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
-        else:
-            p, state, row = self.shards[name], self.state[name], self.table[name]
-            (beta1, beta2), lr_mul, wd_mul = row.betas, row.lr_mul, row.wd_mul
-            beta2 = self.optim.table_beta2 if beta2 is None else beta2
-        t = (plan.step + 1) // 2  # number of Adam updates, this one included; embed continues the count of lm_head
-        lr, eps = self.optim.adam_lr * plan.lr_factor * lr_mul, self.optim.adam_eps
-        weight_decay, rate = lr * lr * self.optim.adam_wd * wd_mul, plan.average_rates.get(name, 0.0)
-        average = state["average"] if rate else None
+            lr = numbers["adam_lr"] * lr_mul
+            self.adam_update(p, state["m"], state["v"], grad, lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t),
+                             lr * lr * self.optim.adam_wd * wd_mul, beta1, beta2, eps)
+            self.replicated.unpack_weights(p)
+            return
+        p, state, (beta1, beta2) = self.shards[name], self.state[name], adam_betas(self.table[name], self.optim)
+        step_size, weight_decay, rate = (
+            numbers[f"{name} {key}"] for key in ("step_size", "weight_decay", "average_rate"))
+        average = state["average"] if moves_average else None
         if "last" in state:
-            step_size = lr * (1 - beta2**t) ** 0.5
             touched = self.touched[name] if self.rt.world == 1 else (grad != 0).any(1)
             self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
                                  average, rate)
-            return
-        step_size = torch.as_tensor(lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t))
-        self.adam_update(p, state["m"], state["v"], grad, step_size, torch.as_tensor(weight_decay), beta1, beta2, eps,
-                         average, torch.tensor(rate) if rate else None)
-        if name == "replicated":
-            self.replicated.unpack_weights(p)
+        else:
+            self.adam_update(p, state["m"], state["v"], grad, torch.as_tensor(step_size), torch.as_tensor(weight_decay),
+                             beta1, beta2, eps, average, torch.as_tensor(rate) if moves_average else None)
 
     @torch.no_grad()
     def drop_gradients(self):
@@ -1320,10 +1346,11 @@ class NorMuonAndAdam:
             few.load(few.rows[:0], few.grad[:0])
 
     @torch.no_grad()
-    def compile_kernels(self, plan):
+    def compile_kernels(self, plan, numbers=None):
         """Launch the Triton kernels of `step`, for `only_compiling` of data/run/warmup.py."""
+        numbers = numbers or update_numbers(self.config, plan)
         for label in self.few_rows if plan.adam else ():
-            self._update_few_rows(label, plan)
+            self._update_few_rows(label, numbers)
         for name, copy in self.copies.items() if plan.adam and plan.tied else ():
             self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
             self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
@@ -1333,7 +1360,7 @@ class NorMuonAndAdam:
                 scale = torch.ones(len(grad), device=grad.device)
                 kernels.polar_express(torch.zeros_like(grad), scale, self.ops, self.optim.polar_steps)
             elif "last" in state and plan.adam:
-                self._update_adam(label, plan, grad)
+                self._update_adam(label, grad, numbers, label in plan.average_rates)
 
     @torch.no_grad()
     def blend(self, plan):
@@ -1487,6 +1514,9 @@ def make_plan(config: Config, step: int) -> StepPlan:
     index = bisect_right(starts, step) - 1
     stage, start = schedule.stages[index], starts[index]
     progress = (step - start) / ([*starts, total][index + 1] - start) if step < total else 0.0
+    lr_mul = stage.lr_mul
+    if progress < schedule.lr_ramp:
+        lr_mul += (schedule.stages[max(0, index - 1)].lr_mul - lr_mul) * (1 - progress / schedule.lr_ramp)
 
     decay_start = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
     t = min(1.0, max(0.0, (step - decay_start) / (schedule.scheduled_steps - decay_start)))  # K11
@@ -1501,7 +1531,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     sampled = step - step % 2 < schedule.sampled_frac * total and step <= split_step
     return StepPlan(
         step=step, stage=index, micro_batch_tokens=tokens,
-        max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
+        max_doc_len=stage.max_doc_len, lr_factor=lr_mul * (1 - t) + schedule.lr_floor * t,
         # Beside a slow average, the fast one forgets as fast as at the first step: the two then see different spans.
         momentum=momentum, momentum_decay=low if slow_share else momentum,
         slow_rate=min(1.0, 1 / (SLOW_PERIOD * total)), slow_share=slow_share,
@@ -1568,9 +1598,14 @@ class Trainer:
         self.compiled_layers = compiler(self.model.layers)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
                                      self.model.embed, ops.pointer, config.model.gate_id)
-        self.graphs = MicroStepGraphs(self.micro_step, config.system.cuda_graphs and rt.device.type == "cuda")
+        has_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
+        self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
+        # Several ranks exchange gradients in the update, and the plain update of few rows asks the GPU for their number.
+        waits = self.optimizer.few_rows and ops.update_few_rows is kernels.update_few_rows_ref
+        self.update_graphs = UpdateGraphs(self.update, has_graphs and rt.world == 1 and not waits, self.graphs,
+                                          update_numbers(config, self.plans[0]))
         self.model.fp8_head = config.system.fp8
         longest = max(max(plan.micro_batch_tokens for plan in self.plans), config.data.val_batch_tokens)
         for label, few in self.optimizer.few_rows.items() if rt.world > 1 else ():
@@ -1634,7 +1669,7 @@ class Trainer:
     def step(self, loader, plan, micro_steps, eager=False):
         """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
 
-        eager: affects the first micro-batch only.
+        eager: launch the kernels of the first micro-batch and of the update one by one.
         """
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
         with trace_range(f"step {plan.step}"):
@@ -1649,17 +1684,21 @@ class Trainer:
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
-            self.optimizer.step(plan, lambda: self.fetch_ahead(loader))
-            if plan.adam:
-                with trace_range("update head codes"):
-                    self.head.refresh()
-            if self.model.fp8_mlps:
-                with trace_range("update MLP codes"):
-                    self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
-            if self.model.fp8_projections:
-                with trace_range("update projection codes"):
-                    self.model.fp8_projections.refresh()
+            self.update_graphs(plan, self.number_table[plan.step], lambda: self.fetch_ahead(loader), eager)
         return loss
+
+    def update(self, plan, numbers=None, after_rows=lambda: None):
+        """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
+        self.optimizer.step(plan, numbers, after_rows)
+        if plan.adam:
+            with trace_range("update head codes"):
+                self.head.refresh()
+        if self.model.fp8_mlps:
+            with trace_range("update MLP codes"):
+                self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
+        if self.model.fp8_projections:
+            with trace_range("update projection codes"):
+                self.model.fp8_projections.refresh()
 
     def micro_step(self, batch: Batch, mtp_weights, attn, forward=None):
         """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`.
@@ -1769,6 +1808,8 @@ class Trainer:
         width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
         weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
         self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
+        numbers = [[*update_numbers(config, plan).values()] for plan in self.plans]
+        self.number_table = torch.tensor(numbers, dtype=torch.float32, device=self.rt.device)  # (steps + 1, names)
         self.loader = self.new_loader(self.plans[:-1], config)
 
     def new_loader(self, plans, config):

@@ -196,7 +196,15 @@ def operation(reference, any_dtype=False, label=None, check=lambda *args, **opti
     return decorate
 
 
-# ---- Tiles -----------------------------------------------------------------------------------------------------------
+# ---- Numbers and tiles -----------------------------------------------------------------------------------------------
+
+@triton.jit
+def _number(x):
+    """x, or the number to which the pointer x points: a CUDA graph reads the numbers of a step from memory."""
+    if isinstance(x, tl.tensor) and x.dtype.is_ptr():  # to the interpreter, a number is a Python float
+        x = tl.load(x)
+    return x
+
 
 @triton.jit
 def _matrix_tile(X, m, k, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -385,7 +393,7 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
 
     v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
     bool: True at least where a row of grad is not zero, becomes False. average (R, D) fp32 moves towards the weights of
-    all rows by the share average_rate.
+    all rows by the share average_rate. t, step_size, weight_decay, average_rate: numbers or 0-D tensors.
     """
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
@@ -393,7 +401,7 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
     u = step_size * g / (new_v.sqrt() + eps)
     w = w - u - weight_decay * w * (u * w > 0)
     v.copy_(torch.where(changes, new_v, v))
-    last.masked_fill_(changes, t)
+    last.copy_(torch.where(changes, t, last))
     p.copy_(torch.where(changes, w, p))
     if average is not None:
         average.add_((w - average) * average_rate)
@@ -404,6 +412,8 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
 @triton.jit(do_not_specialize=["t"])
 def _update_rows_kernel(P, V, Last, Touched, Grad, Average, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                         average_rate, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    t, step_size, weight_decay, average_rate = _number(t), _number(step_size), _number(weight_decay), _number(
+        average_rate)
     first, row = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = column < D
@@ -449,7 +459,7 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
     cautious weight decay. Row i of grad (M, D) is the gradient g of row rows[i].
 
     v (R, 1) fp32: average of the mean of g² over a row; last (R, 1) int32: number of the update at which v of the row
-    is right, 0 at the start. place (R,) int32, rows (M,) int32, count (1,) int32: see FewRows; afterwards no row has a
+    is right, 0 at the start. t, step_size, weight_decay: numbers or 0-D tensors. place (R,) int32, rows (M,) int32, count (1,) int32: see FewRows; afterwards no row has a
     place, and these rows of grad are zero.
     """
     n = count.item()
@@ -458,7 +468,7 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
     new_v = v[listed] * beta2**(t - last[listed]) + (1 - beta2) * g.square().mean(1, keepdim=True)
     u = step_size * g / (new_v.sqrt() + eps)
     p[listed] = (w - u - weight_decay * w * (u * w > 0)).to(p.dtype)
-    v[listed], last[listed], place[listed] = new_v, t, -1
+    v[listed], last[listed], place[listed] = new_v, int(t), -1
     grad[:n] = 0
     count.zero_()
 
@@ -466,6 +476,7 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
 @triton.jit(do_not_specialize=["t"])
 def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
                             COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
     column = tl.arange(0, COLUMNS)
     inside, first = column < D, tl.program_id(0) * ROWS
     for i in range(tl.minimum(ROWS, tl.load(Count) - first)):

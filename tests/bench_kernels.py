@@ -443,7 +443,7 @@ def replayed(run):
 def optimizer_cases():
     """The update of all parameters at the shard shapes of a rank, without communication: all launches together."""
     ops, _ = tk.choose_ops(torch.device(DEVICE))
-    plan = T.make_plan(CONFIG, stage_starts(CONFIG.schedule)[-1] - 1)  # head and embedding are no longer tied
+    numbers = T.update_numbers(CONFIG, T.make_plan(CONFIG, stage_starts(CONFIG.schedule)[-1] - 1))
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
         optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops,
@@ -459,7 +459,7 @@ def optimizer_cases():
                                           ("Adam", optimizer._update_adam, tables, adam)):
             def one_by_one(update=update, grads=grads):
                 for name, grad in grads.items():
-                    update(name, plan, grad)
+                    update(name, grad, numbers)
 
             yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one),
                        {"launched one by one": one_by_one}, **work)

@@ -99,7 +99,7 @@ def test_wrong_arguments(device):
 @pytest.mark.parametrize("update", [tk.update_rows, tk.update_rows_ref])
 def test_update_rows(rows, width, averages, update, device):
     """Seven updates, in each of which some rows have a gradient, against Adam with beta1 = 0 of all rows in fp64. In
-    rows without gradient nothing is written but the average."""
+    rows without gradient nothing is written but the average. Every second update gets its numbers as tensors."""
     p = torch.randn(rows, width, device=device)
     v, last = torch.zeros_like(p), torch.zeros(rows, 1, dtype=torch.int32, device=device)
     average = torch.randn_like(p) if averages else None
@@ -113,7 +113,8 @@ def test_update_rows(rows, width, averages, update, device):
         step_size, decay, rate = 0.1 / t, 0.05, 0.3 if averages else 0.0
         before = [x.clone() for x in (p, v, last)]
         g = grad.double()
-        update(p, v, last, touched, grad, t, step_size, decay, beta2, eps, average, rate)
+        given = [torch.tensor(float(x), device=device) if t % 2 else x for x in (t, step_size, decay, rate)]
+        update(p, v, last, touched, grad, *given[:3], beta2, eps, average, given[3])
         assert not grad.any() and not touched.any()
         exact_v = beta2 * exact_v + (1 - beta2) * g * g
         u = step_size * g / (exact_v.sqrt() + eps)

@@ -1,4 +1,4 @@
-"""Micro-steps as CUDA graphs: the host launches all kernels of a micro-step at once."""
+"""CUDA graphs: the host launches all kernels of a micro-step at once, and all kernels of an update."""
 
 import torch
 
@@ -18,13 +18,21 @@ class MicroStepGraphs:
         # Only one graph runs at a time, so the graphs share one memory pool.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if enabled else (None, None)
 
-    def run_eagerly(self, batch, mtp_weights, attn):
-        """`run` without a graph, on the stream of the graphs."""
+    def run_eagerly(self, run, *args):
+        """run(*args) without a graph, on the stream of the graphs."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            loss = self.run(batch, mtp_weights, attn)
+            result = run(*args)
         torch.cuda.current_stream().wait_stream(self.stream)
-        return loss
+        return result
+
+    def capture(self, run, *args):
+        """(graph, result) of run(*args), which is captured and not run."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the threads of the loader may call CUDA during the capture.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = run(*args)
+        return graph, result
 
     def __call__(self, batch, mtp_weights, attn, stage, eager=False):
         """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
@@ -34,17 +42,47 @@ class MicroStepGraphs:
         # classes, and the warm-up may not have met its graph.
         key = stage, 0 if batch.candidates is None else len(batch.candidates)
         if key not in self.graphs:
-            first_loss = self.run_eagerly(batch, mtp_weights, attn)  # compiles kernels, which a capture must not do
-            batch, mtp_weights, graph = batch.clone(), mtp_weights.clone(), torch.cuda.CUDAGraph()
-            # thread_local: the threads of the loader may call CUDA during the capture.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                loss = self.run(batch, mtp_weights, attn)
+            # The first run compiles kernels, which a capture must not do.
+            first_loss = self.run_eagerly(self.run, batch, mtp_weights, attn)
+            batch, mtp_weights = batch.clone(), mtp_weights.clone()
+            graph, loss = self.capture(self.run, batch, mtp_weights, attn)
             self.graphs[key] = graph, batch, mtp_weights, attn, loss
             return first_loss
         graph, graph_batch, graph_weights, graph_attn, loss = self.graphs[key]
         for target, value in zip((*graph_batch.tensors, graph_weights), (*batch.tensors, mtp_weights)):
             target.copy_(value)
         if eager:
-            return self.run_eagerly(graph_batch, graph_weights, graph_attn)
+            return self.run_eagerly(self.run, graph_batch, graph_weights, graph_attn)
         graph.replay()
-        return loss
+        return loss.clone()  # the graph of an update may use the same memory
+
+
+class UpdateGraphs:
+    """run(plan, numbers, after_rows): the update of a step; as a CUDA graph for each key, if `enabled`.
+
+    The update of a small model has hundreds of kernels, and the host takes 12 ms to launch them one by one, longer than
+    the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own.
+
+    micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: of the numbers.
+    """
+
+    def __init__(self, run, enabled, micro_steps, names):
+        self.run, self.enabled, self.micro_steps, self.graphs = run, enabled, micro_steps, {}
+        self.numbers = None  # {name: 0-D tensor}, if enabled
+        if enabled:  # 16 bytes for each number: for other addresses, compilers make other kernels
+            self.values = torch.zeros(len(names), 4, device="cuda")[:, 0]
+            self.numbers = dict(zip(names, self.values.unbind()))
+
+    def __call__(self, plan, values, after_rows, eager=False):
+        """values (len(names),): the numbers of this step. eager: as in MicroStepGraphs."""
+        if not self.enabled:
+            self.run(plan, None, after_rows)
+            return
+        self.values.copy_(values)
+        key = plan.update_key
+        if key in self.graphs and not eager:
+            self.graphs[key].replay()
+            return
+        self.micro_steps.run_eagerly(self.run, plan, self.numbers)
+        if key not in self.graphs and not plan.split:  # the split happens once
+            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, self.numbers)

@@ -133,7 +133,7 @@ def compile_kernels(trainer):
             for count, terms in losses:
                 trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn, trainer.model)
             for plan in updates.values():
-                trainer.optimizer.compile_kernels(plan)
+                trainer.optimizer.compile_kernels(plan, trainer.update_graphs.numbers)
         trainer.optimizer.drop_gradients()  # of kernels that did not run
 
 
