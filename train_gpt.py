@@ -293,7 +293,6 @@ class Schedule:
     final_window: int = 2560  # long window of the last validation, without a rotary update (K10)
     split_stage: int = 3  # untie head and embed after the first odd step of this stage (PR 175, PR 178, varunneal)
     cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
-    lr_ramp: float = 0.0  # first part of a stage in which lr_mul moves to that of the stage (0: it jumps, K11)
     lr_floor: float = 0.15  # factor of all learning rates after the cool-down, in place of lr_mul and not times it
     muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
     muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
@@ -1514,9 +1513,6 @@ def make_plan(config: Config, step: int) -> StepPlan:
     index = bisect_right(starts, step) - 1
     stage, start = schedule.stages[index], starts[index]
     progress = (step - start) / ([*starts, total][index + 1] - start) if step < total else 0.0
-    lr_mul = stage.lr_mul
-    if progress < schedule.lr_ramp:
-        lr_mul += (schedule.stages[max(0, index - 1)].lr_mul - lr_mul) * (1 - progress / schedule.lr_ramp)
 
     decay_start = int(schedule.scheduled_steps * (1 - schedule.cooldown_frac))
     t = min(1.0, max(0.0, (step - decay_start) / (schedule.scheduled_steps - decay_start)))  # K11
@@ -1531,7 +1527,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     sampled = step - step % 2 < schedule.sampled_frac * total and step <= split_step
     return StepPlan(
         step=step, stage=index, micro_batch_tokens=tokens,
-        max_doc_len=stage.max_doc_len, lr_factor=lr_mul * (1 - t) + schedule.lr_floor * t,
+        max_doc_len=stage.max_doc_len, lr_factor=stage.lr_mul * (1 - t) + schedule.lr_floor * t,
         # Beside a slow average, the fast one forgets as fast as at the first step: the two then see different spans.
         momentum=momentum, momentum_decay=low if slow_share else momentum,
         slow_rate=min(1.0, 1 / (SLOW_PERIOD * total)), slow_share=slow_share,
@@ -1655,7 +1651,8 @@ class Trainer:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            step_loss = self.step(self.loader, plan, self.micro_steps, eager=step == system.profiled.start)
+            by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # an even and an odd step
+            step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))
@@ -1684,7 +1681,8 @@ class Trainer:
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
-            self.update_graphs(plan, self.number_table[plan.step], lambda: self.fetch_ahead(loader), eager)
+            with trace_range("update"):
+                self.update_graphs(plan, self.number_table[plan.step], lambda: self.fetch_ahead(loader), eager)
         return loss
 
     def update(self, plan, numbers=None, after_rows=lambda: None):

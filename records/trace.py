@@ -2,10 +2,11 @@
 
 This program reads the chrome traces of --profile=START:COUNT; its class `Profiler` writes them. A kernel belongs to the
 region, a named range of host time (`trace_range` in data/run/clock.py), that launched it. A CUDA graph is one launch
-for all kernels of a micro-step. So the trainer runs the first profiled micro-step without its graph, by kernels, and
-`tell_apart` gives the regions of these kernels to the kernels of the graphs. The gaps between the many launches would
-count as idle time, so the tables leave out the first step, unless it is the only profiled step. Without a GPU,
-operators take the place of kernels, waiting for other processes takes the place of communication, and all steps count.
+for all kernels of a micro-step or of an update. So the trainer launches the first two profiled steps (of two, the
+first) in part kernel by kernel, and `tell_apart` gives the regions of these kernels to the kernels of the graphs. The
+gaps between the many launches would count as idle time, so the tables leave out these steps, unless only one step is
+profiled. Without a GPU, operators take the place of kernels, waiting for other processes takes the place of
+communication, and all steps count.
 
 An instant of time belongs to the running kernel, and to the first of several. If only NCCL runs, the instant is exposed
 communication; if nothing runs, it is idle. Contents: events to kernels with regions; numbers and their table;
@@ -20,6 +21,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from records.work import WORK, calls, describe, plain
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
 RANGES = re.compile(r"(step|layer) \d+|data|micro-step|forward|loss|backward|(reduce|wait|update|gather) .+"
-                    r"|zero gradients")
+                    r"|update|zero gradients")
 NODE = "autograd::engine::evaluate_function"
 BLOCK = re.compile(r"speedrun::(attention|mlp)")  # our operators; a pass calls one for each block of a layer
 
@@ -140,24 +142,30 @@ def operators(events):
     return items
 
 
-def tell_apart(micro_steps):
-    """Gives the kernels of each CUDA graph the regions of the same kernels in the micro-step launched kernel by kernel.
+def tell_apart(groups, whole):
+    """Gives the kernels of each CUDA graph the regions of the same kernels in a group launched kernel by kernel.
 
-    micro_steps: the kernels of each micro-step, in order. The kernels of a graph have the names and the order of the
-    launches from which the graph was recorded; only copies and memory sets have other names, such as memcpy32_post. The
-    copies of a graph's inputs run before the graph and keep the region "micro-step". All kernels of a graph keep this
-    region if they differ from the latest launched micro-step, since libraries choose other kernels for other lengths.
+    groups: the kernels of each micro-step or of each update, in order; whole: the region of those that a graph
+    launched. The kernels of a graph have the names and the order of the launches from which the graph was recorded;
+    only copies and memory sets have other names, such as memcpy32_post. The copies of a graph's inputs before it, and
+    of its result after it, keep the region `whole`. So do all kernels of a graph if no earlier group has the same,
+    since libraries choose other kernels for other lengths.
     """
     def names(items):
         return [re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", i.name) for i in items]
 
-    launched = []
-    for group in micro_steps:
-        launched = [i for i in group if i.region != "micro-step"] or launched
-        last = group[-len(launched):]
-        if names(last) == names(launched):
-            for item, twin in zip(last, launched):
-                item.region = twin.region
+    known = []  # (names, regions) of each group that was launched kernel by kernel
+    for group in groups:
+        if own := [n for n, i in enumerate(group) if i.region != whole]:
+            launched = group[own[0]:own[-1] + 1]
+            known.append((names(launched), [i.region for i in launched]))
+            continue
+        found = names(group)
+        matches = ((regions, first) for wanted, regions in reversed(known)
+                   for first in range(len(found) - len(wanted) + 1) if found[first:first + len(wanted)] == wanted)
+        for regions, first in list(islice(matches, 1)):
+            for item, region in zip(group[first:], regions):
+                item.region = region
 
 
 def cover(items, free):
@@ -194,12 +202,14 @@ def analyse(trace):
     for item in items:
         item.region = host.at(item.launched)
     if gpu:
-        tell_apart([[i for i in items if i.kind == "compute" and start <= i.launched < end]
-                    for start, end, name in host.ranges if name == "micro-step"])
-    left_out = []  # items of the step without a graph
+        for whole in "micro-step", "update":
+            tell_apart([[i for i in items if i.kind == "compute" and start <= i.launched < end]
+                        for start, end, name in host.ranges if name == whole], whole)
+    left_out = []  # items of the steps with launches kernel by kernel
     if run.get("cuda_graphs") and len(steps) > 1:
-        left_out = [i for i in items if i.launched < steps[1][0] and i.kind != "transfer"]
-        steps, items = steps[1:], [i for i in items if i.launched >= steps[1][0]]
+        steps = steps[min(2, len(steps) - 1):]
+        left_out = [i for i in items if i.launched < steps[0][0] and i.kind != "transfer"]
+        items = [i for i in items if i.launched >= steps[0][0]]
     compute = [i for i in items if i.kind == "compute"]
     if gpu:
         communication = [i for i in items if i.kind == "communication"]
@@ -305,9 +315,10 @@ def table(result, top=25):
     rows((f"steps {first} to {last}, rank {rank} of {ranks}", "ms per step", "share"),
          [(name, value, share(value)) for name, value in {**result["split"], "all": total}.items()])
     if run.get("cuda_graphs"):
-        step = run["steps"][0]["step"]
-        so = "idle contains the gaps between launches" if step == first else "the step is left out"
-        lines[-1:] = [f"the first micro-step of step {step} was launched kernel by kernel: {so}", ""]
+        missing = [step["step"] for step in run["steps"] if step["step"] < first]
+        note = (f"left out, as they were launched in part kernel by kernel: steps {', '.join(map(str, missing))}"
+                if missing else f"step {first} was launched in part kernel by kernel: idle contains the gaps")
+        lines[-1:] = [note, ""]
     inside = {name: numbers for name, numbers in regions.items() if name.startswith(("forward", "backward"))}
     order = {"embed": 0, "layer": 1, "loss": 2, "": 3}
     places = sorted({name.partition(" ")[2] for name in inside},
@@ -382,7 +393,7 @@ def report(profiler, path, config, rt, plans, batches, optimizer, head):
 class Profiler:
     """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock is stopped.
 
-    The first profiled micro-step runs without its CUDA graph, so that `tell_apart` can find the layers of all others.
+    The first steps are launched in part kernel by kernel, so that `tell_apart` can find the regions of the others.
     """
 
     def __init__(self, trainer):

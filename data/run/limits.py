@@ -16,7 +16,7 @@ ACCEPTED = {
     "minutes": (lambda x: x <= 10**6, "from 0 to 1000000"),
     "train_tokens": (lambda x: x <= 10**15, f"from 0 to {10**15}"),
     "cooldown_frac": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    **dict.fromkeys(("sampled_frac", "lr_ramp"), (lambda x: x <= 1, "from 0 to 1")),
+    "sampled_frac": (lambda x: x <= 1, "from 0 to 1"),
     **dict.fromkeys(("candidates", "adam_eps"), (lambda x: x > 0, "above 0")),
     "muon_momentum": (lambda x: len(x) == 2, "two numbers, before and after the warm-up"),
     **dict.fromkeys(("muon_warmup", "muon_cooldown"), (
