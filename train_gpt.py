@@ -411,9 +411,11 @@ PRESETS = {
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
-    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length).
+    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length). A million rows of n-grams
+    # take no more memory than the bigram table of `short`; a GPU with more memory gets up to four (`fit_memory`).
     "single": dataclasses.replace(
         SHORT,
+        model=dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5)),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
         optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
@@ -1922,6 +1924,7 @@ def main(argv) -> int:
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
+        rows_open = arguments.leaves_rows_open(words)
         config = parse_config(words, world)
         seconds = 60 * config.schedule.minutes
         if arguments.leaves_size_open(words, SIZED):
@@ -1930,16 +1933,16 @@ def main(argv) -> int:
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.model for name, preset in PRESETS.items()}
-            return check_table(config, world, param_table, models, fit, show=local == 0)
+            return check_table(config, world, param_table, models, fit, rows_open, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         if not fit:  # else most checks need the size
-            config = check_start(config, param_table(config.model), world)
+            config = check_start(config, param_table, world, rows_open)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
             config, size, seconds = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
-            config = check_start(config, param_table(config.model), world)
+            config = check_start(config, param_table, world, rows_open)
             watch.lap("size")
         train(config, rt, Log(config, rt), argv, watch, automatic, size, seconds)
         dist.destroy_process_group()

@@ -21,7 +21,7 @@ from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.errors import UserError
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
-from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
+from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.size import Gpu, Size, seconds_per_token
 from data.tokenizer import text_codec
 
@@ -96,6 +96,7 @@ def expected_time(run):
         return f"{schedule.minutes:g} min, as --minutes says"
     tokens = total_tokens(schedule)
     model, timed = run.config.model, [x for name, x in run.models.items() if (name == "cpu") == (device.type == "cpu")]
+    timed = [dataclasses.replace(x, ngram_rows=model.ngram_rows) if any(x.ngram_rows) else x for x in timed]
     if run.gpu:
         size = {key: getattr(model, key) for key in ("model_dim", "num_heads", "depth", "layers", "backout_layer")}
         timed = [dataclasses.replace(x, **size) for x in timed]
@@ -136,11 +137,11 @@ CHECKS = {
     "memory": memory}
 
 
-def check_table(config, world, param_table, models, fit, show) -> int:
+def check_table(config, world, param_table, models, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
 
     param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for the length
-    of the run, a line about it, training time). The others are those of Run.
+    of the run, a line about it, training time). rows_open: see `fit_memory`. The others are those of Run.
     """
     columns, status, checks = "{:<15} | {:<90} | {}", 0, dict(CHECKS)
     if show:
@@ -160,9 +161,8 @@ def check_table(config, world, param_table, models, fit, show) -> int:
         checks["size"] = lambda run: size
     with suppress(UserError):  # the row "kernels" reports it
         config = choose_kernels(config, device)[0]
-    table = param_table(config.model)
-    config = choose_micro_batches(config, state_bytes(config, table, world), device, world)
-    run = Run(config, world, table, models, gpu)
+    config, _ = fit_memory(config, param_table, device, world, rows_open)
+    run = Run(config, world, param_table(config.model), models, gpu)
     checks |= {"checkpoint": checkpoint} if config.system.resume else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}

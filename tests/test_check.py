@@ -17,9 +17,11 @@ import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, start
+from data.run.arguments import leaves_rows_open
 from data.run.errors import UserError
 from data.run.memory import (
-    choose_micro_batches, estimate_memory, possible_micro_batches, restart_with_more_micro_batches, state_bytes)
+    choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches, restart_with_more_micro_batches,
+    state_bytes)
 from data.shards import read_shard
 from forks import Forks, rank_variables
 from oracles import write_shard
@@ -392,16 +394,36 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes
 
 
-@pytest.mark.parametrize("free, micro_batches",
-                         [(27500, 4), (26500, 8), (19000, 16), (12287, 32), (11100, 64), (10400, 128), (8000, 128)])
-def test_single_takes_what_fits(gpus, free, micro_batches):
+@pytest.mark.parametrize("free, micro_batches, times", [
+    (140000, 4, 4), (30000, 4, 2), (27500, 4, 1), (26500, 8, 4), (19000, 16, 4), (12287, 32, 1), (11100, 64, 1),
+    (10400, 128, 1), (8000, 128, 1)])
+def test_single_takes_what_fits(gpus, free, micro_batches, times):
+    """As few micro-batches as the preset's rows of n-grams allow, then up to four times as many rows."""
     gpus.free = free
     status, rows = gpus.check("--preset=single", "--val_tokens=65536")
-    assert status == 0 and f"with --micro_batches={micro_batches}" in rows["memory"][0]
+    chosen = f"--micro_batches={micro_batches} --ngram_rows={times * 5e5},{times * 5e5}"
+    assert status == 0 and f"with {chosen}" in rows["memory"][0] and rows["time"][0].startswith("about ")
     assert rows["memory"][1] == ("yes" if free > 8000 else "maybe")
+    needed = int(re.search(r"to (\d+) needed", rows["memory"][0])[1])
+    assert needed <= free or free == 8000
+    by_hand = gpus.check("--preset=single", "--val_tokens=65536", *chosen.split())[1]["memory"]
+    assert by_hand == rows["memory"]
+    gpus.start("--preset=single", "--val_tokens=65536")
+    started = T.init_runtime.call_args.args[0]
+    assert (started.system.micro_batches, started.model.ngram_rows) == (micro_batches, (times * 5e5, times * 5e5))
     config = T.parse_config(["--preset=single"])
     chosen = choose_micro_batches(config, sizes(config), GPU, 1)
     assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
+
+
+def test_what_keeps_the_rows_of_n_grams(gpus):
+    """A number set by hand, a preset without n-grams, several ranks (each has a part of the rows), a resumed run."""
+    by_hand = gpus.check("--preset=single", "--ngram_rows=5e5,5e5", "--val_tokens=65536")[1]["memory"][0]
+    assert by_hand.endswith("--ngram_rows=500000.0,500000.0")
+    assert "ngram_rows" not in gpus.check("--preset=short", "--model_dim=768", "--val_tokens=65536")[1]["memory"][0]
+    config = T.parse_config(["--preset=single"], 2)
+    assert fit_memory(config, T.param_table, GPU, 2, True)[0].model == config.model
+    assert not leaves_rows_open(["--preset=single", "--resume=x.pt"]) and leaves_rows_open(["--preset=single"])
 
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])

@@ -232,7 +232,7 @@ def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
     for args in (["--preset=single"], ["--preset=short", "--model_dim=768"]):
         rows = gpus.check(*args)[1]
         assert "size" not in rows and rows["time"][0].startswith("about ")
-    for arg in "--ngram_rows=1e6", "--mlp_ratio=4", "--kernels=torch":
+    for arg in "--bigram_tables=7", "--mlp_ratio=4", "--kernels=torch":
         assert gpus.check("--preset=short", arg)[1]["time"][0] == "not known for this model or these kernels"
     monkeypatch.setattr("records.check.measure_gpu", Mock(side_effect=T.UserError("too little")))
     assert gpus.check("--preset=short", "--minutes=5")[1]["size"] == ("too little", "maybe")

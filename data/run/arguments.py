@@ -59,6 +59,11 @@ def leaves_size_open(argv, presets) -> bool:
             and overrides.get("device") != "cpu")
 
 
+def leaves_rows_open(argv) -> bool:
+    """Whether the number of rows of n-grams, if the preset has any, is to suit the memory of the GPU."""
+    return not {"ngram_rows", "resume"} & read_arguments(argv).keys()
+
+
 def with_heads(overrides, model):
     """Overrides, with the --num_heads that keep the width of the heads if only --model_dim is among them."""
     width = overrides.get("model_dim", "")

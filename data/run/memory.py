@@ -3,6 +3,7 @@
 `sizes` is the result of `state_bytes`. `table` is the `param_table` of the model, in train_gpt.py.
 """
 
+import dataclasses
 import math
 import os
 import sys
@@ -87,8 +88,9 @@ def memory_report(config, sizes, device, world) -> tuple[str, bool]:
     allocated, reserved = estimate_memory(config, sizes, world)
     free = free_memory(device)
     reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
+    rows = f" --ngram_rows={render(config.model.ngram_rows)}" if any(config.model.ngram_rows) else ""
     found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
-             f" --micro_batches={config.system.micro_batches}")
+             f" --micro_batches={config.system.micro_batches}{rows}")
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
@@ -115,6 +117,24 @@ def choose_micro_batches(config, sizes, device, world):
         if world > 1 or memory_report(config, sizes, device, world)[1]:
             break
     return config
+
+
+def fit_memory(config, param_table, device, world, rows_open):
+    """(config with the number of micro-batches, and of rows of n-grams if `rows_open`, that suit the GPU; its `sizes`).
+
+    The preset's rows double twice, if they fit one GPU without more micro-batches: more rows take memory, not time, and
+    records/2026-11-26_ngrams has no more.
+    """
+    sizes = state_bytes(config, param_table(config.model), world)
+    config = choose_micro_batches(config, sizes, device, world)
+    for _ in range(2 if rows_open and world == 1 and device.type == "cuda" and any(config.model.ngram_rows) else 0):
+        rows = tuple(2 * n for n in config.model.ngram_rows)
+        larger = dataclasses.replace(config, model=dataclasses.replace(config.model, ngram_rows=rows))
+        larger_sizes = state_bytes(larger, param_table(larger.model))
+        if not memory_report(larger, larger_sizes, device, world)[1]:
+            break
+        config, sizes = larger, larger_sizes
+    return config, sizes
 
 
 def restart_with_more_micro_batches(config, sizes, device):

@@ -2,7 +2,7 @@
 
 `--check` makes the same checks and, on one GPU, the same choice.
 
-`sizes` and `table` are those of data/run/memory.py.
+`sizes` and `table` are those of data/run/memory.py; param_table is that of train_gpt.py.
 """
 
 import os
@@ -21,7 +21,7 @@ from data.run.disk import ROOT, is_writable, require_room
 from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
-from data.run.memory import choose_micro_batches, memory_report, require_state, state_bytes
+from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.size import FITTED, SIZES, best_seconds, rank_sizes, seconds
 from data.shards import find_files, matching_files, read_shard_header
 from data.tokenizer import text_codec
@@ -113,28 +113,21 @@ def require_disk(config, table) -> tuple[str, bool]:
     return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * (not fine), fine
 
 
-def settled(config, table, device, world):
-    """(config with fp8 and the number of micro-batches settled, its `sizes`)."""
-    config = choose_kernels(config, device)[0]
-    sizes = state_bytes(config, table, world)
-    return choose_micro_batches(config, sizes, device, world), sizes
-
-
-def check_start(config, table, world):
+def check_start(config, param_table, world, rows_open):
     """Raises UserError for what would stop the run later; warns about what might stop the run.
 
-    Returns the config with fp8 and the number of micro-batches settled.
+    Returns the config with fp8, the number of micro-batches and, if `rows_open`, of rows of n-grams settled.
     """
     require_torch()
     device = find_device(config)
     if config.system.resume:
-        check_weights(load_checkpoint(config.system.resume), config.model, table)
-    config, sizes = settled(config, table, device, world)
+        check_weights(load_checkpoint(config.system.resume), config.model, param_table(config.model))
+    config, sizes = fit_memory(choose_kernels(config, device)[0], param_table, device, world, rows_open)
     training_data, validation_data = survey_training_data(config), survey_validation_data(config)
     if needs_tokenizer(config):
         text_codec(config.model.vocab_size)
     require_caches(config, device)
-    disk = require_disk(config, table)
+    disk = require_disk(config, param_table(config.model))
     require_state(sizes, device, world)
     for text, fine in training_data, validation_data, disk, memory_report(config, sizes, device, world):
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -146,13 +139,13 @@ def fit_size(schedule, parse, param_table, world, gpu, device):
     """(config of the best size for the length of a run, a line that says what was chosen and why, training time in
     seconds).
 
-    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config; param_table:
-    that of train_gpt.py. On one GPU, a size that does not fit the memory is left out. Several GPUs must agree, but may
-    differ in free memory, so there the memory does not count.
+    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. On one GPU, a
+    size that does not fit the memory is left out. Several GPUs must agree, but may differ in free memory, so there the
+    memory does not count.
     """
     def fits(size):
-        config = parse(size, gpu)
-        return memory_report(*settled(config, param_table(config.model), device, world), device, world)[1]
+        config = choose_kernels(parse(size, gpu), device)[0]
+        return memory_report(*fit_memory(config, param_table, device, world, False), device, world)[1]
 
     tokens, time = total_tokens(schedule), 60 * schedule.minutes
     ranked = rank_sizes(time or best_seconds(tokens, gpu, world), gpu, world)
