@@ -402,8 +402,8 @@ SHORT = Config(
     System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
-    # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). `single` has
-    # fewer rows of bigrams, to fit a GPU of 12 GB.
+    # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). Rows of
+    # n-grams, as `single` has them, have not run on several GPUs yet.
     "record": Config(
         dataclasses.replace(MODEL, bigram_tables=7.5),
         Schedule(scheduled_steps=1346, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),

@@ -459,8 +459,8 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
     cautious weight decay. Row i of grad (M, D) is the gradient g of row rows[i].
 
     v (R, 1) fp32: average of the mean of g² over a row; last (R, 1) int32: number of the update at which v of the row
-    is right, 0 at the start. t, step_size, weight_decay: numbers or 0-D tensors. place (R,) int32, rows (M,) int32, count (1,) int32: see FewRows; afterwards no row has a
-    place, and these rows of grad are zero.
+    is right, 0 at the start. t, step_size, weight_decay: numbers or 0-D tensors. place (R,) int32, rows (M,) int32,
+    count (1,) int32: see FewRows; afterwards no row has a place, and these rows of grad are zero.
     """
     n = count.item()
     listed = rows[:n].long()
