@@ -25,7 +25,7 @@ from records import compare, evaluate, repeat, rerun
 
 ROOT = Path(T.__file__).parent
 README, GUIDE = ((ROOT / name).read_text() for name in ("README.md", "records/guide.md"))
-WITH_COMMANDS = "README.md", "data/README.md", "records/README.md", "records/guide.md"
+WITH_COMMANDS = "README.md", "data/README.md", "records/README.md", "records/guide.md", "records/techniques.md"
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SMALL = ["--model_dim=48", "--micro_batches=2", "--val_tokens=1024", "--val_batch_tokens=512", "--val_every=2",
          "--sample_tokens=5"]
@@ -69,7 +69,7 @@ def no_work(monkeypatch):
 
 
 def parse_trainer(argv, world=1):
-    if argv == ["--help"] or any(argument.startswith("--sample=") for argument in argv):
+    if argv == ["--help"] or any(argument.startswith(("--sample=", "--resume=")) for argument in argv):
         return T.main(argv)
     T.parse_config([argument for argument in argv if argument != "--check"], world)
 
@@ -189,7 +189,7 @@ def test_caches(tmp_path):
 
 # ---- Worked examples -------------------------------------------------------------------------------------------------
 
-DIFFS = code(README, "diff")
+DIFFS = code(README + GUIDE, "diff")  # a parameter, a kernel, a stage
 
 
 def apply(diff, folder):
@@ -218,7 +218,7 @@ def test_worked_examples(corpus, copy):
     assert len(DIFFS) == 3
     for diff in DIFFS:
         apply(diff, copy)
-    (choice,) = re.findall(r"`(--kernels=transpose_copy:\w+)`", README)
+    (choice,) = re.findall(r"`(--kernels=transpose_copy:\w+)`", GUIDE)
     new_tokens = int(re.search(r"^\+ *Stage\((\d+), ", DIFFS[2], re.M)[1])
     args = [*SMALL, "--save=true", "--scheduled_steps=4", "--extension_steps=1",
             *(f"--stage{i}.batch_tokens=512" for i in (1, 2, 4, 5))]  # all but the new stage
@@ -259,9 +259,10 @@ def test_knobs_exist(name):
 
 
 def test_messages_are_those_of_the_sources():
-    """The first column of the table of troubles."""
-    section = README.partition("## When something goes wrong")[2].partition("\n## ")[0]
-    messages = [text for row in re.findall(r"^\| (.*?) \| ", section, re.M) for text in re.findall(r"`(.+?)`", row)]
+    """The first column of the tables of troubles."""
+    sections = (text.partition("## When something goes wrong")[2].partition("\n## ")[0] for text in (README, GUIDE))
+    messages = [text for section in sections for row in re.findall(r"^\| (.*?) \| ", section, re.M)
+                for text in re.findall(r"`(.+?)`", row)]
     files = [path for folder in (".", "data", "data/run", "records") for path in (ROOT / folder).glob("*.py")]
     sources = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in [*files, ROOT / "run.sh"]))  # joins parts
     assert len(messages) > 12 and [text for text in messages if text not in sources] == []
