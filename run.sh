@@ -33,7 +33,8 @@ GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record;
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
 Data    cpu: Python's library sources, made in seconds; all other presets: FineWeb, 2 GB, downloaded once to
         data/fineweb10B. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
-        data/fineweb10B or data/stdlib), run.sh gets no data. A resumed run takes its preset from the checkpoint.
+        data/fineweb10B or data/stdlib), run.sh gets no data. A run with --resume=... or --init_from=... has the
+        settings of the checkpoint.
         Paths in arguments are relative to the folder of this script.
 
 Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the threads of each,
@@ -150,17 +151,17 @@ esac
 
 # --- Hardware and data ------------------------------------------------------------------------------------------------
 
-preset="" resume="" data=${DATA_PATH:+given} key=""
+preset="" checkpoint="" data=${DATA_PATH:+given} key=""
 for argument in "$@"; do
   argument=$key$argument key=""
   case "$argument" in
-    --preset | --train_files | --resume) key=$argument= ;;
+    --preset | --train_files | --resume | --init_from) key=$argument= ;;
     --preset=*) preset=${argument#*=} ;;
     --train_files=*) data=given ;;
-    --resume=*) resume=${argument#*=} ;;  # an empty value, as in a log, resumes nothing
+    --resume=?* | --init_from=?*) checkpoint=yes ;;  # an empty value, as in a log, means none
   esac
 done
-[ -z "$resume" ] || data=given
+[ -z "$checkpoint" ] || data=given
 
 # torch decides how many GPUs there are. Asking torch takes seconds, so this happens only if there is a sign of a GPU.
 gpus=0
@@ -184,7 +185,7 @@ if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # otherwise torchru
   cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
 fi
-if [ -z "$preset$resume" ]; then  # a checkpoint contains all settings of its run
+if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of its run
   preset=record
   [ "$procs" -gt 1 ] || preset=single
   [ "$gpus" -gt 0 ] || preset=cpu

@@ -358,6 +358,8 @@ class System:
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
     resume: str = ""  # checkpoint to continue, with the settings stored in it
+    # Checkpoint whose weights and settings a new run begins with; head and embedding are never tied in it.
+    init_from: str = ""
     sample_tokens: int = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
 
@@ -1523,7 +1525,8 @@ def make_plan(config: Config, step: int) -> StepPlan:
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     momentum = low + (high - low) * warmth
     slow_share = config.optim.slow_momentum if step >= SLOW_START * total else 0.0
-    split_step = starts[schedule.split_stage - 1] | 1  # the first odd step of the stage
+    # The first odd step of the stage. Head and embedding of another run are already untied.
+    split_step = -1 if config.system.init_from else starts[schedule.split_stage - 1] | 1
     tokens = stage.batch_tokens // config.system.micro_batches
     # Both gradients of an Adam update come from the same kind of softmax.
     sampled = step - step % 2 < schedule.sampled_frac * total and step <= split_step
@@ -1568,10 +1571,11 @@ def require_finite(value, name):
 class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
-    sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; profiler: class Profiler.
+    sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
+    weights a new run begins with (`load_weights`); profiler: class Profiler.
     """
 
-    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, profiler=None):
+    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None):
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
@@ -1583,7 +1587,7 @@ class Trainer:
 
         self.hash_ids = None
         if config.model.bigram_normal:
-            self.hash_ids = (resumed["model"]["hash_ids"].numpy() if resumed else
+            self.hash_ids = ((resumed or initial)["model"]["hash_ids"].numpy() if resumed or initial else
                              normalised_ids(text_codec(config.model.vocab_size)[1], config.model))
             log.line(f"hash_ids: sha256 {hashlib.sha256(self.hash_ids.tobytes()).hexdigest()}")
         self.validation = ValidationData(config, rt, self.hash_ids)
@@ -1789,12 +1793,16 @@ class Trainer:
 
     def load_state_dict(self, state):
         """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_weights(state)
+        self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"])
+
+    def load_weights(self, state):
+        """Load the weights alone, and the scales of their FP8 codes."""
         parts = {label: self.optimizer.own_rows(label, state["model"][label]) for label in self.optimizer.few_rows}
         self.model.load_state_dict(state["model"] | parts)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.loader.load_state_dict(state["loader"])
         self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
-        torch.set_rng_state(state["rng"])
 
     # The start
 
@@ -1851,9 +1859,10 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
         speak_at_ctrl_c(lambda: log.interrupted(system))
     resumed = load_checkpoint(system.resume) if system.resume else None
+    initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
     watch.lap("log")
     try:
-        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, profiler)
+        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler)
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
@@ -1871,6 +1880,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         trainer.load_state_dict(resumed)
         log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
                  f" {published(system.resume)}")
+    elif initial:
+        trainer.load_weights(initial)
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()

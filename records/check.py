@@ -70,10 +70,11 @@ def tokenizer(run):
 
 
 def checkpoint(run):
-    """The checkpoint of --resume."""
-    state = load_checkpoint(run.config.system.resume)
+    """The checkpoint of --resume or --init_from."""
+    path = run.config.system.resume or run.config.system.init_from
+    state = load_checkpoint(path)
     check_weights(state, run.config.model, run.table)
-    return f"{run.config.system.resume}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
+    return f"{path}: step {state['step']}, {state['seconds']:.1f} s inside the clock"
 
 
 def caches(run):
@@ -163,7 +164,7 @@ def check_table(config, world, param_table, models, fit, rows_open, show) -> int
         config = choose_kernels(config, device)[0]
     config, _ = fit_memory(config, param_table, device, world, rows_open)
     run = Run(config, world, param_table(config.model), models, gpu)
-    checks |= {"checkpoint": checkpoint} if config.system.resume else {}
+    checks |= {"checkpoint": checkpoint} if config.system.resume or config.system.init_from else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():

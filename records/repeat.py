@@ -23,7 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
-DATA = "--preset=", "--train_files=", "--resume="  # arguments that tell ./run.sh which data the run reads
+# Arguments that tell ./run.sh which data the run reads.
+DATA = "--preset=", "--train_files=", "--resume=", "--init_from="
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 

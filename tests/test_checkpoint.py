@@ -100,6 +100,62 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     assert compare.read_run(run.path).notes == [] and compare.read_run(run.path).finished
 
 
+def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monkeypatch):
+    """Its first validation sees them, also after a warm-up; its first step moves them with a fresh optimizer, on a new
+    schedule without ties. Such a run resumes like any other, without the first checkpoint."""
+    first, bare = tmp_path / "first.pt", SimpleNamespace(args=[])  # the checkpoint has all settings
+    first.write_bytes(base.saved[STEPS].read_bytes())
+    begun = f"--init_from={first}", "--seed=5", "--scheduled_steps=6", "--extension_steps=2"
+    load, seen = T.Trainer.load_weights, []
+
+    def warm(trainer, state):
+        T.warm_up(trainer)
+        load(trainer, state)
+        seen.extend((label, torch.equal(x.cpu(), state["model"][label])) for label, x in
+                    trainer.model.state_dict().items())
+        states = [x for part in trainer.optimizer.state.values() for key, x in part.items() if key != "average"]
+        assert states and not any(x.any() for x in states)
+    monkeypatch.setattr(T.Trainer, "load_weights", warm)
+    run = train(bare, tmp_path / "new", *begun, "--save_every=4", "--keep=0")
+    assert seen and all(same for _, same in seen)
+    config = T.parse_config(begun)
+    assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
+    plans = [T.make_plan(config, step) for step in range(9)]
+    assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
+    first.unlink()
+    monkeypatch.setattr(T.Trainer, "load_weights", load)
+    again = train(bare, tmp_path / "again", f"--resume={run.saved[4]}", *LAST_ONLY)
+    assert differing(again.saved[8], run.saved[8]) == []
+
+
+def test_the_example_in_python(base, monkeypatch, capsys):
+    """The guide's three lines load a checkpoint and sample."""
+    guide = (Path(T.__file__).parent / "records/guide.md").read_text()
+    example = guide.partition("```python\n")[2].partition("```")[0]
+    assert "logs/run_1/state_step000720.pt" in example
+    exec(example.replace("logs/run_1/state_step000720.pt", str(base.saved[STEPS])).replace('"100"', '"9"'), {})
+    assert capsys.readouterr().out.startswith("def ")
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--preset=cpu"], "the checkpoint brings its settings; leave out --preset=cpu"),
+    (["--model_dim=96", "--seed=3"], "that model is another one; leave out --model_dim"),
+    (["--layer3.xsa=true", "--depth=4"], "that model is another one; leave out --layer3.xsa, --depth"),
+    (["--layers=4"], "that model is another one; leave out --layers")])
+def test_a_checkpoint_brings_the_model_of_a_new_run(base, args, message):
+    with pytest.raises(UserError, match=f"^--init_from=.*state_step000011.pt: {message}$"):
+        T.parse_config([f"--init_from={base.saved[STEPS]}", *args])
+
+
+def test_the_length_of_a_run_from_a_checkpoint(base):
+    """Steps follow the tokens; the batch grows with their root from that of the checkpoint."""
+    saved = T.parse_config([f"--init_from={base.saved[STEPS]}"])
+    tokens = 64 * sum(saved.schedule.stages[0].batch_tokens for _ in range(STEPS))
+    longer = T.parse_config([f"--init_from={base.saved[STEPS]}", f"--train_tokens={tokens}", "--muon_warmup=0.2"])
+    ratio = longer.schedule.stages[0].batch_tokens / saved.schedule.stages[0].batch_tokens
+    assert 5 < ratio < 11 and longer.schedule.scheduled_steps > 40 and longer.model == saved.model
+
+
 def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
     """Without any one part the resumed run is another."""
     whole = torch.load(base.saved[9], weights_only=True)
@@ -231,7 +287,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config, presets = T.PRESETS["cpu"], arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire)
-    assert arguments.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype"}
+    assert arguments.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
     monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for key, value in flatten(config).items():

@@ -69,7 +69,7 @@ def no_work(monkeypatch):
 
 
 def parse_trainer(argv, world=1):
-    if argv == ["--help"] or any(argument.startswith(("--sample=", "--resume=")) for argument in argv):
+    if argv == ["--help"] or any(argument.startswith(("--sample=", "--resume=", "--init_from=")) for argument in argv):
         return T.main(argv)
     T.parse_config([argument for argument in argv if argument != "--check"], world)
 

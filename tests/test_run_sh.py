@@ -163,6 +163,7 @@ def test_nproc_and_threads(machine):
     (8, ["--preset", "cpu"], [STDLIB, 1]), (0, ["--preset=cpu", "--preset"], [STDLIB, 1]),
     (8, ["--preset", "record", "--train_files", "x"], [8]), (4, ["--train_files=x*.bin"], [4, "--preset=record"]),
     (2, ["--resume", "logs/a.pt"], [2]),  # the checkpoint has the preset and the data
+    (2, ["--init_from=logs/a.pt"], [2]),
     (0, ["--resume="], [STDLIB, 1, "--preset=cpu"])])  # a log has it without a value
 def test_arguments_arrive_unchanged_and_decide_preset_and_data(machine, count, arguments, calls):
     expected = [call for call in calls if call in (STDLIB, FINEWEB)]

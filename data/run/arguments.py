@@ -14,7 +14,7 @@ from data.run.machine import choose_kernels, find_device
 from data.run.size import SIZE_KNOBS
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
-KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype"}
+KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype", "init_from"}
 
 
 class Presets(NamedTuple):
@@ -36,6 +36,8 @@ def parse_config(argv, world, presets: Presets, gpu=None):
         raise UserError(f"--preset={preset}: known presets are {', '.join(presets.configs)}")
     if overrides.get("resume"):
         config, first_step = resumed_config(overrides, preset, world, presets)
+    elif overrides.get("init_from"):
+        config = begun_config(overrides, preset, world, presets)
     else:
         config = preset_config(preset or "record", overrides, world, presets, gpu)
     check_config(config, world)
@@ -55,13 +57,14 @@ def leaves_size_open(argv, presets) -> bool:
     preset = overrides.get("preset")
     has_length = any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
     by_hand = any(key in SIZE_KNOBS or key.startswith("layer") for key in overrides)
-    return (preset in presets and (has_length or presets[preset]) and not by_hand and not overrides.get("resume")
+    from_checkpoint = overrides.get("resume") or overrides.get("init_from")
+    return (preset in presets and (has_length or presets[preset]) and not by_hand and not from_checkpoint
             and overrides.get("device") != "cpu")
 
 
 def leaves_rows_open(argv) -> bool:
     """Whether the number of rows of n-grams, if the preset has any, is to suit the memory of the GPU."""
-    return not {"ngram_rows", "resume"} & read_arguments(argv).keys()
+    return not {"ngram_rows", "resume", "init_from"} & read_arguments(argv).keys()
 
 
 def with_heads(overrides, model):
@@ -95,6 +98,30 @@ def preset_config(preset, overrides, world, presets, gpu=None):
         config = with_system(config, micro_batches=world)
     made_for = presets.configs[preset].schedule, presets.gpus[preset]
     return fit_length(config, overrides.keys(), made_for, world, gpu)
+
+
+def begun_config(overrides, preset, world, presets):
+    """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
+    the checkpoint with the overrides, and with the batches, rates and steps of a --train_tokens or --minutes.
+
+    Raises UserError when an override changes the model, and for a preset.
+    """
+    path = overrides["init_from"]
+    if preset:
+        raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
+    saved = config_from_dict(presets.configs["record74"], load_checkpoint(path)["config"])
+    saved = with_system(saved, resume="", profile="", init_from="")
+    saved = dataclasses.replace(saved, schedule=dataclasses.replace(saved.schedule, train_tokens=0))
+    config = override(saved, overrides)
+    if config.model != saved.model:
+        old, new = flatten(saved), flatten(config)
+        changed = (f"--{key}" for key in overrides if old.get(key) != new.get(key) and hasattr(saved.model, key)
+                   or key.startswith("layer"))
+        raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
+    check_values(config)
+    if 0 < config.system.micro_batches < world:
+        config = with_system(config, micro_batches=world)
+    return fit_length(config, overrides.keys(), (saved.schedule, 1), world)
 
 
 def resumed_config(overrides, preset, world, presets):

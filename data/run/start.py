@@ -81,7 +81,7 @@ def survey_validation_data(config) -> tuple[str, bool]:
 
 def needs_tokenizer(config) -> bool:
     """Whether the run makes `hash_ids`; a checkpoint contains them."""
-    return config.model.bigram_normal and not config.system.resume
+    return config.model.bigram_normal and not config.system.resume and not config.system.init_from
 
 
 def require_caches(config, device) -> list[str]:
@@ -120,8 +120,8 @@ def check_start(config, param_table, world, rows_open):
     """
     require_torch()
     device = find_device(config)
-    if config.system.resume:
-        check_weights(load_checkpoint(config.system.resume), config.model, param_table(config.model))
+    if path := config.system.resume or config.system.init_from:
+        check_weights(load_checkpoint(path), config.model, param_table(config.model))
     config, sizes = fit_memory(choose_kernels(config, device)[0], param_table, device, world, rows_open)
     training_data, validation_data = survey_training_data(config), survey_validation_data(config)
     if needs_tokenizer(config):
