@@ -353,6 +353,7 @@ class System:
     cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
+    plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
@@ -1906,6 +1907,14 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
+    if system.plot and rt.rank == 0:
+        from records import compare
+        picture = log.path.with_suffix(".svg")
+        try:
+            compare.plot(picture, compare.read_groups([str(log.path)]), compare.TARGET)
+            log.line(f"plot: {published(str(picture))}")
+        except UserError as error:
+            log.line(f"warning: no plot: {error}")
     if system.save or system.save_every:
         trainer.save(trainer.total, clock.counted)
 

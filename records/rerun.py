@@ -35,7 +35,7 @@ ROOT, SCRIPT = Path(__file__).resolve().parents[1], "train_gpt.py"
 SHARDS = "train_shards", "val_shards", "train_sha256", "val_sha256"  # older logs lack the last two
 REQUIRED = "ranks", "command", "sources", *SHARDS[:2], "run_label", "device"
 NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
-LEFT_OUT = "save", "save_every", "resume", "profile", "sample_tokens"  # settings on which no loss depends
+LEFT_OUT = "save", "save_every", "resume", "profile", "plot", "sample_tokens"  # settings on which no loss depends
 # The log may not contain the code for the first four of these settings, and its run has a length.
 REFUSED = "preset", "resume", "profile", "sample_tokens", "minutes", "train_tokens"
 DIFFER_ANYWAY = {*LEFT_OUT, "run_label", "log_dir", "command", "commit"}

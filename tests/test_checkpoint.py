@@ -72,6 +72,23 @@ def differing(path, other):
     return [name for name in flat[0] | flat[1] if not equal(*(part.get(name) for part in flat))]
 
 
+def test_a_plot_at_the_end(corpus, tmp_path, monkeypatch):
+    """A picture with a point for each validation; if it cannot be drawn, the results are there and one line says so."""
+    def plot(path, groups, target):
+        ((run,),) = groups.values()
+        assert run.finished and run.losses and target == 3.28
+        draw(path, groups, target)
+    draw = compare.plot
+    monkeypatch.setattr(compare, "plot", plot)
+    run = train(corpus, tmp_path / "a", "--plot=true", "--val_every=4")
+    picture = run.path.with_suffix(".svg").read_text()
+    assert picture.startswith("<svg ") and len(re.search('points="(.*?)"', picture)[1].split()) == len(run.val) == 4
+    assert f"\nplot: {published(str(run.path.with_suffix('.svg')))}\n" in run.text
+    monkeypatch.setattr(compare, "plot", Mock(side_effect=UserError("no room")))
+    run = train(corpus, tmp_path / "b", "--plot=true", "--val_every=4")
+    assert "\nwarning: no plot: no room\n" in run.text and "\nfinal_val_loss: " in run.text
+
+
 def test_saving_on_the_way_leaves_no_trace(corpus, base, tmp_path):
     """Rotation, too: of the checkpoints before steps 2, 4, ..., 10 and after the last, the two newest stay."""
     torch.manual_seed(7)
