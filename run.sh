@@ -31,7 +31,8 @@ Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torc
         driver older than 580 it installs the build of torch with CUDA 12.6, which runs with 525 and newer.
 GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run with
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
-Data    cpu: Python's library sources, made in seconds; all other presets: FineWeb, 2 GB, downloaded once to
+Data    cpu: Python's library sources, made in seconds; all other presets: as much of FineWeb as the run reads (200 MB
+        for 100 million tokens, at most 2 GB for a preset at its own length), downloaded once to
         data/fineweb10B. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
         data/fineweb10B or data/stdlib), run.sh gets no data. A run with --resume=... or --init_from=... has the
         settings of the checkpoint.
@@ -192,17 +193,20 @@ if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of it
   set -- "--preset=$preset" "$@"
 fi
 
-# A wrong argument must not cost a download. The trainer would say the same later.
-check_arguments() {
+# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download.
+shards_of_run() {
   "$python" -c 'if 1:
     from data.run.signals import die_at_ctrl_c
     die_at_ctrl_c()
-    import sys, train_gpt
+    import math, sys, train_gpt
     from data.run.errors import UserError
+    from data.run.length import needed_tokens
+    world = int(sys.argv[1])
     try:
-        train_gpt.parse_config(sys.argv[2:], int(sys.argv[1]))
+        tokens = needed_tokens(train_gpt.parse_config(sys.argv[2:], world), world)
     except UserError as error:
-        sys.exit(f"error: {error}")' "$procs" "$@"
+        sys.exit(f"error: {error}")
+    print(min(103, max(1, math.ceil(tokens / 1e8))))' "$procs" "$@"
 }
 
 # If these files exist, prepare.py need not start. It makes this shard of Python's library last.
@@ -210,13 +214,20 @@ case "$data$preset" in
   given*) ;;
   cpu) [ -e data/stdlib/stdlib_val_000000.bin ] || "$python" data/prepare.py stdlib ;;
   *)
+    shards=9  # of the whole presets
+    case "$*" in *minutes* | *tokens* | *steps*) shards="" ;; esac
     for shard in val_000000 train_00000{1..9}; do
-      [ -e data/fineweb10B/fineweb_$shard.bin ] || {
-        check_arguments "$@"
-        "$python" data/prepare.py fineweb
-        break
-      }
-    done ;;
+      [ -e data/fineweb10B/fineweb_$shard.bin ] || shards=""
+    done
+    if [ -z "$shards" ]; then
+      shards=$(shards_of_run "$@")
+      for shard in val_000000 $(seq -f 'train_%06.0f' 1 "$shards"); do
+        [ -e "data/fineweb10B/fineweb_$shard.bin" ] || {
+          "$python" data/prepare.py fineweb --shards "$shards"
+          break
+        }
+      done
+    fi ;;
 esac
 [ $mode != data ] || exit 0
 

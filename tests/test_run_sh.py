@@ -42,6 +42,9 @@ open(os.environ["CALLS"] + ".imported", "w")
 class cuda:
     device_count = staticmethod(lambda: int(os.environ["TORCH_GPUS"]))
 """
+LENGTH = """import os
+needed_tokens = lambda config, world: float(os.environ.get("NEEDED", "850e6"))
+"""
 TRAINER = """from data.run.errors import UserError
 def parse_config(argv, world):
     if "--learning_rate=3" in argv: raise UserError("unknown key --learning_rate")
@@ -68,6 +71,7 @@ class Machine:
             '#!/bin/sh\n[ "$1" = -L ] || exec echo "${DRIVER:-580.65.06}"\n'
             'for i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n'))
         (self.repo / "train_gpt.py").write_text(TRAINER)
+        (self.repo / "data/run/length.py").write_text(LENGTH)
         self.env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "CALLS": str(folder / "calls"),
                     "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "TORCH_GPUS": "0"}
 
@@ -108,7 +112,7 @@ def machine(tmp_path):
     return machine
 
 
-STDLIB, FINEWEB = (f"system/python3|data/prepare.py|{name}" for name in ("stdlib", "fineweb"))
+STDLIB, FINEWEB = (f"system/python3|data/prepare.py|{name}" for name in ("stdlib", "fineweb|--shards|9"))
 IN_VENV = ".venv/python"
 VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements.txt"]
 
@@ -182,6 +186,13 @@ def test_data_that_is_there_is_not_prepared_again(machine):
     for shard in shards:
         shard.touch()
     assert machine.run(**gpus(1)) == [start]
+    python_imported = machine.folder / "calls.imported"
+    python_imported.unlink()
+    assert machine.run("--preset=single", **gpus(0)) == [start] and not python_imported.exists()
+    fewer, more = ("--train_tokens=20e6", "45e6", 1), ("--minutes=60", "2345e6", 24)
+    for arguments, needed, wanted in fewer, more:  # one shard is there, 24 are not
+        fetch = [] if wanted == 1 else [FINEWEB.replace("9", str(wanted))]
+        assert machine.run(arguments, NEEDED=needed, **gpus(1)) == [*fetch, start + f"|{arguments}"]
     for shard in shards[0], shards[-1]:
         shard.unlink()
         assert machine.run(**gpus(1)) == [FINEWEB, start]

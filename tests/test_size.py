@@ -16,13 +16,13 @@ import train_gpt as T
 from data.run import machine
 from data.run.arguments import leaves_size_open
 from data.run.machine import Runtime
-from data.run.size import (FITTED, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes, rows_per_gpu,
+from data.run.size import (
+    H100,FITTED, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes, rows_per_gpu,
                            seconds, seconds_per_token)
 from data.run.start import fit_size
 from oracles import ON_GPU
 from test_check import check, folder, gpus  # noqa: F401 (fixtures)
 
-H100 = Gpu(1490e12, 3010e9, 0.85e-6)
 GPUS = {"H100": H100, "A100": Gpu(250e12, 1815e9, 0.85e-6), "RTX 4090": Gpu(264e12, 897e9, 0.85e-6),
         "RTX 3090": Gpu(57e12, 842e9, 0.85e-6)}
 RECORD = Path(__file__).resolve().parents[1] / "records/2026-11-25_size"

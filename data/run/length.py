@@ -5,7 +5,7 @@ import math
 from itertools import accumulate
 
 from data.run.errors import UserError
-from data.run.size import Size, forecast
+from data.run.size import H100, Size, forecast, rank_sizes
 
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 200e-6}  # roughly: `short` on one H200, `cpu` on two cores
@@ -122,6 +122,15 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
             schedule = dataclasses.replace(schedule, **{key: round(steps / stage_starts(native)[-1], 4)})
     schedule = dataclasses.replace(schedule, train_tokens=0 if schedule.minutes else total_tokens(schedule))
     return dataclasses.replace(config, schedule=schedule)
+
+
+def needed_tokens(config, world) -> float:
+    """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
+    less than 900, because it cuts long documents. With --minutes, the H100s' best size decides how many it trains on."""
+    schedule = config.schedule
+    if schedule.minutes:
+        return 2.2 * rank_sizes(60 * schedule.minutes, H100, world)[0].tokens
+    return 2.2 * total_tokens(schedule)
 
 
 def with_minutes(config, seconds):
