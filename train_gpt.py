@@ -3,7 +3,8 @@
 This file is the trainer. `triton_kernels.py` holds the operations that have a GPU kernel, `data/` reads tokens, and
 `data/run/` is what surrounds a run: arguments, checks, memory, start, clock, log, checkpoints. The code began as a
 rewrite of NanoGPT-speedrun record 74 (modded-nanogpt PR 233, Chris McCormick, and all earlier records), which
---preset=record74 keeps; the other presets add later ideas. README.md has results, records/techniques.md the gains of all ideas.
+--preset=record74 keeps; the other presets add later ideas. README.md has results, records/techniques.md the gain of
+each idea.
 
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
