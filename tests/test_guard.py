@@ -279,7 +279,7 @@ def other_values(config):
         elif isinstance(value, bool):
             if key not in free:
                 yield key, render(not value)
-        elif key not in {*free, "vocab_size", "train_tokens", "minutes", "depth"}:  # of the data; of a preset
+        elif key not in {*free, "vocab_size", "train_tokens", "minutes", "depth", "init_from"}:  # of data, preset, file
             other = tuple(2 * x or 0.5 for x in value) if isinstance(value, tuple) else 2 * value
             yield key, SIZES.get(key) or render(other)
 
