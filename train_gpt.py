@@ -360,7 +360,7 @@ class System:
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
     resume: str = ""  # checkpoint to continue, with the settings stored in it
-    # Checkpoint whose weights and settings a new run begins with; head and embedding are never tied in it.
+    # A new run begins with the weights and the settings of this checkpoint, and never ties head and embedding.
     init_from: str = ""
     sample_tokens: int = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
@@ -1606,7 +1606,8 @@ class Trainer:
         self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
-        # Several ranks exchange gradients in the update, and the plain update of few rows asks the GPU for their number.
+        # A graph cannot hold the exchange of several ranks, nor the plain update of few rows, which asks the GPU for the
+        # number of the rows.
         waits = self.optimizer.few_rows and ops.update_few_rows is kernels.update_few_rows_ref
         self.update_graphs = UpdateGraphs(self.update, has_graphs and rt.world == 1 and not waits, self.graphs,
                                           update_numbers(config, self.plans[0]))
@@ -1631,6 +1632,7 @@ class Trainer:
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
         system, clock = self.config.system, Clock(self.seconds_before)
+        by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # an even and an odd step
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
@@ -1659,7 +1661,6 @@ class Trainer:
                 with clock.paused("profile"):
                     self.synchronize()
                     self.profiler.start()
-            by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # an even and an odd step
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None

@@ -21,7 +21,6 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -163,9 +162,9 @@ def tell_apart(groups, whole):
         found = names(group)
         matches = ((regions, first) for wanted, regions in reversed(known)
                    for first in range(len(found) - len(wanted) + 1) if found[first:first + len(wanted)] == wanted)
-        for regions, first in list(islice(matches, 1)):
-            for item, region in zip(group[first:], regions):
-                item.region = region
+        regions, first = next(matches, ((), 0))
+        for item, region in zip(group[first:], regions):
+            item.region = region
 
 
 def cover(items, free):

@@ -16,9 +16,8 @@ import train_gpt as T
 from data.run import machine
 from data.run.arguments import leaves_size_open
 from data.run.machine import Runtime
-from data.run.size import (
-    H100,FITTED, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes, rows_per_gpu,
-                           seconds, seconds_per_token)
+from data.run.size import (FITTED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
+                           rows_per_gpu, seconds, seconds_per_token)
 from data.run.start import fit_size
 from oracles import ON_GPU
 from test_check import check, folder, gpus  # noqa: F401 (fixtures)

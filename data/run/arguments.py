@@ -93,10 +93,16 @@ def preset_config(preset, overrides, world, presets, gpu=None):
     """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it."""
     overrides = with_heads(overrides, presets.configs[preset].model)
     config = override(wired_preset(preset, overrides, presets), overrides)
+    made_for = presets.configs[preset].schedule, presets.gpus[preset]
+    return with_length(config, overrides, made_for, world, gpu)
+
+
+def with_length(config, overrides, made_for, world, gpu=None):
+    """The config with at least a micro-batch for each rank, and with the length that the overrides ask for. The last
+    three arguments are those of `fit_length`."""
     check_values(config)  # `fit_length` computes with them
     if 0 < config.system.micro_batches < world:
         config = with_system(config, micro_batches=world)
-    made_for = presets.configs[preset].schedule, presets.gpus[preset]
     return fit_length(config, overrides.keys(), made_for, world, gpu)
 
 
@@ -118,10 +124,7 @@ def begun_config(overrides, preset, world, presets):
         changed = (f"--{key}" for key in overrides if old.get(key) != new.get(key) and hasattr(saved.model, key)
                    or key.startswith("layer"))
         raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
-    check_values(config)
-    if 0 < config.system.micro_batches < world:
-        config = with_system(config, micro_batches=world)
-    return fit_length(config, overrides.keys(), (saved.schedule, 1), world)
+    return with_length(config, overrides, (saved.schedule, 1), world)
 
 
 def resumed_config(overrides, preset, world, presets):

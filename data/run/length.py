@@ -126,7 +126,7 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
 
 def needed_tokens(config, world) -> float:
     """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
-    less than 900, because it cuts long documents. With --minutes, the H100s' best size decides how many it trains on."""
+    less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s and the size is the best."""
     schedule = config.schedule
     if schedule.minutes:
         return 2.2 * rank_sizes(60 * schedule.minutes, H100, world)[0].tokens
