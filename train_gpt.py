@@ -177,9 +177,7 @@ class Model:
     depth: int = 11  # another number builds the layers anew, by `wire`
     mlp_ratio: float = 4.0  # width of an MLP / D; the width is rounded to a multiple of 16
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
-    # In place of this table, one with so many rows for bigrams, trigrams, ... (0: none), which only costs time where a
-    # row occurs (PR 360, devenpzak).
-    ngram_rows: tuple[float, ...] = (0.0,)
+    ngram_rows: tuple[float, ...] = (0.0,)  # rows for bigrams, trigrams, ... in place of this table (PR 360, devenpzak)
     bigram_normal: bool = False  # n-grams whose tokens differ in case, accents or spaces alone are one (PR 375)
     bigram_signs: bool = False  # multiply the row of each n-gram by one of 8192 random rows of signs (PR 299, TrianX)
     head_pairs: bool = False  # a matrix of Q or K, as Muon sees it, has two heads, not all heads (PR 253, samacqua)
@@ -360,8 +358,7 @@ class System:
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
     resume: str = ""  # checkpoint to continue, with the settings stored in it
-    # A new run begins with the weights and the settings of this checkpoint, and never ties head and embedding.
-    init_from: str = ""
+    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding stay untied
     sample_tokens: int = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
 
@@ -388,9 +385,10 @@ LAYERS = wire(11)
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is (SIZED). The settings
 # come from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
-# seconds of 2026-11-23.
+# seconds of 2026-11-23. A million rows of n-grams take no more memory than 5 vocabularies of bigrams; a GPU with more
+# memory gets up to four (`fit_memory`, records/2026-11-26_ngrams).
 SHORT = Config(
-    MODEL,
+    dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5)),
     Schedule(
         scheduled_steps=800, extension_steps=24, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.91),
         muon_warmup=0.2, muon_cooldown=0.03, sampled_frac=0.93,
@@ -415,11 +413,9 @@ PRESETS = {
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
-    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length). A million rows of n-grams
-    # take no more memory than the bigram table of `short`; a GPU with more memory gets up to four (`fit_memory`).
+    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length).
     "single": dataclasses.replace(
         SHORT,
-        model=dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5)),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
         optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes

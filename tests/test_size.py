@@ -33,7 +33,7 @@ def test_longer_runs_take_larger_models(name, world):
     times = np.geomspace(0.3, 1e6, 200)
     chosen = [rank_sizes(time, GPUS[name], world) for time in times]
     numbers = [SIZES.index(ranked[0].size) for ranked in chosen]
-    assert numbers == sorted(numbers) and {*numbers} == {*range(len(SIZES))}
+    assert numbers == sorted(numbers) and {0, len(SIZES) - 1} <= {*numbers}
     for ranked in chosen:
         assert sorted(it.size for it in ranked) == sorted(SIZES)
         assert [it.loss for it in ranked] == sorted(it.loss for it in ranked)
@@ -76,15 +76,15 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     for size in SIZES:
         for tokens in 5, 40, 155, 1000:
             law = A * (768 / size.width) ** a + C * (11 / size.layers) ** c + B * (40 / tokens) ** b
-            assert law == pytest.approx(expected_loss(size, 1e6 * tokens), abs=1e-3)
+            assert law == pytest.approx(expected_loss(size, 1e6 * tokens), abs=2e-3)
     runs = re.findall(r"width (\d+) layers (\d+) tokens (\S+)M loss (\S+) on L residual", text)
     residuals = [float(loss) - E - expected_loss(Size(int(width), int(layers)), 1e6 * float(tokens))
                  for width, layers, tokens, loss in runs]
-    assert len(runs) == 21 and np.square(residuals).mean() ** 0.5 < 0.0048 and np.abs(residuals).max() < 0.011
+    assert len(runs) == 44 and np.square(residuals).mean() ** 0.5 < 0.0063 and np.abs(residuals).max() < 0.0135
     times = re.findall(r"width (\d+) layers (\d+) rows (\d+): (\S+) ms", text)
     errors = [1e3 * int(rows) * seconds_per_token(Size(int(width), int(layers)), int(rows), H100) / float(ms) - 1
               for width, layers, rows, ms in times]
-    assert len(errors) == 18 and np.abs(errors).max() < 0.038
+    assert len(errors) == 28 and np.abs(errors).max() < 0.045
     assert not {*SIZES} - {(int(width), int(layers)) for width, layers, *_ in times}
 
 
@@ -119,7 +119,7 @@ def parse(size, gpu, words=("--preset=short", "--minutes=60"), world=1):
     return T.parse_config([*words, *size.knobs], world, gpu)
 
 
-@pytest.mark.parametrize("free, world, chosen", [(80000, 1, 4), (9000, 1, 2), (1000, 1, 0), (1000, 2, 4)])
+@pytest.mark.parametrize("free, world, chosen", [(80000, 1, 4), (7000, 1, 2), (1000, 1, 0), (1000, 2, 4)])
 def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
     """At 60 minutes of an H100 larger is better. No size fits 1000 MiB: the smallest is the best try."""
     assert [it.size for it in rank_sizes(3600, H100)] == [*reversed(SIZES)]
@@ -142,11 +142,11 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
 
 
 @pytest.mark.parametrize("words, found", [
-    ("--minutes=0.5", "512 x 6 (channels x layers) for 0.5 min, about 7"),
-    ("", "384 x 6 (channels x layers) for 27M tokens, about 8."),
-    ("--train_tokens=27e6", "384 x 6 (channels x layers) for 27M tokens, about 8."),
+    ("--minutes=0.5", "512 x 4 (channels x layers) for 0.5 min, about 9"),
+    ("", "384 x 4 (channels x layers) for 27M tokens, about 7 s"),
+    ("--train_tokens=27e6", "384 x 4 (channels x layers) for 27M tokens, about 7 s"),
     ("--train_tokens=130e6", "512 x 6 (channels x layers) for 130M tokens, about 5"),
-    ("--scheduled_steps=10000", "512 x 11 (channels x layers) for ")])
+    ("--scheduled_steps=10000", "640 x 8 (channels x layers) for ")])
 def test_the_length_has_many_names(words, found):
     parse_ = functools.partial(parse, words=("--preset=short", *words.split()))
     config, line, time = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, 1, H100, torch.device("cpu"))
@@ -195,7 +195,7 @@ def begin(gpus, monkeypatch):  # noqa: F811
     return run
 
 
-@pytest.mark.parametrize("minutes, wanted", [("0.1", SIZES[1]), ("2", SIZES[3]), ("500", SIZES[4])])
+@pytest.mark.parametrize("minutes, wanted", [("0.1", SIZES[0]), ("2", SIZES[2]), ("500", SIZES[4])])
 def test_a_start_measures_and_chooses(begin, minutes, wanted):
     """`main` measures the GPU after the ranks have met, and trains the model of the chosen size."""
     status, err, config, size, time = begin(f"--minutes={minutes}")
@@ -224,9 +224,9 @@ def test_a_warning_comes_once(begin):
 def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
     monkeypatch.setattr("records.check.measure_gpu", lambda fp8: H100)
     rows = gpus.check("--preset=short", "--minutes=5")[1]
-    assert rows["size"][0].startswith("768 x 11 (channels x layers) for 5 min") and rows["size"][1] == "yes"
+    assert rows["size"][0].startswith("640 x 8 (channels x layers) for 5 min") and rows["size"][1] == "yes"
     rows = gpus.check("--preset=short")[1]
-    assert rows["size"][0].startswith("384 x 6 (channels x layers) for 27M tokens")
+    assert rows["size"][0].startswith("384 x 4 (channels x layers) for 27M tokens")
     assert rows["time"][0].startswith("about 0.1 minutes")
     for args in (["--preset=single"], ["--preset=short", "--model_dim=768"]):
         rows = gpus.check(*args)[1]
@@ -251,7 +251,7 @@ def test_ranks_take_what_rank_0_measured(monkeypatch):
 
 def test_too_little_memory_to_measure(monkeypatch):
     monkeypatch.setattr(machine, "ceilings", Mock(side_effect=torch.OutOfMemoryError("none")))
-    with pytest.raises(T.UserError, match="too little free memory to measure this GPU; choose the size .*=6"):
+    with pytest.raises(T.UserError, match="too little free memory to measure this GPU; choose the size .*=4"):
         machine.measure_gpu(True)
 
 
@@ -264,7 +264,7 @@ def test_table_in_the_readme():
         ranked = (rank_sizes(60 * (0.25 if minutes == "1/4" else int(minutes)), gpu)[0] for gpu in GPUS.values())
         assert found.split(" | ") == [
             f"{best.size}, {best.tokens / 1e6:.0f}M"
-            + f", {best.loss + 2.239:.2f}" * (FITTED[0] <= best.tokens <= FITTED[1]) for best in ranked]
+            + f", {best.loss + 2.067:.2f}" * (FITTED[0] <= best.tokens <= FITTED[1]) for best in ranked]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a GPU")

@@ -142,7 +142,7 @@ def measure_gpu(fp8) -> Gpu:
         limits, x, count = ceilings(), torch.zeros(1, device="cuda"), 200
     except torch.OutOfMemoryError:
         raise UserError("too little free memory to measure this GPU; choose the size of the model, for example"
-                        " --model_dim=256 --depth=6") from None
+                        " --model_dim=384 --depth=4") from None
     x.add_(1)  # a capture must not load a kernel
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
