@@ -4,6 +4,7 @@
     python records/compare.py --diff logs/base_1.txt logs/wide_1.txt     what was changed: settings, machine, source
     python records/compare.py --exchange=base,long base='logs/base_*.txt' long='logs/long_*.txt' wide='logs/wide_*.txt'
     python records/compare.py -a-b=logs/none +a-b=logs/a -a+b=logs/b +a+b=logs/both
+    python records/compare.py --folder=2026-12-24_Name base='logs/base_*.txt' new='logs/new_*.txt'
     python records/compare.py --help                                     the options
 
 A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; logs without a label join the group
@@ -28,6 +29,9 @@ incomplete or uneven. The model assumes that effects add up, and counts all othe
 runs as independent, even runs with the same seed: if a seed shifts the loss of all labels equally, the intervals are
 too wide, not too narrow.
 
+--folder writes what the track asks for: a folder with the logs, and a README.md with the track's rules, the statistics,
+and what was changed. The last group is the record, the first one its baseline.
+
 Needs only Python's standard library.
 """
 
@@ -37,6 +41,7 @@ import glob
 import math
 import os
 import re
+import shutil
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -87,6 +92,7 @@ class Run:
     """One log."""
 
     name: str
+    path: Path = Path()
     source: str = ""  # all dumped files
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
@@ -117,7 +123,7 @@ def read_run(path: Path) -> Run:
     if b"\0" in data[:4096]:
         raise UserError(f"{path}: not a log but binary data")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
-    run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem))  # the first eight digits of a UUID
+    run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem), path)  # the first eight digits of a UUID
     headers, body = list(HEADER.finditer(text)), 0
     if headers:
         run.source = text[:headers[-1].start()].removeprefix("=" * 100 + "\n")
@@ -620,6 +626,55 @@ def diff(groups, markdown) -> str:
     return f"{facts}\n\n{source}"
 
 
+# ---- The folder of a record ------------------------------------------------------------------------------------------
+
+def rules(runs, target) -> list[list[str]]:
+    """Rows [rule of the track, what the logs say, yes or no or –] about the runs of a record."""
+    used = [run for run in runs if run.finished]
+    loss = sample([run.loss for run in used])
+    p = p_below(loss, target)
+    rows = [["rule", "found", "holds"],
+            [f"mean loss of all runs ≤ {target:g}, p < {RECORD_P}",
+             f"n = {loss.n}, mean {number(loss.mean, 4)}, p = {chance(p)}", "yes" if p < RECORD_P else "no"],
+            ["every run has ended", f"{len(used)} of {len(runs)}", "yes" if len(used) == len(runs) else "no"]]
+    fineweb = ".*fineweb10B/.*"
+    for rule, key, pattern in (
+            ("8 H100s", "gpus", r"8 × .*H100.*"), ("FineWeb, in the order of its shards", "train_files", fineweb),
+            ("its validation", "val_files", fineweb), ("the first 10485760 tokens of it", "val_tokens", "10485760"),
+            ("no compiler option of our own", "combo_kernels", "False")):
+        found = list(dict.fromkeys(run.facts.get(key, "–") for run in runs))
+        holds = "–" if found == ["–"] else "yes" if all(re.fullmatch(pattern, it) for it in found) else "no"
+        rows.append([rule, ", ".join(found), holds])
+    return rows
+
+
+def write_folder(path: Path, groups, target):
+    """Writes the folder of a record, complete or not at all. Raises UserError."""
+    (first, baseline), (label, runs) = list(groups.items())[0], list(groups.items())[-1]
+    parts = [f"# {path.name}", "What this record changes, and why: **write it here, in a few sentences.**",
+             table(rules(runs, target), True), report(groups, target, True)]
+    if label != first:
+        parts += [f"## What differs between {first} and {label}", diff({"": [baseline[0]], " ": [runs[0]]}, True)]
+    parts += ["## Logs", "\n".join(f"* `{name}/{run.path.name}`" for name, group in groups.items() for run in group)]
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        if path.exists():
+            raise UserError(f"--folder={path}: there is such a folder or file already")
+        unfinished.mkdir(parents=True)
+        for name, group in groups.items():
+            (unfinished / name).mkdir()
+            for run in group:
+                if (copy := unfinished / name / run.path.name).exists():
+                    raise UserError(f"--folder: two logs of {name} have the name {copy.name}")
+                shutil.copyfile(run.path, copy)
+        (unfinished / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        unfinished.rename(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 # ---- Plot ------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito: colour-blind safe
@@ -732,6 +787,7 @@ def parse(argv):
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
+    parser.add_argument("--folder", type=Path, help="also write the folder of a record for the track; it must be new")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg")
     parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
                         help="a result without a log, as a dot in the plot")
@@ -756,6 +812,8 @@ def main(argv) -> int:
         args = parse(argv)
         groups = read_groups(args.logs)
         text = diff(groups, args.markdown) if args.diff else report(groups, args.target, args.markdown, args.exchange)
+        if args.folder:
+            write_folder(args.folder, groups, args.target)
         if args.plot:
             plot(args.plot, groups, args.target, args.dot)
         print(text, flush=True)

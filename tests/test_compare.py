@@ -511,3 +511,77 @@ def test_script(write):
     script = f"set -eo pipefail; export PYTHONIOENCODING=ascii; {run} a.txt | head -0; {run} a.txt; ! {run} none.txt"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and "p(loss" in done.stdout and re.fullmatch("error: .*\n", done.stderr), done.stderr
+
+
+# ---- The folder of a record ------------------------------------------------------------------------------------------
+
+GPU_LINE = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:{i}" for i in range(8))
+TRACK = {"train_files": "data/fineweb10B/fineweb_train_*.bin", "val_files": "data/fineweb10B/fineweb_val_*.bin",
+         "val_tokens": "10485760", "combo_kernels": "False"}
+
+
+def on_eight(text):
+    return text.replace("nvidia-smi: not found", GPU_LINE)
+
+
+def test_folder_of_a_record(write, call):
+    for label, losses, source in ("base", FIELD_BASE, "x = 1\n"), ("new", FIELD_NEW, "x = 2\n"):
+        for i, loss in enumerate(losses):
+            text = on_eight(header(f"--seed={i}", source=source, **TRACK))
+            write(f"{label}/{i}.txt", text, steps({0: 10.8, 40: loss}))
+    out, err = call("--folder=2026-12-24_Two", "base=base", "new=new")
+    folder = Path("2026-12-24_Two")
+    text = (folder / "README.md").read_text()
+    assert not err and text.startswith("# 2026-12-24_Two\n") and not Path("2026-12-24_Two.tmp").exists()
+    rules = re.search(r"^\| rule .*\n\|.*\n((?:\|.*\n)+)", text, re.M)[1].splitlines()
+    assert len(rules) == 7 and all(rule.endswith("| yes |") for rule in rules)
+    assert "n = 4, mean 3.2788, p = 0.0097" in text and "-x = 1\n+x = 2" in text
+    assert out.split()[:2] == ["runs", "steps"]
+    for label in "base", "new":
+        for i in range(4):
+            copy = folder / label / f"{i}.txt"
+            assert copy.read_bytes() == Path(label, f"{i}.txt").read_bytes() and f"* `{label}/{i}.txt`" in text
+    assert call("--folder=2026-12-24_Two", "base=base")[1].endswith("there is such a folder or file already\n")
+    assert (folder / "README.md").read_text() == text
+
+
+@pytest.mark.parametrize("change, rule", [
+    ({"val_tokens": "2097152"}, "the first 10485760 tokens of it"),
+    ({"combo_kernels": "True"}, "no compiler option of our own"),
+    ({"train_files": "data/mine/mine_*.bin"}, "FineWeb, in the order of its shards"),
+    ({"val_files": "data/mine/val_*.bin"}, "its validation"), ({}, "8 H100s")])
+def test_rules_that_a_run_breaks(write, change, rule):
+    """The second of two runs; without a change, it ran on another machine."""
+    headers = on_eight(header(**TRACK)), header(**TRACK | change)
+    headers = headers[0], on_eight(headers[1]) if change else headers[1]
+    runs = [compare.read_run(write(f"{loss}.txt", text, steps({0: 10.8, 40: loss})))
+            for text, loss in zip(headers, (3.27, 3.2701))]
+    assert [name for name, _, holds in compare.rules(runs, 3.28)[1:] if holds != "yes"] == [rule]
+
+
+def test_rules_of_losses_and_of_a_public_log(write):
+    """By Student's distribution with one degree of freedom, that of Cauchy: 1/2 - atan(2/3) / pi = .3128."""
+    bodies = [*(steps({0: 10.8, 40: loss}) for loss in (3.2801, 3.2795)), cut({40: 3.2})]
+    runs = [compare.read_run(write(f"{i}.txt", on_eight(header(**TRACK)), body)) for i, body in enumerate(bodies)]
+    rows = compare.rules(runs, 3.28)
+    assert [row[1:] for row in rows[1:3]] == [["n = 2, mean 3.2798, p = 0.3128", "no"], ["2 of 3", "no"]]
+    assert [row[2] for row in compare.rules([compare.read_run(PUBLIC)], 3.28)[4:]] == ["–"] * 4
+
+
+@pytest.mark.parametrize("prepare, words", [
+    (lambda: Path("out").write_text("mine"), "there is such a folder or file already"),
+    (lambda: Path("blocked").write_text(""), "cannot write blocked/out: Not a directory")])
+def test_a_folder_that_cannot_be_written(write, call, prepare, words):
+    write("a.txt", header(), steps({0: 10.8, 40: 3.2}))
+    prepare()
+    folder = "out" if Path("out").exists() else "blocked/out"
+    assert words in call(f"--folder={folder}", "a.txt")[1]
+    assert not Path("out.tmp").exists() and (folder != "out" or Path("out").read_text() == "mine")
+
+
+def test_two_logs_of_one_name(write, call):
+    for folder in "a", "b":
+        write(f"{folder}/1.txt", header(), steps({0: 10.8, 40: 3.2}))
+    err = call("--folder=out", "new=a/1.txt", "new=b/1.txt")[1]
+    assert err == "error: --folder: two logs of new have the name 1.txt\n"
+    assert not Path("out").exists() and not Path("out.tmp").exists()

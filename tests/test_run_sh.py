@@ -358,14 +358,27 @@ def test_ctrl_c_before_the_training(machine, moment):
     text = text.replace('stdlib") mkdir', 'stdlib")\n  mkdir')
     assert text.count(line) == 1
     stand_in.write_text(text.replace(line, f"  {wait}\n{line}"))
+    assert signal_all(machine, signal.SIGINT) == (130, "", "run.sh: ended by Ctrl-C\n")
+    calls = machine.folder / "calls"
+    assert "launch" not in (calls.read_text() if calls.exists() else "")
+
+
+def signal_all(machine, number):
+    """(status, stdout, stderr) of run.sh, whose processes all get a signal once a stand-in waits."""
     process = subprocess.Popen([str(machine.repo / "run.sh")], env=machine.env, text=True, start_new_session=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     end = time.monotonic() + 20
     while not (machine.folder / "calls.waits").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (130, "", "run.sh: ended by Ctrl-C\n")
-    calls = machine.folder / "calls"
-    assert "launch" not in (calls.read_text() if calls.exists() else "")
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_all_processes_is_named(machine, number):
+    """SIGHUP comes when a terminal closes. The line comes from a process of run.sh, which gets the signal, too."""
+    machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
+                               touch "$CALLS.waits"; sleep 60 & wait"""
+    assert signal_all(machine, number) == (9, "", f"run.sh: ended by signal {number}, from outside\n")
