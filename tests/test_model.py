@@ -137,7 +137,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
 def test_no_weight_is_dead(preset):
     """Every entry of the banks has a gradient, also in narrow layers."""
     config = T.parse_config([f"--preset={preset}", "--device=cpu", "--vocab_size=120", "--model_dim=96",
-                             "--bigram_tables=1", "--bigram_normal=false"]).model
+                             "--ngram_rows=0", "--bigram_tables=1", "--bigram_normal=false"]).model
     exact, tokens, cu, rows, view, _ = make_setting(config)
     pieces = pieces_of(tokens[:-1], rows, torch.device("cpu"))
     h, point, _ = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces)
