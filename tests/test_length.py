@@ -148,9 +148,9 @@ def test_lengths_that_do_not_work(args, message):
 
 @pytest.fixture
 def free(corpus):  # noqa: F811
-    """A corpus whose arguments leave the number of steps open."""
+    """A corpus whose arguments leave the number of steps open, with a small model."""
     args = [arg for arg in corpus.args if not arg.startswith(("--scheduled_steps", "--extension_steps"))]
-    return SimpleNamespace(folder=corpus.folder, args=[*args, "--sample_tokens=0"])
+    return SimpleNamespace(folder=corpus.folder, args=[*args, "--sample_tokens=0", "--layers=3", "--backout_layer=none"])
 
 
 def chosen_length(log):
