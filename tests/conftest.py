@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 torch.set_num_threads(1)  # the tensors are small
+
+
+def patch_once_per_launch():
+    """Triton's interpreter patches triton.language not only at each launch, but again at each call of a function inside
+    a kernel. This takes a quarter of the time of a test, and once per launch is enough."""
+    from triton.runtime import interpreter
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_new(function):
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()  # of no changes
+        patched.add(module)
+        return patch(function)
+
+    def launch_anew(self, *args, **options):
+        patched.clear()
+        return launch(self, *args, **options)
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
+
+
+def pytest_configure():
+    # These names are not public: without them the tests are only slower.
+    with suppress(ImportError, AttributeError):
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            patch_once_per_launch()
 
 
 def pytest_collection_finish():
