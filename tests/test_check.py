@@ -111,9 +111,9 @@ def test_a_machine_without_gpu(check, monkeypatch):
 
 
 def test_training_data_in_passes(check):
-    """1760 steps of 1024 tokens, from documents of which 448 of 600 are kept in the first 568 steps, then 512."""
-    need = 568 * 1024 * 600 / 448 + 1192 * 1024 * 600 / 512
-    found = "2 files, 3,000 tokens; the run takes 1,802,240, with what is cut off long documents about"
+    """720 steps of 1024 tokens, from documents of which 448 of 600 are kept in the first 232 steps, then 512."""
+    need = 232 * 1024 * 600 / 448 + 488 * 1024 * 600 / 512
+    found = "2 files, 3,000 tokens; the run takes 737,280, with what is cut off long documents about"
     assert check()[1]["training data"] == (f"{found} {need:,.0f}: {need / 3000:.2f} passes", "yes")
     text = "2 files, 3,000 tokens; --minutes will choose how many the run takes"
     rows = check("--minutes=1", "--data_end=stop")[1]  # stop: more than there are would be refused
@@ -178,7 +178,7 @@ def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
 
 def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
-    config, cpu = T.parse_config(["--preset=cpu", "--ngram_rows=0"]), torch.device("cpu")
+    config, cpu = T.parse_config(["--preset=cpu"]), torch.device("cpu")
     model = T.GPT(config.model, None, torch.float32, cpu)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, machine.Runtime(0, 1, cpu), None)
     state = sum(part.nbytes for label in optimizer.table for part in optimizer.state[label].values())
@@ -187,11 +187,11 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     assert sizes(config)[:2] == pytest.approx((weights, state), rel=0.01)
     # the gradients of an even step wait
     each = weights + sum(sizes(config)[:2])
-    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=900"], 2), (["--save_every=400", "--keep=0"], 5):
+    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=400"], 2), (["--save_every=150", "--keep=0"], 5):
         for missing in 0, 1:
             size = MiB + count * each - missing
             monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size))
-            status, rows = check("--ngram_rows=0", *args)
+            status, rows = check(*args)
             assert status == missing and (not missing or f"{size // MiB} MiB free" in rows["disk"][0])
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
     assert C.CHECKS["disk"](checked(config, 2)) == ("rank 0 writes", True)
