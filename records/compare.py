@@ -654,7 +654,7 @@ def write_folder(path: Path, groups, target):
     parts = [f"# {path.name}", "What this record changes, and why: **write it here, in a few sentences.**",
              table(rules(runs, target), True), report(groups, target, True)]
     if label != first:
-        parts += [f"## What differs between {first} and {label}", diff({"": [baseline[0]], " ": [runs[0]]}, True)]
+        parts += [f"## What differs between {first} and {label}", diff({first: baseline[:1], label: runs[:1]}, True)]
     parts += ["## Logs", "\n".join(f"* `{name}/{run.path.name}`" for name, group in groups.items() for run in group)]
     unfinished = path.with_name(path.name + ".tmp")
     try:
