@@ -184,10 +184,8 @@ class Model:
     pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
-    # Rates and initial values of other sizes, as powers of 768 / D or 11 / layers. 0 has been tried alone so far.
-    head_lr_power: float = 0.0  # width: rate of head and embedding; 1 in muP (arXiv 2203.03466)
-    muon_wd_power: float = 0.0  # width: weight decay of the banks; 1 in arXiv 2512.05620, 2 by nanochat's sweeps
-    branch_power: float = 0.0  # depth: first factor of what a layer adds; .5 in depth-muP (arXiv 2310.02244)
+    # Adam's rates are multiplied by this power of 768 / D, and those of head and embedding by the power once more
+    width_lr_power: float = 0.0
 
     @property
     def bos_id(self):
@@ -388,7 +386,7 @@ MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=
 # seconds of 2026-11-23. A million rows of n-grams take no more memory than 5 vocabularies of bigrams; a GPU with more
 # memory gets up to four (`fit_memory`, records/2026-11-26_ngrams).
 SHORT = Config(
-    dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5)),
+    dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5), width_lr_power=0.5),
     Schedule(
         scheduled_steps=800, extension_steps=24, split_stage=4, cooldown_frac=0.7, muon_momentum=(0.85, 0.91),
         muon_warmup=0.2, muon_cooldown=0.03, sampled_frac=0.93,
@@ -404,11 +402,10 @@ SHORT = Config(
     System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
-    # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md). Rows of
-    # n-grams, as `single` has them, have not run on several GPUs yet.
+    # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md).
     "record": Config(
-        dataclasses.replace(MODEL, bigram_tables=7.5),
-        Schedule(scheduled_steps=1346, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
+        dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6)),
+        Schedule(scheduled_steps=1270, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
                  muon_warmup=0.2308, muon_cooldown=0.0385, sampled_frac=0.93),
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
@@ -478,7 +475,7 @@ class Param(NamedTuple):
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
     betas: tuple[float, float | None] | None = None  # adam; None stands for table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr
-    wd_mul: float = 1.0  # factor of adam_wd or muon_wd
+    wd_mul: float = 1.0  # adam: factor of adam_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
     matrix_lr: tuple[float, ...] = (1.0,)  # normuon: factors of muon_lr, for one matrix of a bank after the other
     average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0: no average
@@ -522,48 +519,45 @@ def param_table(model: Model) -> tuple[Param, ...]:
     Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_attention`); the MLP's W2 begins at zero (muP-like).
     The reductions start in the order of record 74. The tables are updated before the banks, so that the gathers of the
     tables overlap with the orthogonalisation of the banks. lm_head is updated before embed, which is a copy of lm_head
-    while they are tied. A higher beta2 smooths the updates of lambdas and gates (PR 177).
+    while they are tied. A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher
+    rates of Adam (muP, arXiv 2203.03466, has such a rule; its power is another).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
     fields = "attention", "value_embed", "skip_from", "xsa"
     with_attention, with_values, with_skip, with_xsa = map(model.layers_with, fields)
     dynamic, with_lanes = model.dynamic_sizes, model.layers_with("two_lanes")
-    head_lr, branch = (768 / D) ** model.head_lr_power, (11 / len(layers)) ** model.branch_power
+    narrow_lr = (768 / D) ** model.width_lr_power
     ngram_shape = sum(rows for _, rows in model.ngrams), D
 
     def fill_post(p, generator):
-        p.fill_(branch)
+        p.fill_(1.0)
         if with_lanes:
             p[with_lanes[0]:, 0, 1] *= 1.5  # the attention output enters lane 1
 
-    def bank(label, shape, order, matrix_lr=(1.0,), **others):
-        return Param(label, shape, "normuon", order, matrix_lr=matrix_lr, wd_mul=(768 / D) ** model.muon_wd_power,
-                     **others)
-
     table = [
-        *(bank(label, (len(numbers), *shape), (0, 5), average=0.12, codes=("fp8_qkv", 2.0))
+        *(Param(label, (len(numbers), *shape), "normuon", (0, 5), average=0.12, codes=("fp8_qkv", 2.0))
           for numbers, banks in model.qk_banks for label, shape in banks.items()),
         # Each layer: V (H d, D) and O (D, H d); O has no codes.
-        bank("vo_bank", (len(with_attention), 2, D, D), (0, 5), average=0.12, codes=("fp8_qkv", 1.0)),
+        Param("vo_bank", (len(with_attention), 2, D, D), "normuon", (0, 5), average=0.12, codes=("fp8_qkv", 1.0)),
         # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
-        bank("mlp_bank", (len(layers), 2, model.mlp_dim, D), (1, 6), (2.0, 4.0), init=fill_mlps, average=0.06,
-             codes=("fp8_mlp", 2.0)),
+        Param("mlp_bank", (len(layers), 2, model.mlp_dim, D), "normuon", (1, 6), fill_mlps, matrix_lr=(2.0, 4.0),
+              average=0.06, codes=("fp8_mlp", 2.0)),
         Param("value_embeds", (len(with_values) * V, D), "adam", (5, 1),
               lambda p, generator: p.normal_(generator=generator).mul_(0.01), (0.75, None), lr_mul=75.0, wd_mul=5.0,
-              lazy=True, average=0.06),
+              lazy=True),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200).
         Param("lm_head", (D, V), "adam", (3, 3), lambda p, generator: p.normal_(std=0.005, generator=generator),
-              (0.5, None), lr_mul=head_lr, wd_mul=150.0, average=0.12),
-        Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=head_lr, wd_mul=150.0, average=0.12,
+              (0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12),
+        Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12,
               tied_to="lm_head"),
-        Param("bigram_embed", ngram_shape, "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True,
-              average=0.06) if model.ngram_table == "bigram_embed" else
+        Param("bigram_embed", ngram_shape, "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True)
+        if model.ngram_table == "bigram_embed" else
         Param("ngram_embed", ngram_shape, "rows", betas=(0.0, None), lr_mul=75.0, wd_mul=5.0),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
-        lambdas("sa_lambdas", (len(layers), 2), lambda p, _: p.copy_(torch.tensor([0.5, branch])), 0.99, 5.0),
+        lambdas("sa_lambdas", (len(layers), 2), lambda p, _: p.copy_(torch.tensor([0.5, 1.0])), 0.99, 5.0),
         Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam",
               init=lambda p, generator: uniform(p, generator, D**-0.5), betas=(0.9, 0.99), lr_mul=0.25),
         Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "adam",
@@ -585,7 +579,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,),
                 lambda p, generator: p.normal_(std=POINTER_WIDTH**-0.5, generator=generator), 0.99, 1.0),
         lambdas("pointer_gain", (int(model.pointer),), 1.0, 0.99, 1.0)]
-    return tuple(param for param in table if math.prod(param.shape))  # a parameter that no layer uses is empty
+    return tuple(param._replace(lr_mul=narrow_lr * param.lr_mul) for param in table
+                 if math.prod(param.shape))  # a parameter that no layer uses is empty
 
 
 def rms_norm(x):
@@ -1126,7 +1121,7 @@ def update_numbers(config, plan) -> dict[str, float]:
                "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
     for row in param_table(config.model):
         if row.optim == "normuon":
-            decay = optim.muon_wd * row.wd_mul * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
+            decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
         elif row.sharded or row.optim == "rows":
             (beta1, beta2), lr = adam_betas(row, optim), adam_lr * row.lr_mul
             numbers[f"{row.label} step_size"] = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
@@ -1555,7 +1550,8 @@ def validate(summed_loss, data, attn, rt) -> float:
 
     summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D.
     """
-    total = sum((summed_loss(batch, attn) for batch in data), torch.zeros((), device=rt.device))
+    losses = [summed_loss(batch, attn) for batch in data][:data.pieces]
+    total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
     return total.item() / data.config.data.val_tokens
 

@@ -346,7 +346,9 @@ def require_validation_tokens(config, available):
 class ValidationData:
     """The first `val_tokens` tokens of the validation files, in pieces of `val_batch_tokens`; iterating yields Batches.
 
-    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. hash_ids: see make_batch.
+    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Where ranks share a table of n-grams,
+    all of them fetch rows at the same time, so a rank with a piece less than others yields the first piece of all at the
+    end, beyond the number `pieces` of its own. hash_ids: see make_batch.
     """
 
     def __init__(self, config, rt, hash_ids=None):
@@ -357,11 +359,16 @@ class ValidationData:
             missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         require_validation_tokens(config, len(self.tokens))
+        n, total = config.data.val_batch_tokens, config.data.val_tokens
+        self.starts = [*range(rt.rank * n, total, rt.world * n)]
+        self.pieces = len(self.starts)
+        if self.router is not None and self.pieces < -(-total // (rt.world * n)):
+            self.starts.append(0)
 
     def __iter__(self):
         n = self.config.data.val_batch_tokens
         size = cu_seqlens_size(n, self.config.data.tokens_per_doc)
-        for start in range(self.rt.rank * n, self.config.data.val_tokens, self.rt.world * n):
+        for start in self.starts:
             piece = self.tokens[start:start + n + 1]
             borders = np.append(np.flatnonzero(piece[:-1] == self.config.model.bos_id), n)
             yield make_batch(piece, cu_seqlens(borders, n, size), self.config, self.rt.device, hash_ids=self.hash_ids,

@@ -48,7 +48,7 @@ GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", "-
          "--final_window=224", "--micro_batches=2", f"--val_tokens={VAL_TOKENS}", "--val_batch_tokens=1024",
          # A quarter of the rates: rounding then grows 10 to 30 times less, the effect of a constant 2 to 4 times.
          # Decays go with their square and would not show in so few steps.
-         "--adam_lr=0.002", "--muon_lr=0.00575", "--adam_wd=0.5", "--muon_wd=120",
+         "--adam_lr=0.002", "--muon_lr=0.00575", "--adam_wd=0.5", "--muon_wd=120", "--width_lr_power=0",
          *(f"--stage{i}.{key}={value}" for i, stage in enumerate(STAGES, 1)
            for key, value in zip(("batch_tokens", "max_doc_len", "short_window", "long_window"), stage))]
 GPU = ["--device=cuda", "--dtype=bfloat16"]
@@ -236,13 +236,13 @@ KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4")))
          "--stage1.batch_tokens=128", "--stage1.mtp_start=1,.5", "--stage1.mtp_end=1,0", "--stage1.max_doc_len=40",
          "--stage1.long_window=16", "--stage2.batch_tokens=192", "--stage2.max_doc_len=60", "--stage2.short_window=12",
          "--stage2.long_window=30", "--adam_lr=0.008", "--muon_lr=0.023",
-         "--vocab_size=513", "--sampled_frac=0.5", "--candidates=32"]
+         "--vocab_size=513", "--sampled_frac=0.5", "--candidates=32", "--ngram_rows=0"]
 SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "num_heads": "2", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1",
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
     "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5",
     "slow_momentum": "0.5", "average_blend": "0", "ngram_rows": "200,300",
-    "sampled_frac": "0", "final_window": "16", "head_lr_power": "1", "muon_wd_power": "1", "branch_power": "1"}
+    "sampled_frac": "0", "final_window": "16", "width_lr_power": "1"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all; layer 1 reads what left layer 0 anyway
 NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share", "layer1.input_from"}

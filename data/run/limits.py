@@ -63,9 +63,6 @@ def check_config(config, world=1):
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
             " and --val_batch_tokens a multiple of 16")
-    require(config.model.ngram_table != "ngram_embed" or data.val_tokens // data.val_batch_tokens % world == 0,
-            f"--val_tokens={data.val_tokens}: with --ngram_rows all {world} processes need as many batches of"
-            f" --val_batch_tokens={data.val_batch_tokens}")
     if config.system.micro_batches:  # else `choose_micro_batches` chooses and checks the number
         check_micro_batches(config, world)
 
