@@ -417,12 +417,13 @@ PRESETS = {
         optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
-    # than `short`, and with whole heads of 16 channels, it learns more (records/2026-11-22_cpu, 2026-11-23_attention).
-    # Its MLPs are 4 D wide; 3.33 D was not tried.
+    # than `short`, with whole heads of 16 channels, and with 4 layers, it learns more (records/2026-11-22_cpu,
+    # 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not tried.
     "cpu": Config(
-        Model(vocab_size=257, model_dim=96, head_pairs=True, pointer=True, layers=wire(11, narrow=False)),
+        Model(vocab_size=257, model_dim=96, depth=4, ngram_rows=(6e4, 2e5, 4e5), bigram_signs=True,
+              head_pairs=True, pointer=True, backout_layer=2, layers=wire(4, narrow=False)),
         Schedule(
-            scheduled_steps=696, extension_steps=24, final_window=320, split_stage=4, cooldown_frac=0.7,
+            scheduled_steps=1704, extension_steps=56, final_window=208, split_stage=4, cooldown_frac=0.7,
             muon_momentum=(0.85, 0.88), muon_warmup=0.2, muon_cooldown=0.03,
             stages=(
                 Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
@@ -432,7 +433,7 @@ PRESETS = {
         Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
-        System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=180,
+        System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=440,
                sample_tokens=200, sample_prompt="def ")),
 }
 

@@ -111,9 +111,9 @@ def test_a_machine_without_gpu(check, monkeypatch):
 
 
 def test_training_data_in_passes(check):
-    """720 steps of 1024 tokens, from documents of which 448 of 600 are kept in the first 232 steps, then 512."""
-    need = 232 * 1024 * 600 / 448 + 488 * 1024 * 600 / 512
-    found = "2 files, 3,000 tokens; the run takes 737,280, with what is cut off long documents about"
+    """1760 steps of 1024 tokens, from documents of which 448 of 600 are kept in the first 568 steps, then 512."""
+    need = 568 * 1024 * 600 / 448 + 1192 * 1024 * 600 / 512
+    found = "2 files, 3,000 tokens; the run takes 1,802,240, with what is cut off long documents about"
     assert check()[1]["training data"] == (f"{found} {need:,.0f}: {need / 3000:.2f} passes", "yes")
     text = "2 files, 3,000 tokens; --minutes will choose how many the run takes"
     rows = check("--minutes=1", "--data_end=stop")[1]  # stop: more than there are would be refused
@@ -178,7 +178,7 @@ def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
 
 def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     """What is kept is what the optimizer and the model really have; the folder need not exist yet."""
-    config, cpu = T.parse_config(["--preset=cpu"]), torch.device("cpu")
+    config, cpu = T.parse_config(["--preset=cpu", "--ngram_rows=0"]), torch.device("cpu")
     model = T.GPT(config.model, None, torch.float32, cpu)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, machine.Runtime(0, 1, cpu), None)
     state = sum(part.nbytes for label in optimizer.table for part in optimizer.state[label].values())
@@ -187,20 +187,20 @@ def test_disk_space_for_log_and_checkpoint(check, monkeypatch):
     assert sizes(config)[:2] == pytest.approx((weights, state), rel=0.01)
     # the gradients of an even step wait
     each = weights + sum(sizes(config)[:2])
-    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=400"], 2), (["--save_every=150", "--keep=0"], 5):
+    for args, count in ([], 0), (["--save=true"], 1), (["--save_every=900"], 2), (["--save_every=400", "--keep=0"], 5):
         for missing in 0, 1:
             size = MiB + count * each - missing
             monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=size))
-            status, rows = check(*args)
+            status, rows = check("--ngram_rows=0", *args)
             assert status == missing and (not missing or f"{size // MiB} MiB free" in rows["disk"][0])
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
     assert C.CHECKS["disk"](checked(config, 2)) == ("rank 0 writes", True)
 
 
 @pytest.mark.parametrize("args, purpose, fine", [
-    ("--preset=record --save=true", r"the log and checkpoints of up to (9|10)\.\d GB; each checkpoint is larger than 4"
+    ("--preset=record --save=true", r"the log and checkpoints of up to 13\.3 GB; each checkpoint is larger than 4"
      " GB, --keep and --save_every limit them", False),
-    ("--preset=record --ngram_rows=0,9e5 --save=true", r"the log and checkpoints of up to 8\.1 GB; each .*", False),
+    ("--preset=record --ngram_rows=0,9e5 --save=true", r"the log and checkpoints of up to 7\.3 GB; each .*", False),
     ("--preset=record", "the log", True),
     ("--preset=cpu --save=true", r"the log and checkpoints of up to 0\.\d GB", True)])
 def test_large_checkpoints_are_announced(monkeypatch, args, purpose, fine):
@@ -277,11 +277,13 @@ PEAKS = {("record74", 1, 8): (22432, 38744), ("record74", 2, 8): (20434, 37004),
 
 @pytest.mark.parametrize("arguments, ranks, micro_batches", PEAKS)
 def test_memory_estimate(arguments, ranks, micro_batches):
-    """Within 2 %: seen 0.8 % and 1.9 %."""
+    """Within 2 %: seen 0.8 % and 1.9 %. When these runs were measured, the tables had averages."""
     config = T.parse_config([*f"--preset={arguments}".split(), f"--micro_batches={micro_batches}"], ranks)
     estimates = estimate_memory(config, sizes(config), ranks)
+    tables = [param for param in T.param_table(config.model) if param.label in ("value_embeds", "bigram_embed")]
+    averages = 4 * sum(math.prod(param.shape) for param in tables) / MiB if config.optim.average_blend else 0
     for estimate, measured in zip(estimates, PEAKS[arguments, ranks, micro_batches]):
-        assert abs(estimate / measured - 1) < 0.02
+        assert abs((estimate + averages) / measured - 1) < 0.02
 
 
 def test_tokenizer(gpus, monkeypatch):
@@ -343,7 +345,8 @@ def test_two_gpus(gpus, monkeypatch):
     assert rows["device"][0] == "NVIDIA H200, ranks 2, hardware sm_90, fp8 yes, tma yes"
     assert rows["kernels"][0].endswith("head:fp8 mlp_training:fp8 qkv_training:fp8")
     assert "attention:triton" in rows["kernels"][0]
-    memory = r"140000 MiB of the GPU are free, about 20\d{3} to 35\d{3} needed \(estimate\) with --micro_batches=8"
+    memory = (r"140000 MiB of the GPU are free, about 23\d{3} to 39\d{3} needed \(estimate\) with --micro_batches=8"
+              " --ngram_rows=2000000.0,2000000.0")
     assert re.fullmatch(memory, rows["memory"][0])
     gpus.count = 1
     status, rows = gpus.check()
@@ -395,8 +398,8 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
 
 
 @pytest.mark.parametrize("free, micro_batches, times", [
-    (140000, 4, 4), (30000, 4, 2), (27500, 4, 1), (26500, 8, 4), (19000, 16, 4), (12287, 32, 1), (11100, 64, 1),
-    (10400, 128, 1), (8000, 128, 1)])
+    (140000, 4, 4), (30000, 4, 2), (27500, 4, 1), (26000, 8, 4), (18200, 16, 4), (12287, 32, 2), (11100, 32, 1),
+    (10400, 64, 1), (9700, 128, 1), (8000, 128, 1)])
 def test_single_takes_what_fits(gpus, free, micro_batches, times):
     """As few micro-batches as the preset's rows of n-grams allow, then up to four times as many rows."""
     gpus.free = free
@@ -417,10 +420,11 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):
-    """A number set by hand, a preset without n-grams, several ranks (each has a part of the rows), a resumed run."""
+    """A number set by hand, a preset without n-grams or with the most, several ranks (each has a part), a resumed run."""
     by_hand = gpus.check("--preset=single", "--ngram_rows=5e5,5e5", "--val_tokens=65536")[1]["memory"][0]
     assert by_hand.endswith("--ngram_rows=500000.0,500000.0")
-    assert "ngram_rows" not in gpus.check("--val_tokens=65536")[1]["memory"][0]
+    assert "ngram_rows" not in gpus.check("--preset=record74", "--val_tokens=65536")[1]["memory"][0]
+    assert gpus.check("--val_tokens=65536")[1]["memory"][0].endswith("--ngram_rows=2000000.0,2000000.0")
     config = T.parse_config(["--preset=single"], 2)
     assert fit_memory(config, T.param_table, GPU, 2, True)[0].model == config.model
     assert not leaves_rows_open(["--preset=single", "--resume=x.pt"]) and leaves_rows_open(["--preset=single"])

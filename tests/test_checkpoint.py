@@ -149,8 +149,8 @@ def test_the_example_in_python(base, monkeypatch, capsys):
     """The guide's three lines load a checkpoint and sample."""
     guide = (Path(T.__file__).parent / "records/guide.md").read_text()
     example = guide.partition("```python\n")[2].partition("```")[0]
-    assert "logs/run_1/state_step000720.pt" in example
-    exec(example.replace("logs/run_1/state_step000720.pt", str(base.saved[STEPS])).replace('"100"', '"9"'), {})
+    assert "logs/run_1/state_step001760.pt" in example
+    exec(example.replace("logs/run_1/state_step001760.pt", str(base.saved[STEPS])).replace('"100"', '"9"'), {})
     assert capsys.readouterr().out.startswith("def ")
 
 

@@ -21,6 +21,7 @@ from data.run.machine import Runtime
 from data.run.memory import state_bytes
 from data.run.sample import forward, log_probabilities
 from oracles import gpu
+from records import evaluate as E
 from test_checkpoint import LAST_ONLY, differing, read_logs, train
 from test_run import STEPS, VAL_BATCH, corpus, finish, start  # noqa: F401 (corpus is a fixture)
 
@@ -235,8 +236,8 @@ def test_update_refuses():
 ORDERS = 3  # bigrams, trigrams, 4-grams
 
 
-def predictions(documents, *args):
-    """Log-probabilities (tokens, classes) of a model with random tables, for packed documents."""
+def random_model(*args):
+    """Config, a model whose tables are random, and the attention of the last validation."""
     config = T.parse_config(["--preset=cpu", "--ngram_rows=500,300,200", "--bigram_signs=true", *args])
     ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
     model = T.GPT(config.model, ops, torch.float32, torch.device("cpu"))
@@ -246,7 +247,13 @@ def predictions(documents, *args):
         for label in "ngram_embed", "lm_head", "mlp_bank", "xsa_lambdas", "mix_lambdas", "dynamic_out":
             param = model.get_parameter(label)
             param.add_(torch.randn(param.shape, generator=generator) * 0.3)
-        attention = T.attention_settings(config, torch.device("cpu"), torch.float32)[-1]
+    return config, model, T.attention_settings(config, torch.device("cpu"), torch.float32)[-1]
+
+
+def predictions(documents, *args):
+    """Log-probabilities (tokens, classes) of `random_model` for packed documents."""
+    config, model, attention = random_model(*args)
+    with torch.no_grad():
         output, _ = forward(model, config, documents, attention)
         return torch.stack([log_probabilities(model, output, row) for row in range(sum(map(len, documents)))])
 
@@ -256,7 +263,8 @@ def test_no_token_sees_what_it_must_not():
     predictions in the next document stay, too, unless its first n-grams contain the token (K1)."""
     tokens = np.random.default_rng(0).integers(0, 256, 60)
     first, second = [256, *tokens[:30].tolist()], [256, *tokens[30:].tolist()]
-    border, no_lag = len(first), ("--layer3.long=false", "--layer10.long=false")
+    layers = T.parse_config(["--preset=cpu"]).model.layers
+    border, no_lag = len(first), [f"--layer{i}.long=false" for i, layer in enumerate(layers) if layer.long]
     for args in (), no_lag:
         wanted = predictions([first, second], *args)
         assert torch.allclose(wanted.exp().sum(1), torch.ones(len(wanted)), atol=1e-5)
@@ -267,6 +275,17 @@ def test_no_token_sees_what_it_must_not():
             differs = (predictions(documents, *args) != wanted).any(1)
             assert differs[place] and not differs[:place].any()
             assert not args or differs[border:].any() == (place >= border - ORDERS)
+
+
+@pytest.mark.parametrize("rows", ["500", "500,300", "500,300,200", "0,0,200"])
+def test_a_question_does_not_see_the_one_before(rows):
+    """The losses of endings in one sequence are those of each pair alone."""
+    config, model, attention = random_model(f"--ngram_rows={rows}")
+    pairs = [(b"a rose", b" is a rose"), (b"the end", b" of it"), (b"x", b"yz")]
+    together = list(E.ending_losses(model, config, attention, pairs))
+    for pair, losses in zip(pairs, together, strict=True):
+        (alone,) = E.ending_losses(model, config, attention, [pair])
+        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-5)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------

@@ -433,7 +433,7 @@ def test_unreadable_traces(tmp_path, data, message):
 
 @pytest.mark.parametrize("knob, message", [
     ("20", "must be START:COUNT"), ("a:b", "must be START:COUNT"), ("3:0", "must be START:COUNT"),
-    ("718:3", "steps 0 to 719"), ("178:4", "a validation .* in between.*--val_every=180")])
+    ("1758:3", "steps 0 to 1759"), ("438:4", "a validation .* in between.*--val_every=440")])
 def test_knob(knob, message):
     with pytest.raises(UserError, match=f"^--profile={knob}: .*{message}"):
         T.parse_config(["--preset=cpu", f"--profile={knob}"])

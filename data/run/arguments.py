@@ -79,7 +79,7 @@ def wired_preset(preset, overrides, presets):
     """The config of a preset, with new layers for the --depth and the --num_heads among the overrides."""
     config = presets.configs[preset]
     model = override(config, {key: overrides[key] for key in ("depth", "num_heads") if key in overrides}).model
-    if model.depth == 11 and (model.num_heads % 2 == 0 or preset == "record74"):
+    if model.depth == config.model.depth and (model.num_heads % 2 == 0 or preset == "record74"):
         return config
     if preset == "record74" or not 3 <= model.depth <= 24:
         raise UserError(f"--depth={model.depth}: " + ("record74 has 11 layers; take --preset=record"

@@ -15,6 +15,9 @@ from data.run.errors import LESS_MEMORY, UserError
 from data.run.knobs import render, with_system
 
 
+MOST_ROWS = 4_000_000  # of n-grams that a run gets unasked: 16 million gain little (records/2026-11-26_ngrams)
+
+
 def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
     """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and on each
     rank of the FP8 codes of banks and of the gradients of few rows.
@@ -122,12 +125,13 @@ def choose_micro_batches(config, sizes, device, world):
 def fit_memory(config, param_table, device, world, rows_open):
     """(config with the number of micro-batches, and of rows of n-grams if `rows_open`, that suit the GPU; its `sizes`).
 
-    The preset's rows double twice, if they fit one GPU without more micro-batches: more rows take memory, not time, and
-    records/2026-11-26_ngrams has no more.
+    The preset's rows double up to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not
+    time.
     """
     sizes = state_bytes(config, param_table(config.model), world)
     config = choose_micro_batches(config, sizes, device, world)
-    for _ in range(2 if rows_open and world == 1 and device.type == "cuda" and any(config.model.ngram_rows) else 0):
+    rows_open = rows_open and world == 1 and device.type == "cuda"
+    while rows_open and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
         rows = tuple(2 * n for n in config.model.ngram_rows)
         larger = dataclasses.replace(config, model=dataclasses.replace(config.model, ngram_rows=rows))
         larger_sizes = state_bytes(larger, param_table(larger.model))
