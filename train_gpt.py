@@ -1867,7 +1867,10 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
-            warm_up(trainer)
+            doing = ("compiling for {:.0f} s; 10 to 25 s is usual, 1 to 2.5 minutes when the compilers' caches are empty"
+                     if system.compile else "timing steps for {:.0f} s")
+            with log.moving(lambda: doing.format(time.perf_counter() - ready)):
+                warm_up(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
             restart_with_more_micro_batches(config, state_bytes(config, param_table(config.model)), rt.device)

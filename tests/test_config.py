@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -619,3 +620,23 @@ def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, termina
     shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
     fancy = "\r\033[Kstep:1/9 train_time:5ms eta:2m00s\r\033[Kstep:1/9 val_loss:3.0000\n"
     assert shown == (fancy if terminal else plain)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_that_moves(tmp_path, monkeypatch, terminal):
+    """A terminal shows it until the work is done, or has failed, and it leaves nothing behind."""
+    screen, count, twice, threads = io.StringIO(), itertools.count(1), threading.Event(), threading.active_count()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", screen)
+    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
+
+    def text():
+        if (number := next(count)) == 2:
+            twice.set()
+        return f"{number} s"
+    with pytest.raises(ZeroDivisionError), log.moving(text, every=0.001):
+        assert not terminal or twice.wait(20)
+        1 / 0
+    shown = screen.getvalue().partition("\n")[2]
+    assert log.path.read_text() == "" and threading.active_count() == threads
+    assert shown.startswith("\r\033[K1 s\r\033[K2 s") and shown.endswith("\r\033[K") if terminal else shown == ""

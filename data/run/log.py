@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -58,6 +60,26 @@ class Log:
         if self.terminal:
             minutes, seconds = divmod(round(seconds_left), 60)
             self.line(f"{text} eta:{minutes}m{seconds:02d}s", file=False, end="")
+
+    @contextmanager
+    def moving(self, text, every=1.0):
+        """Context manager: a terminal shows what `text()` returns as its last line, again every so many seconds."""
+        done = threading.Event()
+
+        def move():
+            while not done.wait(every):
+                self.line(text(), file=False, end="")
+            self.line("", file=False, end="")
+
+        thread = threading.Thread(target=move, daemon=True)
+        if self.terminal:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if self.terminal:
+                thread.join()
 
 
 def loaded_sources() -> dict[str, str]:
