@@ -383,8 +383,8 @@ LAYERS = wire(11)
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is (SIZED). The settings
 # come from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
-# seconds of 2026-11-23. A million rows of n-grams take no more memory than 5 vocabularies of bigrams; a GPU with more
-# memory gets up to four (`fit_memory`, records/2026-11-26_ngrams).
+# seconds of 2026-11-23. A million rows of n-grams, and up to four million where the memory allows them
+# (`fit_memory`, records/2026-11-26_ngrams).
 SHORT = Config(
     dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5), width_lr_power=0.5),
     Schedule(
@@ -417,19 +417,20 @@ PRESETS = {
         optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
-    # than `short`, with whole heads of 16 channels, and with 4 layers, it learns more (records/2026-11-22_cpu,
-    # 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not tried.
+    # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
+    # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
+    # tried.
     "cpu": Config(
         Model(vocab_size=257, model_dim=96, depth=4, ngram_rows=(6e4, 2e5, 4e5), bigram_signs=True,
               head_pairs=True, pointer=True, backout_layer=2, layers=wire(4, narrow=False)),
         Schedule(
-            scheduled_steps=1704, extension_steps=56, final_window=208, split_stage=4, cooldown_frac=0.7,
+            scheduled_steps=1704, extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7,
             muon_momentum=(0.85, 0.88), muon_warmup=0.2, muon_cooldown=0.03,
             stages=(
                 Stage(1024, 448, 16, 48, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
-                Stage(1024, 512, 96, 208, 0.75, (1.0,), (1.0,), share=0.0))),
+                Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,), share=0.0))),
         Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
@@ -521,7 +522,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
     The reductions start in the order of record 74. The tables are updated before the banks, so that the gathers of the
     tables overlap with the orthogonalisation of the banks. lm_head is updated before embed, which is a copy of lm_head
     while they are tied. A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher
-    rates of Adam (muP, arXiv 2203.03466, has such a rule; its power is another).
+    rates of Adam (muP, arXiv 2203.03466, has such a rule with other powers).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
     fields = "attention", "value_embed", "skip_from", "xsa"
@@ -1551,7 +1552,7 @@ def validate(summed_loss, data, attn, rt) -> float:
 
     summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D.
     """
-    losses = [summed_loss(batch, attn) for batch in data][:data.pieces]
+    losses = [summed_loss(batch, attn) for batch in data][:data.pieces]  # what is beyond keeps the ranks in step
     total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
     return total.item() / data.config.data.val_tokens

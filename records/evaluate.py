@@ -114,10 +114,10 @@ def ending_losses(model, config, attention, pairs):
     micro-batches of at most --val_batch_tokens. Raises UserError when a pair is longer.
     """
     separator, limit = config.model.bos_id, config.data.val_batch_tokens
-    before = max(order for order, _ in config.model.ngrams)  # separators before that of a pair
+    separators = max(order for order, _ in config.model.ngrams)  # before that of a pair
     micro_batches, room = [], 0
     for pair in pairs:
-        length = before + 1 + sum(map(len, pair))
+        length = separators + 1 + sum(map(len, pair))
         if length > limit:
             raise UserError(f"an example has {length} tokens: --val_batch_tokens={limit} must be as many at least")
         if length > room:
@@ -127,13 +127,12 @@ def ending_losses(model, config, attention, pairs):
         room -= length
     exact, one = head(model), torch.ones(1, device=model.embed.device)
     for packed in micro_batches:
-        # A token looks back into other documents, too (K1): its n-gram n - 1 tokens, its key to the n-gram of the token
-        # before. After n documents of one separator each, all these are always the same. So a loss does not depend on
-        # the other pairs.
+        # Tokens look back into other documents, too (K1): an n-gram n - 1 tokens, a key also to the n-gram of the token
+        # before it, so n tokens. If these are n documents of one separator each, a loss does not depend on other pairs.
         documents = [part for pair in packed
-                     for part in (*before * [[separator]], [separator, *pair[0], *pair[1]])]
+                     for part in (*separators * [[separator]], [separator, *pair[0], *pair[1]])]
         output, targets = forward(model, config, documents, attention)
-        ends = accumulate(before + 1 + sum(map(len, pair)) for pair in packed)
+        ends = accumulate(separators + 1 + sum(map(len, pair)) for pair in packed)
         rows = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, packed)])
         losses = exact.losses(output.h, targets, one, output.point, torch.from_numpy(rows).to(one.device))
         yield from losses.cpu().split([len(ending) for _, ending in packed])

@@ -475,4 +475,3 @@ dist.destroy_process_group()
     result = subprocess.run([*command, tmp_path / "lists.py"], text=True, capture_output=True, timeout=100,
                             env=os.environ | {"PYTHONPATH": str(Path(T.__file__).parent)})
     assert result.returncode == 0, result.stderr[:5000]
-

@@ -8,7 +8,7 @@ from data.run.errors import UserError
 from data.run.size import H100, Size, forecast, rank_sizes
 
 
-SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 90e-6}  # roughly: `short` on one H200, `cpu` on two cores
+SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}  # roughly: `short` on one H200, `cpu` on two cores
 SHORTEST_RUN = 20  # steps
 
 
