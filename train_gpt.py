@@ -184,8 +184,7 @@ class Model:
     pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
-    # Adam's rates are multiplied by this power of 768 / D, and those of head and embedding by the power once more
-    width_lr_power: float = 0.0
+    width_lr_power: float = 0.0  # Adam's rates times (768 / D) to this power, head and embedding to twice this power
 
     @property
     def bos_id(self):
@@ -1868,7 +1867,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
-            doing = ("compiling for {:.0f} s; 10 to 25 s is usual, 1 to 2.5 minutes when the compilers' caches are empty"
+            doing = ("compiling for {:.0f} s; 10 to 25 s is usual, 1 to 2.5 minutes with empty caches"
                      if system.compile else "timing steps for {:.0f} s")
             with log.moving(lambda: doing.format(time.perf_counter() - ready)):
                 warm_up(trainer)
