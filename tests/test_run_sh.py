@@ -366,7 +366,8 @@ def test_ctrl_c_before_the_training(machine, moment):
 def signal_all(machine, number):
     """(status, stdout, stderr) of run.sh, whose processes all get a signal once a stand-in waits."""
     process = subprocess.Popen([str(machine.repo / "run.sh")], env=machine.env, text=True, start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # nohup ignores it
     end = time.monotonic() + 20
     while not (machine.folder / "calls.waits").exists():
         assert time.monotonic() < end
