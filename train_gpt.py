@@ -184,7 +184,7 @@ class Model:
     pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
     backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
-    width_lr_power: float = 0.0  # Adam's rates times (768 / D) to this power, head and embedding to twice this power
+    width_lr_power: float = 0.0  # Adam multiplies its rates by (768 / D) to this power, for lm_head and embed twice
 
     @property
     def bos_id(self):
@@ -382,7 +382,7 @@ LAYERS = wire(11)
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is (SIZED). The settings
 # come from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
-# seconds of 2026-11-23. A million rows of n-grams, and up to four million where the memory allows them
+# seconds of 2026-11-23. The table of n-grams has a million rows, or up to four million where the GPU has the memory
 # (`fit_memory`, records/2026-11-26_ngrams).
 SHORT = Config(
     dataclasses.replace(MODEL, ngram_rows=(5e5, 5e5), width_lr_power=0.5),
@@ -401,7 +401,7 @@ SHORT = Config(
     System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
-    # The best run for 8 GPUs. So many steps should reach 3.28, but no run has shown it (records/guide.md).
+    # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
     "record": Config(
         dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6)),
         Schedule(scheduled_steps=1270, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
@@ -546,7 +546,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         Param("value_embeds", (len(with_values) * V, D), "adam", (5, 1),
               lambda p, generator: p.normal_(generator=generator).mul_(0.01), (0.75, None), lr_mul=75.0, wd_mul=5.0,
               lazy=True),
-        # (D, V), because the GEMM of its gradient gives this layout (PR 200).
+        # (D, V), because the GEMM of its gradient gives this layout (PR 200). Below, all rates get narrow_lr, too.
         Param("lm_head", (D, V), "adam", (3, 3), lambda p, generator: p.normal_(std=0.005, generator=generator),
               (0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12),
         Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12,
@@ -1551,7 +1551,7 @@ def validate(summed_loss, data, attn, rt) -> float:
 
     summed_loss: function (batch, attn) -> sum of the losses of the batch, 0-D.
     """
-    losses = [summed_loss(batch, attn) for batch in data][:data.pieces]  # what is beyond keeps the ranks in step
+    losses = [summed_loss(batch, attn) for batch in data][:data.pieces]  # a repeated piece does not count
     total = sum(losses, torch.zeros((), device=rt.device))
     all_reduce(total, rt)
     return total.item() / data.config.data.val_tokens

@@ -346,9 +346,9 @@ def require_validation_tokens(config, available):
 class ValidationData:
     """The first `val_tokens` tokens of the validation files, in pieces of `val_batch_tokens`; iterating yields Batches.
 
-    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Where ranks share a table of n-grams,
-    all of them fetch rows at the same time, so a rank with a piece less than others yields the first piece of all at the
-    end, beyond the number `pieces` of its own. hash_ids: see make_batch.
+    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Ranks that share a table of n-grams
+    fetch their rows together. So a rank that has a piece less than another rank yields piece 0 after its own pieces,
+    whose number is `pieces`. hash_ids: see make_batch.
     """
 
     def __init__(self, config, rt, hash_ids=None):

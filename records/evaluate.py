@@ -114,10 +114,14 @@ def ending_losses(model, config, attention, pairs):
     micro-batches of at most --val_batch_tokens. Raises UserError when a pair is longer.
     """
     separator, limit = config.model.bos_id, config.data.val_batch_tokens
-    separators = max(order for order, _ in config.model.ngrams)  # before that of a pair
+    # A token reads from the documents before its own (K1): its n-gram reads n - 1 tokens, and its key also reads the
+    # n-gram of the token before, so n tokens. If these tokens are n documents of one separator each, the losses of a
+    # pair do not depend on the other pairs.
+    before = max(order for order, _ in config.model.ngrams) * [[separator]]
+    extra = len(before) + 1  # separators of a pair
     micro_batches, room = [], 0
     for pair in pairs:
-        length = separators + 1 + sum(map(len, pair))
+        length = extra + sum(map(len, pair))
         if length > limit:
             raise UserError(f"an example has {length} tokens: --val_batch_tokens={limit} must be as many at least")
         if length > room:
@@ -127,12 +131,9 @@ def ending_losses(model, config, attention, pairs):
         room -= length
     exact, one = head(model), torch.ones(1, device=model.embed.device)
     for packed in micro_batches:
-        # Tokens look back into other documents, too (K1): an n-gram n - 1 tokens, a key also to the n-gram of the token
-        # before it, so n tokens. If these are n documents of one separator each, a loss does not depend on other pairs.
-        documents = [part for pair in packed
-                     for part in (*separators * [[separator]], [separator, *pair[0], *pair[1]])]
+        documents = [part for pair in packed for part in (*before, [separator, *pair[0], *pair[1]])]
         output, targets = forward(model, config, documents, attention)
-        ends = accumulate(separators + 1 + sum(map(len, pair)) for pair in packed)
+        ends = accumulate(extra + sum(map(len, pair)) for pair in packed)
         rows = np.concatenate([np.arange(end - len(ending), end) - 1 for end, (_, ending) in zip(ends, packed)])
         losses = exact.losses(output.h, targets, one, output.point, torch.from_numpy(rows).to(one.device))
         yield from losses.cpu().split([len(ending) for _, ending in packed])

@@ -420,7 +420,8 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):
-    """A number set by hand, a preset without n-grams or with the most, several ranks (each has a part), a resumed run."""
+    """A number set by hand, a preset without n-grams or with the most rows, several ranks (each has a part of the
+    rows), a resumed run."""
     by_hand = gpus.check("--preset=single", "--ngram_rows=5e5,5e5", "--val_tokens=65536")[1]["memory"][0]
     assert by_hand.endswith("--ngram_rows=500000.0,500000.0")
     assert "ngram_rows" not in gpus.check("--preset=record74", "--val_tokens=65536")[1]["memory"][0]

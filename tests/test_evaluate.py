@@ -179,7 +179,7 @@ def test_losses_of_endings_are_those_of_one_at_a_time(eloquent):
         expected = oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0])
         for losses in found:
             assert losses[i].shape == expected.shape and torch.allclose(losses[i], expected, atol=1e-4)
-    z = oracle(eloquent.model, [[256, *b"another"], [256], [256, *context, *ending]])  # the reason for two of them
+    z = oracle(eloquent.model, [[256, *b"another"], [256], [256, *context, *ending]])  # why there are two separators
     assert not torch.allclose(oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0]), expected, atol=1e-3)
 
 

@@ -63,7 +63,11 @@ class Log:
 
     @contextmanager
     def moving(self, text, every=1.0):
-        """Context manager: a terminal shows what `text()` returns as its last line, again every so many seconds."""
+        """Context manager: the last line of a terminal shows the result of `text()`, which is called every so many
+        seconds."""
+        if not self.terminal:
+            yield
+            return
         done = threading.Event()
 
         def move():
@@ -72,14 +76,12 @@ class Log:
             self.line("", file=False, end="")
 
         thread = threading.Thread(target=move, daemon=True)
-        if self.terminal:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             done.set()
-            if self.terminal:
-                thread.join()
+            thread.join()
 
 
 def loaded_sources() -> dict[str, str]:
