@@ -479,7 +479,7 @@ class Param(NamedTuple):
     wd_mul: float = 1.0  # adam: factor of adam_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
     matrix_lr: tuple[float, ...] = (1.0,)  # normuon: factors of muon_lr, for one matrix of a bank after the other
-    average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0: no average
+    average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0, as for lazy: none
     tied_to: str = ""  # until the split, the parameter is the transpose of this one and has no update of its own
     codes: tuple[str, float] = ("", 0.0)  # knob with which it has FP8 codes, and their bytes per weight
     dtype: torch.dtype = torch.bfloat16
@@ -1325,12 +1325,11 @@ class NorMuonAndAdam:
         p, state, (beta1, beta2) = self.shards[name], self.state[name], adam_betas(self.table[name], self.optim)
         step_size, weight_decay, rate = (
             numbers[f"{name} {key}"] for key in ("step_size", "weight_decay", "average_rate"))
-        average = state["average"] if moves_average else None
         if "last" in state:
             touched = self.touched[name] if self.rt.world == 1 else (grad != 0).any(1)
-            self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps,
-                                 average, rate)
+            self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps)
         else:
+            average = state["average"] if moves_average else None
             self.adam_update(p, state["m"], state["v"], grad, torch.as_tensor(step_size), torch.as_tensor(weight_decay),
                              beta1, beta2, eps, average, torch.as_tensor(rate) if moves_average else None)
 

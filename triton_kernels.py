@@ -250,7 +250,7 @@ def _strided(x):
 # update_rows replaces Adam's pass over all rows. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when
 # it has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per
-# weight. update_rows clears `touched` and the gradient. An average moves in all rows.
+# weight. update_rows clears `touched` and the gradient.
 # A table of n-grams (PR 360, devenpzak) has millions of rows, so nothing may pass over all of them, and gradients of
 # all would not fit the memory. FewRows has gradients of those rows alone that occurred since the last update. The first
 # micro-batch in which a row occurs claims a place for it. update_few_rows visits these rows, and frees their places. A
@@ -387,13 +387,13 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, signs=None, sign_ids=
 UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
 
 
-def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
+def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
     (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0. Then grad becomes zero.
 
     v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
-    bool: True at least where a row of grad is not zero, becomes False. average (R, D) fp32 moves towards the weights of
-    all rows by the share average_rate. t, step_size, weight_decay, average_rate: numbers or 0-D tensors.
+    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay: numbers or 0-D
+    tensors.
     """
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
@@ -403,52 +403,44 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
     v.copy_(torch.where(changes, new_v, v))
     last.copy_(torch.where(changes, t, last))
     p.copy_(torch.where(changes, w, p))
-    if average is not None:
-        average.add_((w - average) * average_rate)
     grad.zero_()
     touched.zero_()
 
 
 @triton.jit(do_not_specialize=["t"])
-def _update_rows_kernel(P, V, Last, Touched, Grad, Average, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
-                        average_rate, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    t, step_size, weight_decay, average_rate = _number(t), _number(step_size), _number(weight_decay), _number(
-        average_rate)
+def _update_rows_kernel(P, V, Last, Touched, Grad, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
+                        COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
     first, row = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = column < D
     all_touched = tl.load(Touched + first + row, mask=first + row < R, other=0).to(tl.int32)
     for i in range(tl.minimum(ROWS, R - first)):
-        touched = tl.sum(tl.where(row == i, all_touched, 0), axis=0) > 0
-        if touched or Average is not None:
+        if tl.sum(tl.where(row == i, all_touched, 0), axis=0) > 0:
             place = (first + i).to(tl.int64) * D + column
-            g = tl.load(Grad + place, mask=inside & touched, other=0.0).to(tl.float32)
+            g = tl.load(Grad + place, mask=inside, other=0.0).to(tl.float32)
             changes = tl.max((g != 0).to(tl.int32), axis=0) > 0
             last = tl.load(Last + first + i)
             v = tl.load(V + place, mask=inside & changes, other=0.0) * tl.exp2((t - last).to(tl.float32) * log2_beta2)
             v += (1 - beta2) * g * g
-            w = tl.load(P + place, mask=inside & changes if Average is None else inside, other=0.0).to(tl.float32)
+            w = tl.load(P + place, mask=inside & changes, other=0.0).to(tl.float32)
             u = step_size * g / (tl.sqrt(v) + eps)
             w = w - u - tl.where(u * w > 0, weight_decay * w, 0.0)
             tl.store(V + place, v, mask=inside & changes)
             tl.store(P + place, w.to(P.dtype.element_ty), mask=inside & changes)
             tl.store(Grad + place, tl.zeros_like(g).to(Grad.dtype.element_ty), mask=inside & changes)
-            if Average is not None:
-                average = tl.load(Average + place, mask=inside, other=0.0)
-                tl.store(Average + place, average + (w - average) * average_rate, mask=inside)
             tl.store(Last + first + i, t, mask=changes)
     tl.store(Touched + first + row, tl.zeros_like(row).to(Touched.dtype.element_ty), mask=first + row < R)
 
 
 @operation(update_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R D: fp32", last="R 1: int32", touched="R: bool",
-           grad="R D", average="?R D: fp32")
-def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps, average=None, average_rate=0.0):
+           grad="R D")
+def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """`update_rows_ref` as a kernel."""
     R, D = p.shape
     _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
-        p, v, last, touched, grad, average, R, D, t, step_size, weight_decay, beta2,
-        math.log2(beta2) if beta2 else -math.inf, eps, average_rate, COLUMNS=triton.next_power_of_2(D),
-        **UPDATE_ROWS_LAUNCH)
+        p, v, last, touched, grad, R, D, t, step_size, weight_decay, beta2,
+        math.log2(beta2) if beta2 else -math.inf, eps, COLUMNS=triton.next_power_of_2(D), **UPDATE_ROWS_LAUNCH)
 
 
 UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)

@@ -95,33 +95,28 @@ def test_wrong_arguments(device):
 
 
 @pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), pytest.param(50304, 768, marks=gpu)])
-@pytest.mark.parametrize("averages", [False, True])
 @pytest.mark.parametrize("update", [tk.update_rows, tk.update_rows_ref])
-def test_update_rows(rows, width, averages, update, device):
+def test_update_rows(rows, width, update, device):
     """Seven updates, in each of which some rows have a gradient, against Adam with beta1 = 0 of all rows in fp64. In
-    rows without gradient nothing is written but the average. Every second update gets its numbers as tensors."""
+    rows without gradient nothing is written. Every second update gets its numbers as tensors."""
     p = torch.randn(rows, width, device=device)
     v, last = torch.zeros_like(p), torch.zeros(rows, 1, dtype=torch.int32, device=device)
-    average = torch.randn_like(p) if averages else None
-    exact, exact_v, exact_average = p.double(), v.double(), average.double() if averages else None
+    exact, exact_v = p.double(), v.double()
     beta2, eps = 0.9, 1e-3
     for t in range(1, 8):
         grad = torch.randn_like(p)
         grad[torch.rand(rows, device=device) < 0.6] = 0
         grad[:, 0] = 0  # a weight without gradient in a row with gradient
         touched = (grad != 0).any(1) | (torch.rand(rows, device=device) < 0.3)  # also rows without gradient
-        step_size, decay, rate = 0.1 / t, 0.05, 0.3 if averages else 0.0
+        step_size, decay = 0.1 / t, 0.05
         before = [x.clone() for x in (p, v, last)]
         g = grad.double()
-        given = [torch.tensor(float(x), device=device) if t % 2 else x for x in (t, step_size, decay, rate)]
-        update(p, v, last, touched, grad, *given[:3], beta2, eps, average, given[3])
+        given = [torch.tensor(float(x), device=device) if t % 2 else x for x in (t, step_size, decay)]
+        update(p, v, last, touched, grad, *given, beta2, eps)
         assert not grad.any() and not touched.any()
         exact_v = beta2 * exact_v + (1 - beta2) * g * g
         u = step_size * g / (exact_v.sqrt() + eps)
         exact = exact - u - decay * exact * (u * exact > 0)
-        if averages:
-            exact_average += rate * (exact - exact_average)
-            torch.testing.assert_close(average.double(), exact_average, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=1e-6)
         idle = (g == 0).all(1)
         assert all(torch.equal(new[idle], old[idle]) for new, old in zip((p, v, last), before))
@@ -136,8 +131,7 @@ def test_update_rows_refuses():
                             (dict(last=last.long()), "last must be .* torch.int32"),
                             (dict(v=None), "v must be a tensor, got None"),
                             (dict(touched=last.view(-1)), "touched must be .* torch.bool"),
-                            (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)"),
-                            (dict(average=p[:2]), r"average must be .* shape \(4, 8\)")):
+                            (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)")):
         arguments = dict(p=p.clone(), v=p.clone(), last=last, touched=torch.ones(4, dtype=torch.bool), grad=p, t=1,
                          step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1) | change
         with pytest.raises(ValueError, match=f"update_rows: {message}"):
