@@ -412,6 +412,7 @@ PRESETS = {
     # moments and its cool-down are longer than those of `short` (records/2026-11-25_length).
     "single": dataclasses.replace(
         SHORT,
+        model=dataclasses.replace(SHORT.model, width_lr_power=0.0),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
         optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
