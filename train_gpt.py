@@ -409,7 +409,8 @@ PRESETS = {
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
-    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length).
+    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length), and the higher rates that
+    # narrow models have in short runs do not help it (records/2026-11-25_size).
     "single": dataclasses.replace(
         SHORT,
         model=dataclasses.replace(SHORT.model, width_lr_power=0.0),
