@@ -94,6 +94,7 @@ from data.run.machine import agreed_gpu, capability, choose_kernels, init_runtim
 from data.run.memory import restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
+from data.run.trial import needs_trial, replace_faulty_kernels
 from data.run.warmup import warm_up
 from data.tokenizer import normalised_ids, text_codec
 
@@ -1847,12 +1848,16 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     if config.system.profile:
         from records.trace import Profiler as profiler
     config, ops, choices = choose_kernels(config, rt.device)
+    faults = []
+    if needs_trial(config, rt.device):
+        config, faults = replace_faulty_kernels(config, ops, rt)
+        config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices)
-        if size:
-            log.line(size)
+        for line in [size] * bool(size) + faults:
+            log.line(line)
         digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
         speak_at_ctrl_c(lambda: log.interrupted(system))
     resumed = load_checkpoint(system.resume) if system.resume else None
