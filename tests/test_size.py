@@ -67,20 +67,21 @@ def test_slower_gpus_take_smaller_models():
 
 def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     """The constants are those that the record's script prints, rounded, and the runs lie where the text says."""
-    for folder in RECORD, RECORD.with_name("2026-11-26_update"):
+    for folder in RECORD, *map(RECORD.with_name, ("2026-11-26_update", "2026-11-26_ngrams", "2026-11-25_length")):
         shutil.copytree(folder, tmp_path / folder.name)
     monkeypatch.chdir(tmp_path / RECORD.name)
     runpy.run_path("fit.py.txt")
     text = capsys.readouterr().out
-    a, c, b, A, C, B, E = map(float, re.findall(r"(?<=[A-Ea-c] )\S+", text.split("\n")[0])[:7])
+    a, c, b, A, C, B, K, E = map(float, re.findall(r"(?<=[A-Ka-c] )\S+", text.split("\n")[0])[:8])
     for size in SIZES:
         for tokens in 5, 40, 155, 1000:
             law = A * (768 / size.width) ** a + C * (11 / size.layers) ** c + B * (40 / tokens) ** b
+            law += K * np.log((768 / size.width) ** 2 * 11 / size.layers) * np.log(tokens / 40)
             assert law == pytest.approx(expected_loss(size, 1e6 * tokens), abs=2e-3)
     runs = re.findall(r"width (\d+) layers (\d+) tokens (\S+)M loss (\S+) on L residual", text)
     residuals = [float(loss) - E - expected_loss(Size(int(width), int(layers)), 1e6 * float(tokens))
                  for width, layers, tokens, loss in runs]
-    assert len(runs) == 44 and np.square(residuals).mean() ** 0.5 < 0.0063 and np.abs(residuals).max() < 0.0135
+    assert len(runs) == 37 and np.square(residuals).mean() ** 0.5 < 0.0047 and np.abs(residuals).max() < 0.0135
     times = re.findall(r"width (\d+) layers (\d+) rows (\d+): (\S+) ms", text)
     errors = [1e3 * int(rows) * seconds_per_token(Size(int(width), int(layers)), int(rows), H100) / float(ms) - 1
               for width, layers, rows, ms in times]
@@ -142,7 +143,7 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
 
 
 @pytest.mark.parametrize("words, found", [
-    ("--minutes=0.5", "512 x 4 (channels x layers) for 0.5 min, about 9"),
+    ("--minutes=0.5", "512 x 6 (channels x layers) for 0.5 min, about 7"),
     ("", "384 x 4 (channels x layers) for 27M tokens, about 7 s"),
     ("--train_tokens=27e6", "384 x 4 (channels x layers) for 27M tokens, about 7 s"),
     ("--train_tokens=130e6", "512 x 6 (channels x layers) for 130M tokens, about 5"),
@@ -195,7 +196,7 @@ def begin(gpus, monkeypatch):  # noqa: F811
     return run
 
 
-@pytest.mark.parametrize("minutes, wanted", [("0.1", SIZES[0]), ("2", SIZES[2]), ("500", SIZES[4])])
+@pytest.mark.parametrize("minutes, wanted", [("0.1", SIZES[0]), ("1", SIZES[2]), ("500", SIZES[4])])
 def test_a_start_measures_and_chooses(begin, minutes, wanted):
     """`main` measures the GPU after the ranks have met, and trains the model of the chosen size."""
     status, err, config, size, time = begin(f"--minutes={minutes}")
@@ -224,7 +225,7 @@ def test_a_warning_comes_once(begin):
 def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
     monkeypatch.setattr("records.check.measure_gpu", lambda fp8: H100)
     rows = gpus.check("--preset=short", "--minutes=5")[1]
-    assert rows["size"][0].startswith("640 x 8 (channels x layers) for 5 min") and rows["size"][1] == "yes"
+    assert rows["size"][0].startswith("768 x 11 (channels x layers) for 5 min") and rows["size"][1] == "yes"
     rows = gpus.check("--preset=short")[1]
     assert rows["size"][0].startswith("384 x 4 (channels x layers) for 27M tokens")
     assert rows["time"][0].startswith("about 0.1 minutes")
@@ -264,7 +265,7 @@ def test_table_in_the_readme():
         ranked = (rank_sizes(60 * (0.25 if minutes == "1/4" else int(minutes)), gpu)[0] for gpu in GPUS.values())
         assert found.split(" | ") == [
             f"{best.size}, {best.tokens / 1e6:.0f}M"
-            + f", {best.loss + 2.067:.2f}" * (FITTED[0] <= best.tokens <= FITTED[1]) for best in ranked]
+            + f", {best.loss + 2.194:.2f}" * (FITTED[0] <= best.tokens <= FITTED[1]) for best in ranked]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a GPU")
