@@ -94,7 +94,7 @@ from data.run.machine import agreed_gpu, capability, choose_kernels, init_runtim
 from data.run.memory import restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
-from data.run.trial import needs_trial, replace_faulty_kernels
+from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import warm_up
 from data.tokenizer import normalised_ids, text_codec
 
@@ -482,7 +482,7 @@ class Param(NamedTuple):
     wd_mul: float = 1.0  # adam: factor of adam_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
     matrix_lr: tuple[float, ...] = (1.0,)  # normuon: factors of muon_lr, for one matrix of a bank after the other
-    average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0, as for lazy: none
+    average: float = 0.0  # time constant of the average of the weights, as a part of the run; 0: none, as for lazy
     tied_to: str = ""  # until the split, the parameter is the transpose of this one and has no update of its own
     codes: tuple[str, float] = ("", 0.0)  # knob with which it has FP8 codes, and their bytes per weight
     dtype: torch.dtype = torch.bfloat16
@@ -1849,9 +1849,12 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         from records.trace import Profiler as profiler
     config, ops, choices = choose_kernels(config, rt.device)
     faults = []
-    if needs_trial(config, rt.device):
+    if config.system.kernels == "auto":
+        if not is_tested(rt.device):
+            log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
         config, faults = replace_faulty_kernels(config, ops, rt)
         config, ops, choices = choose_kernels(config, rt.device)
+        watch.lap("trial")
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     if rt.rank == 0:

@@ -154,7 +154,7 @@ def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
     data = (f"data/{name}.py" for name in ("__init__", "loader", *(f"run/{name}" for name in (
         "__init__", "arguments", "checkpoint", "clock", "disk", "errors", "graphs", "knobs", "length", "limits",
-        "log", "machine", "memory", "sample", "signals", "size", "start", "warmup")), "shards", "tokenizer"))
+        "log", "machine", "memory", "sample", "signals", "size", "start", "trial", "warmup")), "shards", "tokenizer"))
     names = "train_gpt.py", *data, "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 

@@ -173,7 +173,7 @@ def checkpoint_config(saved, default, knobs):
     config = config_from_dict(default, saved)
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
-    config = override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else "auto",
+    config = override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else config.system.kernels,
                                "resume": "", "profile": ""} | knobs)  # nothing is trained
     config = with_system(config, micro_batches=config.system.micro_batches or 1)
     check_config(config)

@@ -1,5 +1,6 @@
 """Before training on a GPU that nobody has tested: each operation once on a small input, against its reference."""
 
+import functools
 import platform
 
 import torch
@@ -7,30 +8,32 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import sorted_pieces
-from data.run.errors import one_line
+from data.run.errors import UserError, is_out_of_memory, one_line
 from data.run.knobs import with_system
 
 TESTED = {(9, 0)}  # compute capabilities of the GPUs that have run the tests: H100 and H200
-TOKENS = 256
-TOLERANCE = 0.05, 0.2  # of ‖result − reference‖ / ‖reference‖: rounding to bf16 makes about .01, FP8 about .08
+# Of ‖result − reference‖ / ‖reference‖. Rounding to bf16 makes up to .011, FP8 .06 to .1.
+TOLERANCE, FP8_TOLERANCE = 0.05, 0.2
 
 
-def needs_trial(config, device) -> bool:
-    """Whether the script chooses kernels for a GPU of a kind on which the tests have not run."""
-    return (device.type == "cuda" and config.system.kernels == "auto"
-            and torch.cuda.get_device_capability(device) not in TESTED)
+def is_tested(device) -> bool:
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) in TESTED
 
 
 def trials(model, dtype, device) -> dict:
-    """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths."""
-    D, H, d, F, N = model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, TOKENS
+    """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths.
+
+    dtype: of weights and activations. The results have what op returns or changes, and the gradients of its inputs.
+    """
+    D, H, d, F, V, N = model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, model.padded_vocab, 256
     generator = torch.Generator(device)
+    tensor = functools.partial(torch.tensor, device=device)
 
     def random(*shape, std=1.0, dtype=dtype):
         return (std * torch.randn(shape, generator=generator, device=device)).to(dtype)
 
-    def integers(high, n=N, dtype=torch.int32):
-        return torch.randint(high, (n,), generator=generator, device=device, dtype=dtype)
+    def integers(high, *shape, dtype=torch.int32):
+        return torch.randint(high, shape, generator=generator, device=device, dtype=dtype)
 
     def zeros(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -45,29 +48,32 @@ def trials(model, dtype, device) -> dict:
         return [op(random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N))]
 
     def embedding_grad(op):
-        grad, ids = zeros(64, D, dtype=dtype), integers(64)
-        op(grad, kernels.SortedIds(ids, torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)), random(N, D))
+        grad, ids = zeros(64, D, dtype=dtype), integers(64, 2 * N)
+        pieces = torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)
+        op(grad, kernels.SortedIds(ids, pieces), random(N, D), None, random(8, D), integers(8, 2 * N))
         return [grad]
 
     def update_rows(op):
-        p, v, last = random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32)
-        op(p, v, last, zeros(64, dtype=torch.bool) | True, random(64, D), 1, 0.1, 0.01, 0.9, 1e-8)
-        return [p, v]
+        p, v, last, grad = random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32), random(64, D)
+        touched = torch.ones(64, dtype=torch.bool, device=device)
+        op(p, v, last, touched, grad, 1, 0.1, 0.01, 0.9, 1e-8)
+        return [p, v, last, touched, grad]
 
     def update_few_rows(op):
         p, v, last = random(64, D), zeros(64, 1), zeros(64, 1, dtype=torch.int32)
         few = kernels.FewRows(p, 32)
-        few.claim(kernels.SortedIds(integers(32)))
+        few.claim(kernels.SortedIds(integers(64, 32)))
         few.grad.copy_(random(32, D))
+        few.grad[few.count.item():] = 0
         op(p, v, last, few.grad, few.place, few.rows, few.count, 1, 0.1, 0.01, 0.9, 1e-8)
-        return [p, v]
+        return [p, v, last, few.grad, few.place, few.count]
 
     def attention(op):
-        kinds = {(layer.paired, layer.long, layer.narrow, layer.value_embed)
-                 for layer in model.layers if layer.attention}
-        results, borders = [], torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
+        results, borders = [], tensor([0, N // 3, N], dtype=torch.int32)
         window, scale = torch.tensor(128), torch.tensor(d**-0.5)
-        for paired, long, narrow, has_values in sorted(kinds):
+        for paired, long, narrow, has_values in sorted(
+                {(layer.paired, layer.long, layer.narrow, layer.value_embed)
+                 for layer in model.layers if layer.attention}):
             angles = random(2 * N, d // 4, dtype=torch.float32)
             rotary = torch.stack((angles.cos(), angles.sin()), 2).to(dtype)
             weight = random((2 * d // (1 + narrow) + d) * H, D, std=D**-0.5)
@@ -84,16 +90,20 @@ def trials(model, dtype, device) -> dict:
         return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *(random(F, D, std=D**-0.5) for _ in "12"))
 
     def pointer(op):
-        start, end = kernels.document_of_tokens(torch.tensor([0, N // 3, N], dtype=torch.int32, device=device), N)
-        tokens, targets = integers(8), integers(8, dtype=torch.int64)[:, None]
+        start, end = kernels.document_of_tokens(tensor([0, N // 3, N], dtype=torch.int32), N)
+        tokens, targets = integers(8, N), integers(8, N, 2, dtype=torch.int64)
 
         def run(q, k, sink):
             return op(q, k, sink, tokens, start, end, 128, 0.1, targets)
         return with_gradients(run, random(N, 128), random(N, 128), random(N, dtype=torch.float32))
 
     def cross_entropy(op):
-        grad, targets = zeros(N, 1024, dtype=dtype), integers(1024, dtype=torch.int64)[:, None]
-        return [op(random(N, 1024, std=5.0), targets, torch.ones(1, device=device), 1.0, 1.0, grad), grad]
+        grad, targets, copies = zeros(64, V, dtype=dtype), integers(model.vocab_size, 64, 2, dtype=torch.int64), None
+        if model.pointer:
+            copies = kernels.Copies(*(random(64, *columns, dtype=torch.float32).sigmoid() for columns in ((2,), ())),
+                                    model.gate_id, zeros(64, 2), zeros(64))
+        losses = op(random(64, V, std=5.0), targets, tensor([1.0, 0.5]), 1.0, 2.0**-6, grad, copies)
+        return [losses, grad, *(copies[3:] if copies else ())]
 
     def gram(side):
         return lambda op: [op(x := random(2, 256, D), x.new_empty(2, *[x.size(side)] * 2), random(2).float().abs())]
@@ -118,33 +128,52 @@ def trials(model, dtype, device) -> dict:
 
 
 def fp8_mlp(x, W1, W2):
-    """`mlp` in FP8: its products and the kernels that write codes are those of head and projections, too."""
-    mlps = kernels.Fp8Mlps(torch.stack((W1, W2))[None], 1.0)
-    return mlps(0, x, W1, W2)
+    """`mlp` in FP8."""
+    return kernels.Fp8Mlps(torch.stack((W1, W2))[None], 1.0)(0, x, W1, W2)
 
 
-def fault_of(run, op, reference, tolerance):
-    """What is wrong with an operation in words, or None. run: a function of `trials`."""
+def fp8_attention(x, weight, *others):
+    """`attention_block` with a projection in FP8."""
+    projections = kernels.Fp8Projections(lambda: [([0], weight.detach()[None])], 1.0)
+    codes = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
+    one = torch.ones((), device=x.device)
+    return kernels.attention_block(x, weight, *others, codes=projections(0, codes, one))
+
+
+def fault_of(run, name, op, reference, tolerance):
+    """What is wrong with an operation in words, or None. run: a function of `trials`. Raises UserError when the
+    operation leaves the GPU unusable."""
     try:
-        results, expected = run(op), run(reference)
-    except Exception as error:  # of any kind, since a compiler failed
+        for result, wanted in zip(run(op), run(reference), strict=True):
+            wanted = wanted.float()
+            difference = (result.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+            if not difference <= tolerance:  # also NaN
+                return f"differs by {difference.item():.2g}"
+    except Exception as error:  # of any kind, since a compiler may fail
+        if is_out_of_memory(error):
+            raise
+        try:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        except RuntimeError:
+            raise UserError(f"the kernel of {name} stops this GPU ({one_line(error)}); train with"
+                            f" {f'--kernels={name}:torch' if name in kernels.IMPLEMENTATIONS else '--fp8=false'}"
+                            ) from error
         return f"fails ({one_line(error)})"
-    for result, wanted in zip(results, expected):
-        difference = (result.float() - wanted.float()).norm() / wanted.float().norm()
-        if not difference <= tolerance:  # also NaN
-            return f"differs by {difference.item():.2g}"
 
 
 def find_faults(config, ops, device) -> dict[str, str]:
-    """{operation: what is wrong with it in words}; "fp8" stands for all products of FP8 codes."""
+    """{operation: what is wrong with it in words}, of the operations that do not have their references. "fp8_mlp" and
+    "fp8_qkv" stand for the operation in FP8."""
     system = config.system
     runs, found = trials(config.model, getattr(torch, system.dtype), device), {}
+    references = {op: kernels.IMPLEMENTATIONS[op]["torch"] for op in runs}
     for op, run in runs.items():
-        reference = kernels.IMPLEMENTATIONS[op]["torch"]
-        if getattr(ops, op) is not reference:
-            found[op] = fault_of(run, getattr(ops, op), reference, TOLERANCE[0])
-    if system.fp8 or system.fp8_mlp or system.fp8_qkv:
-        found["fp8"] = fault_of(runs["mlp"], fp8_mlp, kernels.mlp_ref, TOLERANCE[1])
+        if getattr(ops, op) is not references[op]:
+            found[op] = fault_of(run, op, getattr(ops, op), references[op], TOLERANCE)
+    for knob, op, in_fp8 in (("fp8_mlp", "mlp", fp8_mlp), ("fp8_qkv", "attention", fp8_attention)):
+        if getattr(system, knob) and not found.get(op):
+            found[knob] = fault_of(runs[op], knob, in_fp8, references[op], FP8_TOLERANCE)
     return {op: fault for op, fault in found.items() if fault}
 
 
@@ -152,18 +181,17 @@ def replace_faulty_kernels(config, ops, rt):
     """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault).
 
     ops: the implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on
-    all ranks.
+    all ranks. GPUs that have run the tests need no trial.
     """
-    faults = [find_faults(config, ops, rt.device)]
+    faults = [{} if is_tested(rt.device) else find_faults(config, ops, rt.device)]
     if rt.world > 1:
         faults *= rt.world
         dist.all_gather_object(faults, faults[0])
     faults = {op: fault for found in faults for op, fault in found.items()}
-    references = ",".join(f"{op}:torch" for op in faults if op != "fp8")
-    config = with_system(config, kernels=references or config.system.kernels)
-    if "fp8" in faults:
-        config = with_system(config, fp8=False, fp8_mlp=False, fp8_qkv=False)
+    references = ",".join(f"{op}:torch" for op in faults if op in kernels.IMPLEMENTATIONS)
+    config = with_system(config, kernels=references or config.system.kernels,
+                         **{knob: False for knob in faults if knob not in kernels.IMPLEMENTATIONS})
     gpu = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else platform.machine()
     return config, [f"warning: on {gpu}, with PyTorch {torch.__version__} and Triton {kernels.triton.__version__}, the"
-                    f" kernel of {op} {fault}; this run does without it, and is slower. Please report this line."
-                    for op, fault in faults.items()]
+                    f" kernel of {op} {fault}; PyTorch replaces it, which is slower and takes more memory. Please"
+                    " report this line." for op, fault in faults.items()]
