@@ -27,7 +27,7 @@ whose rows are embeddings; a lane is a residual stream (in record74 the last lay
 prediction; a micro-step is the forward and backward pass of one micro-batch.
 
 Quirks of record 74. They change what the model learns; the comments K1 to K12 mark the places in all files:
-    K1  Smear, bigrams, keys of long layers and MTP targets look across the border between two documents.
+    K1  Smear, n-grams, keys of long layers and MTP targets look across the border between two documents.
     K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
