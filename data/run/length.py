@@ -75,8 +75,8 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
     time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
     root of tokens times fixed cost. The rates, lr_floor among them, grow with batch ** 0.35
-    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths the check at three lengths). table_beta2
-    keeps its half-life in tokens (records/2026-11-22_lengths).
+    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths and records/2026-11-25_length the checks at
+    three lengths and at 155M tokens). table_beta2 keeps its half-life in tokens (records/2026-11-22_lengths).
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: an H200 with
