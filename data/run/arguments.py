@@ -173,8 +173,9 @@ def checkpoint_config(saved, default, knobs):
     config = config_from_dict(default, saved)
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
-    config = override(config, {"device": device, "dtype": dtype, "kernels": "torch" if dtype == "float32" else config.system.kernels,
-                               "resume": "", "profile": ""} | knobs)  # nothing is trained
+    kernels = "torch" if dtype == "float32" else config.system.kernels
+    trains_nothing = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
+    config = override(config, trains_nothing | knobs)
     config = with_system(config, micro_batches=config.system.micro_batches or 1)
     check_config(config)
     device = find_device(config)
