@@ -1853,8 +1853,9 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         if not is_tested(rt.device):
             log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
         config, faults = replace_faulty_kernels(config, ops, rt)
-        config, ops, choices = choose_kernels(config, rt.device)
         watch.lap("trial")
+    if faults:
+        config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     if rt.rank == 0:

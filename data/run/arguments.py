@@ -174,8 +174,8 @@ def checkpoint_config(saved, default, knobs):
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
     kernels = "torch" if dtype == "float32" else config.system.kernels
-    trains_nothing = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
-    config = override(config, trains_nothing | knobs)
+    for_reading = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
+    config = override(config, for_reading | knobs)
     config = with_system(config, micro_batches=config.system.micro_batches or 1)
     check_config(config)
     device = find_device(config)

@@ -17,6 +17,7 @@ TOLERANCE, FP8_TOLERANCE = 0.05, 0.2
 
 
 def is_tested(device) -> bool:
+    """Whether the tests have run on a GPU of this kind; a CPU runs the references."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) in TESTED
 
 
@@ -87,7 +88,7 @@ def trials(model, dtype, device) -> dict:
         return results
 
     def mlp(op):
-        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *(random(F, D, std=D**-0.5) for _ in "12"))
+        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *(random(F, D, std=D**-0.5) for _ in range(2)))
 
     def pointer(op):
         start, end = kernels.document_of_tokens(tensor([0, N // 3, N], dtype=torch.int32), N)
