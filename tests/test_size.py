@@ -1,5 +1,6 @@
 """The size that suits the length of a run, and what its choice is told about the GPU."""
 
+import dataclasses
 import functools
 import re
 import runpy
@@ -15,11 +16,14 @@ import torch
 import train_gpt as T
 from data.run import machine
 from data.run.arguments import leaves_size_open
+from data.run.checkpoint import KEYS, write_checkpoint
+from data.run.knobs import flatten, render
 from data.run.machine import Runtime
 from data.run.size import (FITTED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)
 from data.run.start import fit_size
 from oracles import ON_GPU
+from records import rerun
 from test_check import check, folder, gpus  # noqa: F401 (fixtures)
 
 GPUS = {"H100": H100, "A100": Gpu(250e12, 1815e9, 0.85e-6), "RTX 4090": Gpu(264e12, 897e9, 0.85e-6),
@@ -204,6 +208,23 @@ def test_a_start_measures_and_chooses(begin, minutes, wanted):
     assert size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
     assert (config.model.model_dim, config.model.depth) == wanted and config.schedule.minutes == float(minutes)
     assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
+
+
+def test_a_run_keeps_its_size(begin, tmp_path):
+    """Whatever GPU it goes on with: a checkpoint, and a log that is trained again, have the size among their knobs."""
+    config = begin("--train_tokens=27e6")[2]
+    assert (config.model.model_dim, config.model.depth) == SIZES[0]
+    state = dict.fromkeys(KEYS) | dict(step=3, config=dataclasses.asdict(config))
+    write_checkpoint(state, tmp_path / "state.pt", keep=0)
+    resume = f"--resume={tmp_path / 'state.pt'}"
+    resumed = T.parse_config([resume])
+    assert not leaves_size_open([resume], T.SIZED)
+    assert (resumed.model, resumed.schedule, resumed.optim) == (config.model, config.schedule, config.optim)
+    with pytest.raises(T.UserError, match="model_dim is 768 here, 384 there.*; leave out --preset=short"):
+        T.parse_config(["--preset=short", resume])
+    log = rerun.Run("log", facts={"val_shards": "", **{key: render(value) for key, value in flatten(config).items()}})
+    again = [f"--{key}={value}" for key, value in rerun.settings(log, {}).items()]
+    assert not leaves_size_open(again, T.SIZED) and T.parse_config(again).model == config.model
 
 
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--minutes=0"], ["--model_dim=768"],
