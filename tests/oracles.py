@@ -184,7 +184,7 @@ def gelu(x):
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
-                 dynamic=(), mix=None, signs=None, removed=(), narrow=(), narrow_state=None,
+                 dynamic=(), mix=None, signs=None, removed=(), narrow=(), narrow_state=None, layers=None, backout=7,
                  **settings):
     """The normalised output h (N, D) of the model, before the head.
 
@@ -192,7 +192,8 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     {layer: the layer that its skip connection comes from}. The remaining arguments are features that record 74 lacks.
     input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
     signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. narrow: layers whose
-    queries and keys have half of the channels; narrow_state: their (frequencies, scale).
+    queries and keys have half of the channels; narrow_state: their (frequencies, scale). layers: rows like LAYERS, of
+    another number of layers; backout: the layer whose output is subtracted.
     """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
@@ -208,8 +209,9 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
     smear_lambda, backout_lambda = params["smear_lambda"][0], params["backout_lambda"][0]
 
-    layers = layers_without_attention(removed)
-    # Each factor has a constant part. The key is its place (a layer, or 11: behind the last layer) and its name; the
+    layers = layers or layers_without_attention(removed)
+    end = len(layers)
+    # Each factor has a constant part. The key is its place (a layer, or `end`: behind the last layer) and its name; the
     # order is the order of dynamic_out.
     constants = {}
     for i, (row, *_) in enumerate(layers):
@@ -218,7 +220,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         if i in xsa:
             constants[i, "xsa"] = params["xsa_lambdas"][xsa.index(i)]
     if mix is not None:
-        constants |= {(mix, "mix"): params["mix_lambdas"][:6], (11, "mix"): params["mix_lambdas"][6:]}
+        constants |= {(mix, "mix"): params["mix_lambdas"][:6], (end, "mix"): params["mix_lambdas"][6:]}
 
     def network(place):  # the number of networks that begin up to there: the last of them serves the place
         return sum(start <= place for start in dynamic)
@@ -264,7 +266,7 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         if i == lanes_from:
             lane1 = lane0
         if i == mix:
-            before_mix, sources, m = lane0, [first, left[7], lane0], factor(i, "mix")
+            before_mix, sources, m = lane0, [first, left[backout], lane0], factor(i, "mix")
             ves[i] = ves[i] + weighted(m[..., :3], sources)
             lane0 = lane0 + weighted(m[..., 3:], sources)
         a = None
@@ -285,10 +287,10 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
         if lane1 is not None:
             lane1 = rho[i, 1] * lane1 + pi[i, 1, 1] * m
         left.append(lane0)
-    x = (lane0 if lane1 is None else 0.5 * (lane0 + lane1)) - backout_lambda * left[7]
+    x = (lane0 if lane1 is None else 0.5 * (lane0 + lane1)) - backout_lambda * left[backout]
     if mix is not None:
         skips = [before_mlp[j] for j in sorted({*skip.values()})]
-        x = x + weighted(factor(11, "mix"), [first, left[7], before_mix, ves[1], *skips])
+        x = x + weighted(factor(end, "mix"), [first, left[backout], before_mix, ves[min(ves)], *skips])
     return rms(x)
 
 
