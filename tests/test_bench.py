@@ -8,7 +8,8 @@ import bench_kernels as bench
 @pytest.mark.filterwarnings("ignore:.*encountered in")  # Triton's interpreter computes beyond the edges of tiles
 @pytest.mark.parametrize("family", bench.FAMILIES)
 def test_cases_run(family, device, monkeypatch):
-    small = dict(CONFIG=bench.T.PRESETS["cpu"], D=64, H=2, HEAD=32, V=128, MLP_DIM=128, TOKENS=[16, 32, 48],
+    config = bench.T.parse_config(["--preset=cpu", "--ngram_rows=600"])
+    small = dict(CONFIG=config, D=64, H=2, HEAD=32, V=128, MLP_DIM=128, TOKENS=[16, 32, 48],
                  BANK=(8, 16))
     for name, value in dict(small, DEVICE=device.type, PEERS=False).items():
         monkeypatch.setattr(bench, name, value)
