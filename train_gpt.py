@@ -65,12 +65,13 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 from data import require_packages
-from data.run.disk import keep_bytecode
+from data.run.disk import keep_bytecode, keep_compiled
 from data.run.signals import die_at_ctrl_c, die_with_torchrun, speak_at_ctrl_c
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
     keep_bytecode()
+    keep_compiled()
     die_with_torchrun()
     die_at_ctrl_c()
 

@@ -8,7 +8,6 @@ take turns on every GPU: run k goes to GPU k modulo the number of GPUs, shifted 
 would return to the first GPU. Each GPU does its runs in order. Needs only Python's standard library.
 """
 
-import getpass
 import math
 import os
 import re
@@ -112,13 +111,9 @@ def environment(gpus, index) -> dict[str, str]:
     """
     env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index], "NPROC": "1"}
     if index:
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):  # a user without a name, as in a container
-            user = f"uid_{os.getuid()}"
-        home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-        folders = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{user}"),
-                   "TRITON_CACHE_DIR": os.path.join(home, ".triton", "cache")}
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # as in data/run/disk.py
+        folders = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(home, "speedrun", "inductor"),
+                   "TRITON_CACHE_DIR": os.path.join(home, "speedrun", "triton")}
         env |= {name: os.path.join(os.environ.get(name) or folder, f"gpu{index}") for name, folder in folders.items()}
     return env
 

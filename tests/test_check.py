@@ -18,6 +18,7 @@ import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, start
 from data.run.arguments import leaves_rows_open
+from data.run.disk import keep_compiled
 from data.run.errors import UserError
 from data.run.memory import (
     choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches, restart_with_more_micro_batches,
@@ -211,6 +212,24 @@ def test_large_checkpoints_are_announced(monkeypatch, args, purpose, fine):
 
 
 # ---- Caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_compiled_code_stays(folder, monkeypatch):
+    """In one folder for all copies of the repository, unless the user names others or it cannot be written."""
+    names = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+    def found(**environment):
+        with monkeypatch.context() as patch:
+            for name in (*names, "XDG_CACHE_HOME"):
+                patch.delenv(name, raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            keep_compiled()
+            values = [os.environ.pop(name, None) for name in names]
+        return values
+    assert found(HOME=str(folder)) == [f"{folder}/.cache/speedrun/{part}" for part in ("inductor", "triton")]
+    assert found(XDG_CACHE_HOME=str(folder), TRITON_CACHE_DIR="/t") == [f"{folder}/speedrun/inductor", "/t"]
+    assert found(HOME="/dev/null") == found(HOME="no/folder") == [None, None]
 
 
 def test_compilers_without_a_folder(check, folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""Folders, room on the disk, files that appear only when they are complete, and bytecode."""
+"""Folders, room on the disk, files that appear only when they are complete, bytecode and compiled kernels."""
 
 import importlib.util
 import os
@@ -72,3 +72,15 @@ def keep_bytecode():
     if sys.pycache_prefix is None and spec and not os.path.exists(spec.cached or ""):
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / "__pycache__")
         sys.dont_write_bytecode = False
+
+
+def keep_compiled():
+    """Keep what the compilers make in ~/.cache/speedrun, unless the environment names other folders. All copies of this
+    repository share it, and a reboot does not delete it, as it does PyTorch's own folder in /tmp.
+
+    This must run before torch is imported.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
+    if folder.is_absolute() and is_writable(folder):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
