@@ -91,6 +91,13 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
 PIECE = 64  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
+def stable_order(ids: np.ndarray) -> np.ndarray:
+    """The positions of ids (N,), 0 <= id < 2^32, sorted by id, equal ids in their order. NumPy sorts numbers of 16 bits
+    by radix, in a third of the time that it takes to sort id and position as one number of 64 bits."""
+    order, high = np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
+    return order[np.argsort(high[order], kind="stable")] if high.any() else order
+
+
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
     """ids (N,) -> (4, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
     one id. The rows:
@@ -98,14 +105,17 @@ def sorted_pieces(ids: np.ndarray) -> np.ndarray:
     positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every
     group, then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
     """
-    N = len(ids)
-    keys = np.sort(ids.astype(np.int64) << 32 | np.arange(N))
-    first = np.append(True, np.diff(keys >> 32) != 0)  # whether an id begins here
-    pieces = np.flatnonzero(first | (np.arange(N) % PIECE == 0))
+    N, order = len(ids), stable_order(ids)
+    ids = ids[order]
+    first = np.ones(N, bool)  # whether an id begins here
+    np.not_equal(ids[1:], ids[:-1], out=first[1:])
+    begins = first.copy()
+    begins[::PIECE] = True
+    pieces = np.flatnonzero(begins)
     groups = np.flatnonzero(first[pieces])
-    rows = np.repeat(np.int32([[0], [N], [len(pieces)], [-1]]), N + 1, 1)
-    for row, values in zip(rows, (keys & 0xFFFFFFFF, pieces, groups, keys[pieces] >> 32)):
-        row[:len(values)] = values
+    rows = np.empty((4, N + 1), np.int32)
+    for row, values, rest in zip(rows, (order, pieces, groups, ids[pieces]), (0, N, len(pieces), -1)):
+        row[:len(values)], row[len(values):] = values, rest
     return rows
 
 
