@@ -2594,7 +2594,7 @@ class Copies(NamedTuple):
 
 
 def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
-    """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale."""
+    """Losses (n,), at least fp32, of logits (n, C); fills grad (n, C), if given, with their gradient / code_scale."""
     u = torch.sigmoid((_at_least_fp32(logits) + CAP_SHIFT) / CAP_SCALE)
     z = CAP * u
     lse = z.logsumexp(1, keepdim=True)

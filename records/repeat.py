@@ -111,9 +111,11 @@ def environment(gpus, index) -> dict[str, str]:
     """
     env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index], "NPROC": "1"}
     if index:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # as in data/run/disk.py
-        folders = {"TORCHINDUCTOR_CACHE_DIR": os.path.join(home, "speedrun", "inductor"),
-                   "TRITON_CACHE_DIR": os.path.join(home, "speedrun", "triton")}
+        home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # as in data/run/disk.py
+        place = next(path for path in (home, *home.parents) if os.path.exists(path))
+        if not home.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
+            home = Path(tempfile.gettempdir(), f"caches_{os.getuid()}")
+        folders = {"TORCHINDUCTOR_CACHE_DIR": home / "speedrun/inductor", "TRITON_CACHE_DIR": home / "speedrun/triton"}
         env |= {name: os.path.join(os.environ.get(name) or folder, f"gpu{index}") for name, folder in folders.items()}
     return env
 

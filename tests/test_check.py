@@ -220,7 +220,7 @@ def test_where_compiled_code_stays(folder, monkeypatch):
 
     def found(**environment):
         with monkeypatch.context() as patch:
-            for name in (*names, "XDG_CACHE_HOME"):
+            for name in (*names, "XDG_CACHE_HOME", "TRITON_HOME"):
                 patch.delenv(name, raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
@@ -229,7 +229,11 @@ def test_where_compiled_code_stays(folder, monkeypatch):
         return values
     assert found(HOME=str(folder)) == [f"{folder}/.cache/speedrun/{part}" for part in ("inductor", "triton")]
     assert found(XDG_CACHE_HOME=str(folder), TRITON_CACHE_DIR="/t") == [f"{folder}/speedrun/inductor", "/t"]
+    assert found(HOME=str(folder), TRITON_HOME="/t") == [f"{folder}/.cache/speedrun/inductor", None]
     assert found(HOME="/dev/null") == found(HOME="no/folder") == [None, None]
+    monkeypatch.setattr(Path, "stat", Mock(side_effect=PermissionError("denied")))  # another user's home
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert found(HOME=str(folder)) == [None, None]
 
 
 def test_compilers_without_a_folder(check, folder, monkeypatch):

@@ -120,6 +120,14 @@ def assert_pieces(pieces, ids):
     assert [{*names[a:b]} for a, b in zip(groups, groups[1:])] == [{name} for name in sorted({*ids})]
 
 
+@pytest.mark.parametrize("ids", [
+    [3, 2**31 - 1, 65536 + 3, 3, 65535, 65536, 0, 2 * 65536 + 3] * 200, [2**20], [7] * 130])
+def test_pieces_of_large_ids(ids):
+    """Ids of more than 16 bits, with equal lower halves; those of the batches here are smaller."""
+    ids = np.array(ids, np.int32)
+    assert_pieces(L.sorted_pieces(ids), ids)
+
+
 # ---- Training batches ------------------------------------------------------------------------------------------------
 
 

@@ -52,8 +52,8 @@ SHAPES = {"odd": "--model_dim=96 --num_heads=3", "one head": "--model_dim=32 --n
 
 
 def with_shape(name):
-    """The arguments of make_setting for `short` in one of SHAPES. The oracle gets the layers as rows like its own; that
-    `wire` makes the right ones is tested in test_config.py."""
+    """The arguments of make_setting for `short` in one of SHAPES. The oracle gets the layers of the config, so this does
+    not test `wire`: test_config.py has its 11 layers, test_guard.py the curves of 4 and 14."""
     config = T.parse_config(["--preset=short", "--vocab_size=120", "--ngram_rows=0", "--bigram_tables=5",
                              "--bigram_normal=false", "--kernels=torch", *SHAPES[name].split()]).model
     layers, with_attention, with_values = config.layers, *map(config.layers_with, ("attention", "value_embed"))
@@ -100,7 +100,7 @@ def make_setting(config, features=None):
     rows = torch.from_numpy(L.ngram_hash(tokens[:-1].numpy(), *config.ngrams[0]))
     frequencies, _ = T.rotary_states(config.head_dim, [LONG])[0]
 
-    def rotary(frequencies):  # `rotary_table` computes in fp32
+    def rotary(frequencies):  # `rotary_table` computes in fp32, where an angle of 256 is off by up to 1.5e-5
         angle = torch.arange(2 * n, dtype=torch.float64)[:, None] * torch.from_numpy(frequencies)
         torch.testing.assert_close(T.rotary_table(frequencies, 2 * n, cpu, torch.float64),
                                    found := torch.stack((angle.cos(), angle.sin()), -1), rtol=0, atol=2e-5)
@@ -182,7 +182,8 @@ def test_no_weight_is_dead(preset, heads, count):
 
 @pytest.mark.parametrize("name", [*FEATURES, *SHAPES])
 def test_loss_and_all_gradients(name):
-    """All in fp64, but for the gradients of lambdas, which are rounded to bf16 with the lambdas themselves (K6)."""
+    """All in fp64, but for the gradients of lambdas, which are rounded to bf16 with the lambdas themselves (K6). Largest
+    seen: 2e-16 of the loss, 5e-14 of a gradient, 1.4e-13 of a single number, 6.2e-3 of a lambda."""
     setting = make_setting(*with_shape(name) if name in SHAPES else with_features(name))
     model = setting[0]
     compare_with_oracle(model, plain_head(model), setting, loss_bound=1e-12, gradient_bound=1e-12, lambda_bound=2**-7)
@@ -214,7 +215,7 @@ def test_validation_loss(name):
         loss = plain_head(model)(h, tokens[1:], torch.ones(1), 1.0, exact=True, point=point) / len(h)
     expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows,
                                        **settings)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_every_technique_matters(setting):

@@ -387,7 +387,7 @@ def near(got, wanted, saved, rest=False):
     states = [torch.load(run.saved[saved], weights_only=True) for run in (got, wanted)]
     ours, theirs = (state["optimizer"]["ngram_embed"] for state in states)
     assert ours.keys() == theirs.keys() and torch.equal(ours["last"], theirs["last"]) and theirs["v"].any()
-    bound = 0.02 if rest else 0.15
+    bound = 0.02 if rest else 0.15  # largest seen: 0.016 and 0.062, of waiting gradients; of losses 1e-4
     assert (ours["v"] - theirs["v"]).norm() <= bound * theirs["v"].norm()
     if "rows" in theirs:
         assert len(ours["rows"]) == len({*ours["rows"].tolist()})

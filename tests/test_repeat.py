@@ -232,6 +232,17 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(place):
     assert place.run(*argv, status=7, DATA_STATUS="7") == ([], "") and place.told()[0]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
+@pytest.mark.parametrize("home, folder", [("{home}", "{home}/speedrun"), ("/dev/null", "/caches_{uid}/speedrun")])
+def test_caches_of_the_second_gpu(place, home, folder):
+    """Beside those of the first, which are the trainer's own; where no cache can be, in the folder for such files."""
+    home, folder = (text.format(home=place.folder, uid=os.getuid()) for text in (home, folder))
+    place.run("1", "--label=a", "--label=b", "--parallel", CUDA_VISIBLE_DEVICES="0,1", XDG_CACHE_HOME=home)
+    first, second = sorted(place.told("run"), key=lambda call: call["CUDA_VISIBLE_DEVICES"])
+    assert not any(first.get(name) for name in NAMES[2:])
+    for name, part in zip(NAMES[2:], ("inductor", "triton")):
+        assert second[name].endswith(f"{folder}/{part}/gpu1")
+
+
 def test_a_failure_lets_the_others_finish(place):
     """The other two started runs finish. No run follows on the free GPUs."""
     runs, compared = place.run("4", "--parallel", "--label=a", "--label=b", status=3, CUDA_VISIBLE_DEVICES="0,1,2",

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
 def existing_folder(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise an error
 
 
 def is_writable(folder: Path) -> bool:
@@ -76,11 +76,12 @@ def keep_bytecode():
 
 def keep_compiled():
     """Keep what the compilers make in ~/.cache/speedrun, unless the environment names other folders. All copies of this
-    repository share it, and a reboot does not delete it, as it does PyTorch's own folder in /tmp.
+    repository share it. A reboot deletes PyTorch's own folder in /tmp, but not this one.
 
     This must run before torch is imported.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
     if folder.is_absolute() and is_writable(folder):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+        if "TRITON_HOME" not in os.environ:
+            os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
