@@ -20,6 +20,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.run.disk import compiled_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 # Arguments that tell ./run.sh which data the run reads.
@@ -111,11 +115,8 @@ def environment(gpus, index) -> dict[str, str]:
     """
     env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index], "NPROC": "1"}
     if index:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # as in data/run/disk.py
-        place = next(path for path in (home, *home.parents) if os.path.exists(path))
-        if not home.is_absolute() or not os.access(place, os.W_OK | os.X_OK):
-            home = Path(tempfile.gettempdir(), f"caches_{os.getuid()}")
-        folders = {"TORCHINDUCTOR_CACHE_DIR": home / "speedrun/inductor", "TRITON_CACHE_DIR": home / "speedrun/triton"}
+        home = compiled_folder() or Path(tempfile.gettempdir(), f"caches_{os.getuid()}", "speedrun")
+        folders = {"TORCHINDUCTOR_CACHE_DIR": home / "inductor", "TRITON_CACHE_DIR": home / "triton"}
         env |= {name: os.path.join(os.environ.get(name) or folder, f"gpu{index}") for name, folder in folders.items()}
     return env
 

@@ -184,16 +184,15 @@ def gelu(x):
 
 
 def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=7, skip={6: 3}, input_from={}, xsa=(),
-                 dynamic=(), mix=None, signs=None, removed=(), narrow=(), narrow_state=None, layers=None, backout=7,
+                 dynamic=(), mix=None, signs=None, narrow=(), narrow_state=None, layers=LAYERS, backout=7,
                  **settings):
     """The normalised output h (N, D) of the model, before the head.
 
     settings: S, L, freqs, attn_scale, H of attention(). lanes_from: the first layer with two lanes, or None. skip:
     {layer: the layer that its skip connection comes from}. The remaining arguments are features that record 74 lacks.
     input_from: {layer: the layer whose output its attention reads}. xsa, dynamic, mix: layers with that feature.
-    signs: (8192, D), the factors of bigrams. removed: layers without attention besides layer 6. narrow: layers whose
-    queries and keys have half of the channels; narrow_state: their (frequencies, scale). layers: rows like LAYERS, of
-    another number of layers; backout: the layer whose output is subtracted.
+    signs: (8192, D), the factors of bigrams. narrow: layers whose queries and keys have half of the channels;
+    narrow_state: their (frequencies, scale). layers: rows like LAYERS; backout: the layer whose output is subtracted.
     """
     cu = [int(c) for c in cu]
     tok, bigram_rows = torch.as_tensor(tok).long(), torch.as_tensor(bigram_rows).long()
@@ -209,10 +208,9 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
     smear_lambda, backout_lambda = params["smear_lambda"][0], params["backout_lambda"][0]
 
-    layers = layers or layers_without_attention(removed)
     end = len(layers)
-    # Each factor has a constant part. The key is its place (a layer, or `end`: behind the last layer) and its name; the
-    # order is the order of dynamic_out.
+    # Each factor has a constant part. The key of a factor is its place (a layer, or `end`: behind the last layer) and
+    # its name; the order is the order of dynamic_out.
     constants = {}
     for i, (row, *_) in enumerate(layers):
         if row is not None or i not in skip:

@@ -39,21 +39,21 @@ FEATURES = {
                dict(narrow=(0, 1, 2, 5, 8), xsa=(1,), input_from={8: 5})),
     "less attention": (["--layer4=attention=0 dynamic", "--layer9=attention=0", "--layer7=attention=0",
                         "--layer8=value_embed", "--layer10=value_embed long", "--mlp_ratio=3"],
-                       dict(removed=(4, 7, 9), dynamic=(4,), lanes_from=None)),
+                       dict(layers=oracles.layers_without_attention((4, 7, 9)), dynamic=(4,), lanes_from=None)),
     "all": ([*LATER_LAYERS, "--bigram_tables=7.5", "--bigram_signs=1", "--pointer=1"],
             dict(input_from={8: 7, 9: 7, 10: 7}, xsa=(1, 3, 4, 7, 8, 10), dynamic=(0, 4, 10), mix=10, lanes_from=None,
                  pointer=(120, POINTER_WINDOW)))}
 
 
-# Sizes of `short`: an odd head is a matrix of its own for Muon, and a layer with an odd number of heads has no pairs.
+# Sizes of `short`. Muon takes an odd head as a matrix of its own, and a layer with an odd number of heads has no pairs.
 SHAPES = {"odd": "--model_dim=96 --num_heads=3", "one head": "--model_dim=32 --num_heads=1",
           "deep": "--model_dim=96 --num_heads=6 --depth=14", "deep and slim": "--model_dim=32 --num_heads=1 --depth=14",
           "slim": "--model_dim=32 --num_heads=2", "shallow": "--model_dim=96 --num_heads=6 --depth=3"}
 
 
 def with_shape(name):
-    """The arguments of make_setting for `short` in one of SHAPES. The oracle gets the layers of the config, so this does
-    not test `wire`: test_config.py has its 11 layers, test_guard.py the curves of 4 and 14."""
+    """The arguments of make_setting for `short` in one of SHAPES. The oracle gets the layers of the config, so this
+    does not test `wire`: test_config.py has its 11 layers, test_guard.py the curves of 4 and 14."""
     config = T.parse_config(["--preset=short", "--vocab_size=120", "--ngram_rows=0", "--bigram_tables=5",
                              "--bigram_normal=false", "--kernels=torch", *SHAPES[name].split()]).model
     layers, with_attention, with_values = config.layers, *map(config.layers_with, ("attention", "value_embed"))
@@ -182,8 +182,8 @@ def test_no_weight_is_dead(preset, heads, count):
 
 @pytest.mark.parametrize("name", [*FEATURES, *SHAPES])
 def test_loss_and_all_gradients(name):
-    """All in fp64, but for the gradients of lambdas, which are rounded to bf16 with the lambdas themselves (K6). Largest
-    seen: 2e-16 of the loss, 5e-14 of a gradient, 1.4e-13 of a single number, 6.2e-3 of a lambda."""
+    """All in fp64, but for the gradients of lambdas, which are rounded to bf16 with the lambdas themselves (K6).
+    Largest seen: 2e-16 of the loss, 5e-14 of a gradient, 1.4e-13 of a single number, 6.2e-3 of a lambda."""
     setting = make_setting(*with_shape(name) if name in SHAPES else with_features(name))
     model = setting[0]
     compare_with_oracle(model, plain_head(model), setting, loss_bound=1e-12, gradient_bound=1e-12, lambda_bound=2**-7)

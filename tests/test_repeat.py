@@ -72,7 +72,10 @@ class Place:
         self.folder, self.calls = folder / "my repo", folder / "calls"
         self.executable(self.folder / "run.sh", f"#!{sys.executable} -S\n{RUN}")
         self.executable(self.folder / "records/compare.py", COMPARE)
-        shutil.copy(ROOT / "records/repeat.py", self.folder / "records")
+        (self.folder / "data/run").mkdir(parents=True)
+        for name in "records/repeat.py", *(f"data/{part}.py" for part in ("__init__", "run/__init__", "run/disk",
+                                                                         "run/errors")):
+            shutil.copy(ROOT / name, self.folder / name)
         self.env = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": os.path.expanduser("~"), "NAMES": " ".join(NAMES),
                     "CALLS": str(self.calls)}
 

@@ -58,8 +58,8 @@ class Machine:
         self.folder, self.repo, bin = folder, folder / "my repo", folder / "system" / "bin"
         for name in "data/run", "records":
             (self.repo / name).mkdir(parents=True)
-        for name in ("requirements.txt", "records/repeat.py", "data/__init__.py", "data/run/errors.py",
-                     "data/run/signals.py"):
+        for name in ("requirements.txt", "records/repeat.py", "data/__init__.py", "data/run/disk.py",
+                     "data/run/errors.py", "data/run/signals.py"):
             shutil.copy(ROOT / name, self.repo / name)
         (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
         text = (ROOT / "run.sh").read_text()

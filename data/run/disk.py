@@ -74,14 +74,19 @@ def keep_bytecode():
         sys.dont_write_bytecode = False
 
 
+def compiled_folder() -> Path | None:
+    """~/.cache/speedrun, where all copies of this repository keep what the compilers make; None if this process cannot
+    write there. A reboot deletes PyTorch's own folder in /tmp, but not this one."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
+    return folder if folder.is_absolute() and is_writable(folder) else None
+
+
 def keep_compiled():
-    """Keep what the compilers make in ~/.cache/speedrun, unless the environment names other folders. All copies of this
-    repository share it. A reboot deletes PyTorch's own folder in /tmp, but not this one.
+    """Tell the compilers to use `compiled_folder`, unless the environment names other folders.
 
     This must run before torch is imported.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
-    if folder.is_absolute() and is_writable(folder):
+    if folder := compiled_folder():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         if "TRITON_HOME" not in os.environ:
             os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
