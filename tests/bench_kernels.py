@@ -414,8 +414,7 @@ def embedding_cases():
                bytes=D * 20 * len(ids.unique()), calls=0.5)
 
     few = tk.FewRows(p, 2 * touched)
-    rows_ids = tk.SortedIds(ids.int().sort().values)
-    few.claim(rows_ids)
+    few.load(ids.unique(), values[:len(ids.unique())])
     place, count, v = few.place.clone(), few.count.clone(), v[:, :1].contiguous()
 
     def update_few_rows():

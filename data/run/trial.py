@@ -63,9 +63,7 @@ def trials(model, dtype, device) -> dict:
     def update_few_rows(op):
         p, v, last = random(64, D), zeros(64, 1), zeros(64, 1, dtype=torch.int32)
         few = kernels.FewRows(p, 32)
-        few.claim(kernels.SortedIds(integers(64, 32)))
-        few.grad.copy_(random(32, D))
-        few.grad[few.count.item():] = 0
+        few.load(torch.randperm(64, generator=generator, device=device)[:24], random(24, D))
         op(p, v, last, few.grad, few.place, few.rows, few.count, 1, 0.1, 0.01, 0.9, 1e-8)
         return [p, v, last, few.grad, few.place, few.count]
 
