@@ -348,7 +348,7 @@ def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=
 
 @triton.jit
 def _load_pieces(Pieces, piece, N):
-    """(first position, end, id) of pieces; the id is -1 behind the last piece."""
+    """(first position, end, id) of pieces, from rows 1, 2 and 4 of Pieces; the id is -1 behind the last piece."""
     known = piece < N
     return (tl.load(Pieces + (N + 1) + piece, mask=known, other=0),
             tl.load(Pieces + 2 * (N + 1) + piece, mask=known, other=0),
@@ -359,7 +359,8 @@ def _load_pieces(Pieces, piece, N):
 @triton.jit(do_not_specialize=["N", "tokens"])
 def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
                      COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Sums (N, D) fp32: row s is for piece s of a group.
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Adds the sums of pieces that are alone to Grad, and writes
+    # those of pieces in groups, which are the first pieces, to the same rows of Sums (N, D) fp32.
     column = tl.arange(0, COLUMNS)
     in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -371,11 +372,11 @@ def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds
         row, known = id, adds  # known: a row without a place has no gradient yet
         if Place is not None:
             id_before = tl.load(Pieces + 4 * (N + 1) + piece - 1, mask=(piece > 0) & (id >= 0), other=-1)
-            row = tl.load(Place + id, mask=id != id_before, other=0)  # the first piece of an id claims
+            row = tl.load(Place + id, mask=id != id_before, other=0)  # only the first piece of an id claims
             claims = row < 0
             number = tl.cumsum(claims.to(tl.int32), axis=0)
             claimed = tl.max(number, axis=0)
-            if claimed > 0:
+            if claimed > 0:  # one addition to the counter for all pieces
                 row = tl.where(claims, tl.atomic_add(Count, claimed, sem="relaxed") + number - 1, row)
                 tl.store(Place + id, row, mask=claims)
                 tl.store(Rows + row, id, mask=claims)

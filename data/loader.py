@@ -88,7 +88,7 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
     return cu
 
 
-PIECE = 16  # most tokens of one id that `embedding_grad` sums in a row; some ids occur thousands of times
+PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
 def stable_order(ids: np.ndarray) -> np.ndarray:
