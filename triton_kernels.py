@@ -27,7 +27,7 @@ one H100, 8 x 49152 tokens, 572 ms in all, against plain PyTorch: compiled, with
 FlashAttention-2. Banners give times at 49152 tokens on this GPU and the part of its measured limit, which is 3.0 TB/s
 of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     620
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210

@@ -51,7 +51,7 @@ def trials(model, dtype, device) -> dict:
     def embedding_grad(op):
         grad, ids = zeros(64, D, dtype=dtype), integers(64, 2 * N)
         pieces = torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)
-        op(grad, kernels.SortedIds(ids, pieces), random(N, D), None, random(8, D), integers(8, 2 * N))
+        op(grad, kernels.SortedIds(ids, pieces), random(N, D), signs=random(8, D), sign_ids=integers(8, 2 * N))
         return [grad]
 
     def update_rows(op):
