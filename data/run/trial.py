@@ -49,10 +49,10 @@ def trials(model, dtype, device) -> dict:
         return [op(random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N))]
 
     def embedding_grad(op):
-        grad, ids = zeros(64, D, dtype=dtype), integers(64, 2 * N)
+        few, ids = kernels.FewRows(zeros(64, D, dtype=dtype), 64), integers(64, 2 * N)
         pieces = torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)
-        op(grad, kernels.SortedIds(ids, pieces), random(N, D), signs=random(8, D), sign_ids=integers(8, 2 * N))
-        return [grad]
+        op(few.grad, kernels.SortedIds(ids, pieces), random(N, D), *few.places, random(8, D), integers(8, 2 * N))
+        return [few.grad[few.place[ids.long()].long()], few.rows.sort().values, few.count]  # rows have any places
 
     def update_rows(op):
         p, v, last, grad = random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32), random(64, D)
