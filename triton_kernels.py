@@ -261,8 +261,8 @@ def _strided(x):
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times, which is too much for one program. So the
-# occurrences of an id are cut into pieces. A first launch sums the rows of every piece; if the id has no other piece, it
-# adds the sum to the gradient. A second launch adds up the pieces of each other id.
+# occurrences of an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient
+# if the id has no other piece. A second launch adds up the pieces of each other id.
 # A program waits for memory most of the time: for the piece, for its positions, for their rows. So it sums 4 pieces at
 # once, and BLOCK rows of each; meanwhile it loads where its next pieces begin. With a warp for 256 columns, a thread
 # reads 16 bytes of a row, and has the same columns of all of these rows: sums need no other thread.
