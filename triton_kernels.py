@@ -261,7 +261,7 @@ def _strided(x):
 # ======================================================================================================================
 
 # Most ids occur once or twice, a few (comma, "the") thousands of times, which is too much for one program. So the
-# occurrences of an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient
+# positions of an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient
 # if the id has no other piece. A second launch adds up the pieces of each other id.
 # A program waits for memory most of the time: for the piece, for its positions, for their rows. So it sums 4 pieces at
 # once, and BLOCK rows of each; meanwhile it loads where its next pieces begin. With a warp for 256 columns, a thread
