@@ -1107,8 +1107,7 @@ class SharedRows:
         dist.all_to_all_single(received, sent / self.rt.world, exchange.gives, exchange.takes)
         sent.zero_()
         if len(received):
-            self.few.claim(ids)
-            self.ops.embedding_grad(self.few.grad, ids, received, self.few.place)
+            self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
 
 
 def adam_betas(row, optim) -> tuple[float, float]:
@@ -1423,8 +1422,9 @@ class NorMuonAndAdam:
         counts = counts.tolist()
         waiting = slice(counts[self.rt.rank])
         rows = self.joined(few.rows[waiting] + self.rt.rank * len(few.place), counts)
-        grad = self.joined(few.grad[waiting], counts)
-        return (tensors | ({"rows": rows, "grad": grad} if any(counts) else {})) if self.rt.rank == 0 else {}
+        grad, order = self.joined(few.grad[waiting], counts), rows.argsort()  # the order of places varies
+        tensors |= {"rows": rows[order], "grad": grad[order]} if any(counts) else {}
+        return tensors if self.rt.rank == 0 else {}
 
     @torch.no_grad()
     def load_state_dict(self, full):

@@ -27,7 +27,7 @@ one H100, 8 x 49152 tokens, 572 ms in all, against plain PyTorch: compiled, with
 FlashAttention-2. Banners give times at 49152 tokens on this GPU and the part of its measured limit, which is 3.0 TB/s
 of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     350
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     620
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
@@ -243,7 +243,7 @@ def _strided(x):
 #   gradient are multiplied by row sign_ids[t] of signs (S, D).
 # embedding_grad replaces aten.embedding_dense_backward, whose atomics need a fp32 table, which is zeroed, cast to bf16
 # and added to the gradient: four passes over all rows, of which a batch touches a few percent. embedding_grad takes
-# sorted ids instead, and one program sums all occurrences of a row. Rows that do not occur cost nothing, and a run
+# sorted ids instead, and sums the occurrences of a row in a fixed order. Rows that do not occur cost nothing, and a run
 # repeats bit for bit.
 # signed_rows replaces a gather of the rows, a gather of the signs, their product and its sum, of (K N, D) each.
 # embedding_grad multiplies by the signs where it reads, so their products never exist in the backward pass either.
@@ -252,24 +252,28 @@ def _strided(x):
 # it has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per
 # weight. update_rows clears `touched` and the gradient.
 # A table of n-grams (PR 360, devenpzak) has millions of rows, so nothing may pass over all of them, and gradients of
-# all would not fit the memory. FewRows has gradients of those rows alone that occurred since the last update. The first
-# micro-batch in which a row occurs claims a place for it. update_few_rows visits these rows, and frees their places. A
-# row has one v, from the mean of its squared gradients.
-# At 49152 tokens embedding_grad takes 54 µs for the token table, 50 % of the copy rate (the library: 688), and 60 µs
-# for the bigrams (1482). update_rows takes 534 µs (1416).
+# all would not fit the memory. FewRows has gradients of those rows alone that occurred since the last update.
+# embedding_grad claims a place for a row in the first micro-batch in which it occurs; a counter of all programs numbers
+# the places. update_few_rows visits these rows, and frees their places. A row has one v, from the mean of its squared
+# gradients.
+# TODO-MEASURE: At 49152 tokens embedding_grad takes 54 µs for the token table, 50 % of the copy rate (the library:
+# 688), and 60 µs for the bigrams (1482). update_rows takes 534 µs (1416).
 # ======================================================================================================================
 
-# Most ids occur once or twice, a few (comma, "the") thousands of times. No program should sum thousands of rows alone.
-# So a first launch sums the sorted positions in pieces, and a final launch of the same kernel sums the pieces of every
-# id.
-# Four warps read a row of 768 in 16-byte accesses. 2 rows at a time: with more, programs with rare ids idle. Loads are
-# pipelined 3 deep.
-EMBEDDING_LAUNCH = dict(BLOCK=2, STAGES=3, num_warps=4)
-EMBEDDING_PROGRAMS_PER_SM = 16  # as many as fit an SM at 4 warps each
+# Most ids occur once or twice, a few (comma, "the") thousands of times, which is too much for one program. So the
+# positions of an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient
+# if the id has no other piece. A second launch adds up the pieces of each other id.
+# A program waits for memory most of the time: for the piece, for its positions, for their rows. So it sums 4 pieces at
+# once, and BLOCK rows of each; meanwhile it loads where its next pieces begin. With a warp for 256 columns, a thread
+# reads 16 bytes of a row, and has the same columns of all of these rows: sums need no other thread.
+# The second launch has a few hundred ids, so it cuts the columns among programs. ROWS: pieces of an id at once.
+EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
+# As many as fit an SM for rows of 384: 8 with 2 warps and 128 registers. The second launch has few ids.
+EMBEDDING_PROGRAMS_PER_SM = {"rows": 8, "pieces": 4}
 
 
 class SortedIds(NamedTuple):
-    """ids (N,) int32, and where equal ids are: pieces (4, N + 1) int32 by `sorted_pieces` of data/loader.py, on their
+    """ids (N,) int32, and where equal ids are: pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py, on their
     device; None where there is no backward pass, and with embedding_grad_ref."""
 
     ids: torch.Tensor
@@ -315,71 +319,139 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
     return out
 
 
-def embedding_grad_ref(grad, sorted_ids, upstream, place=None, signs=None, sign_ids=None):
+def claim_places(ids, place, rows, count):
+    """Gives a row of the gradients to each id that has none; the tensors are those of FewRows."""
+    ids = ids.long().sort().values
+    known = place[ids]
+    claims = F.pad(ids[1:] != ids[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
+    new = count + claims.cumsum(0, dtype=torch.int32)
+    places = torch.where(known < 0, new - 1, known)
+    place[ids], rows[places.long()] = places, ids.int()
+    count.copy_(new[-1:])
+
+
+def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
     """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
 
-    place (rows of the table,) int32: the row of grad for every id; None: the id. sorted_ids may have a multiple of N
-    ids, for n-grams of several orders. signs (S, D), sign_ids int32: upstream of id i is multiplied by row sign_ids[i].
+    place, rows, count: of FewRows, whose gradients grad is; ids without a place get one. None: row i of grad is that of
+    id i. sorted_ids may have a multiple of N ids, for n-grams of several orders. signs (S, D), sign_ids int32: upstream
+    of id i is multiplied by row sign_ids[i].
     """
-    ids = sorted_ids.ids if place is None else place[sorted_ids.ids.long()]
+    ids = sorted_ids.ids
+    if place is not None:
+        claim_places(ids, place, rows, count)
+        ids = place[ids.long()]
     upstream = _at_least_fp32(upstream).repeat(len(ids) // len(upstream), 1)
     upstream = upstream if signs is None else upstream * signs[sign_ids]
     grad += torch.ops.aten.embedding_dense_backward(upstream, ids, grad.size(0), -1, False)
 
 
+@triton.jit
+def _load_pieces(Pieces, piece, N):
+    """(first position, end, id) of pieces, from rows 1, 2 and 4 of Pieces; the id is -1 behind the last piece."""
+    known = piece < N
+    return (tl.load(Pieces + (N + 1) + piece, mask=known, other=0),
+            tl.load(Pieces + 2 * (N + 1) + piece, mask=known, other=0),
+            tl.load(Pieces + 4 * (N + 1) + piece, mask=known, other=-1))
+
+
 # Ranks exchange lists of ids of any length, and Triton would compile a kernel for each kind of length.
-@triton.jit(do_not_specialize=["N", "tokens"], do_not_specialize_on_alignment=["Starts", "Ids"])
-def _sum_rows_kernel(Dst, Src, Order, Starts, Ids, Place, Signs, SignIds, N, D, tokens, stride_sn, FINAL: tl.constexpr,
-                     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    # Sum number s is over the rows Starts[s] ... Starts[s + 1] - 1 of Src. First launch: the rows that Order lists,
-    # modulo tokens and times their signs, written to row s of Dst. Final launch: consecutive rows, added to row
-    # id = Ids[Starts[s]] of Dst, or to row Place[id]. From the first id of -1 on, the entries are padding.
+@triton.jit(do_not_specialize=["N", "tokens"])
+def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
+                     COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Adds the sums of pieces that are alone to Grad, and writes
+    # those of pieces in groups, which are the first pieces, to the same rows of Sums (N, D) fp32.
     column = tl.arange(0, COLUMNS)
-    s = tl.minimum(tl.program_id(0), N)
-    begin = tl.load(Starts + s)
-    id = tl.load(Ids + (begin if FINAL else s)).to(tl.int64)
-    while id >= 0:
-        end = tl.load(Starts + s + 1)
-        total = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
-        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-            place = start + tl.arange(0, BLOCK)
-            row, inside = place, (place < end)[:, None] & (column < D)[None, :]
-            if not FINAL:
-                position = tl.load(Order + place, mask=place < end, other=0)
-                row = position % tokens
-            x = tl.load(Src + row.to(tl.int64)[:, None] * stride_sn + column[None, :], mask=inside, other=0.0)
+    in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
+    piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    begin, end, id = _load_pieces(Pieces, piece, N)
+    while tl.max(id, axis=0) >= 0:
+        next_piece = piece + tl.num_programs(0) * PIECES
+        next_begin, next_end, next_id = _load_pieces(Pieces, next_piece, N)
+        adds = (id >= 0) & (piece >= in_groups)
+        row, known = id, adds  # known: a row without a place has no gradient yet
+        if Place is not None:
+            id_before = tl.load(Pieces + 4 * (N + 1) + piece - 1, mask=(piece > 0) & (id >= 0), other=-1)
+            row = tl.load(Place + id, mask=id != id_before, other=0)  # only the first piece of an id claims
+            claims = row < 0
+            number = tl.cumsum(claims.to(tl.int32), axis=0)
+            claimed = tl.max(number, axis=0)
+            if claimed > 0:  # one addition to the counter for all pieces
+                row = tl.where(claims, tl.atomic_add(Count, claimed, sem="relaxed") + number - 1, row)
+                tl.store(Place + id, row, mask=claims)
+                tl.store(Rows + row, id, mask=claims)
+            known = adds & (claims == 0)
+        target = Grad + row.to(tl.int64)[:, None] * D + column[None, :]
+        within = (column < D)[None, :]
+        old = tl.load(target, mask=known[:, None] & within, other=0.0)
+        total = tl.zeros((PIECES, COLUMNS), dtype=tl.float32)
+        for start in range(0, tl.max(end - begin, axis=0), BLOCK):
+            place = (begin + start)[None, :] + tl.arange(0, BLOCK)[:, None]  # (BLOCK, PIECES)
+            listed = place < end[None, :]
+            position = tl.load(Pieces + place, mask=listed, other=0)
+            token = (position % tokens).to(tl.int64)
+            inside = listed[:, :, None] & within[None, :, :]
+            x = tl.load(Src + token[:, :, None] * stride_sn + column[None, None, :], mask=inside, other=0.0)
             x = x.to(tl.float32)
             if Signs is not None:
-                sign = tl.load(SignIds + position, mask=place < end, other=0)
-                x *= tl.load(Signs + sign.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
-            total += x
-        result = tl.sum(total, axis=0)
+                sign = tl.load(SignIds + position, mask=listed, other=0).to(tl.int64)
+                x *= tl.load(Signs + sign[:, :, None] * D + column[None, None, :], mask=inside, other=0.0)
+            total += tl.sum(x, axis=0)
+        tl.store(target, (total + old).to(Grad.dtype.element_ty), mask=adds[:, None] & within)
+        if tl.min(piece, axis=0) < in_groups:
+            tl.store(Sums + piece.to(tl.int64)[:, None] * D + column[None, :], total,
+                     mask=(piece < in_groups)[:, None] & within)
+        piece, begin, end, id = next_piece, next_begin, next_end, next_id
+
+
+@triton.jit
+def _load_group(Pieces, group, N):
+    """(first piece, end) of a group, the same number twice behind the last group."""
+    first = Pieces + 3 * (N + 1) + tl.minimum(group, N - 1)
+    return tl.load(first), tl.load(first + 1)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    # Adds the sums of the pieces of every group to its row.
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(0)
+    begin, end = _load_group(Pieces, group, N)
+    while begin < end:
+        row = tl.load(Pieces + 4 * (N + 1) + begin)
         if Place is not None:
-            id = tl.load(Place + id).to(tl.int64)
-        target = Dst + (id if FINAL else s.to(tl.int64)) * D + column
-        if FINAL:
-            result += tl.load(target, mask=column < D, other=0.0).to(tl.float32)
-        tl.store(target, result.to(Dst.dtype.element_ty), mask=column < D)
-        s = tl.minimum(s + tl.num_programs(0), N)
-        begin = tl.load(Starts + s)
-        id = tl.load(Ids + (begin if FINAL else s)).to(tl.int64)
+            row = tl.load(Place + row)
+        target = Grad + row.to(tl.int64) * D + column
+        old = tl.load(target, mask=column < D, other=0.0)
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(begin, end, ROWS):
+            piece = start + tl.arange(0, ROWS)
+            total += tl.load(Sums + piece.to(tl.int64)[:, None] * D + column[None, :],
+                             mask=(piece < end)[:, None] & (column < D)[None, :], other=0.0)
+        tl.store(target, (tl.sum(total, axis=0) + old).to(Grad.dtype.element_ty), mask=column < D)
+        group += tl.num_programs(0)
+        begin, end = _load_group(Pieces, group, N)
 
 
 @operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows",
-           place="?T: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
-def embedding_grad(grad, sorted_ids, upstream, place=None, signs=None, sign_ids=None):
+           place="?T: int32", rows="?R: int32", count="?1: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
+def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
     """`embedding_grad_ref` as a kernel; see the banner above."""
     (tokens, D), N = upstream.shape, len(sorted_ids.ids)
     if N % tokens:
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
+    if not (place is None) == (rows is None) == (count is None):
+        raise ValueError("embedding_grad: place, rows and count belong together")
     if sorted_ids.pieces is None:
         raise ValueError("embedding_grad: sorted_ids has no pieces; make them with sorted_pieces of data/loader.py")
-    order, piece_starts, group_starts, piece_ids = sorted_ids.pieces
-    sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # one row per piece; further rows stay unused
-    for final, dst, src, starts in (False, sums, upstream, piece_starts), (True, grad, sums, group_starts):
-        _sum_rows_kernel[(_sm_count(grad.device) * EMBEDDING_PROGRAMS_PER_SM,)](
-            dst, src, order, starts, piece_ids, *((place, None, None) if final else (None, signs, sign_ids)), N, D,
-            tokens, src.stride(0), FINAL=final, COLUMNS=triton.next_power_of_2(D), **EMBEDDING_LAUNCH)
+    pieces, columns, launch = sorted_ids.pieces, triton.next_power_of_2(D), EMBEDDING_LAUNCH
+    programs = {name: _sm_count(grad.device) * number for name, number in EMBEDDING_PROGRAMS_PER_SM.items()}
+    sums = torch.empty(N, D, dtype=torch.float32, device=grad.device)  # of pieces in groups; most rows stay unused
+    _sum_rows_kernel[(programs["rows"],)](
+        grad, sums, upstream, pieces, place, rows, count, signs, sign_ids, N, D, tokens, upstream.stride(0),
+        COLUMNS=columns, num_warps=max(1, columns // 256), **launch["rows"])
+    _sum_pieces_kernel[(programs["pieces"], triton.cdiv(D, launch["pieces"]["COLUMNS"]))](
+        grad, sums, pieces, place, N, D, **launch["pieces"])
 
 
 # A program walks over its rows, most of which have no gradient: with a program per row, the launches of the programs
@@ -503,7 +575,8 @@ class FewRows:
     """The gradients of a table (R, D) for the rows that have occurred since the last update, `most` rows at most.
 
     grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
-    the row of grad for each row of the table, -1 without.
+    the row of grad for each row of the table, -1 without. embedding_grad gives places. Which row gets which place
+    depends on the order in which programs run; no gradient or update does.
     """
 
     def __init__(self, table, most):
@@ -512,17 +585,10 @@ class FewRows:
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = ints(len(table), -1), ints(most, 0), ints(1, 0)
 
-    @torch.no_grad()
-    def claim(self, sorted_ids):
-        """Gives a place to each row that occurs and has none. Without pieces the rows are sorted here."""
-        ids = sorted_ids.ids.long()
-        ids = ids.sort().values if sorted_ids.pieces is None else ids[sorted_ids.pieces[0, :len(ids)].long()]
-        known = self.place[ids]
-        claims = F.pad(ids[1:] != ids[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
-        new = self.count + claims.cumsum(0, dtype=torch.int32)
-        places = torch.where(known < 0, new - 1, known)
-        self.place[ids], self.rows[places.long()] = places, ids.int()
-        self.count.copy_(new[-1:])
+    @property
+    def places(self):
+        """What embedding_grad takes beside grad."""
+        return self.place, self.rows, self.count
 
     @torch.no_grad()
     def load(self, rows, grad):
@@ -548,14 +614,13 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *upstream):
         if ctx.few is not None:
-            ctx.few.claim(ctx.sorted_ids)
-            grads, place = [ctx.few.grad], ctx.few.place
+            grads, places = [ctx.few.grad], ctx.few.places
         else:
             if ctx.table.grad is None:
                 ctx.table.grad = torch.zeros_like(ctx.table)
-            grads, place = ctx.table.grad.chunk(ctx.num_tables), None
+            grads, places = ctx.table.grad.chunk(ctx.num_tables), (None, None, None)
         for grad, dy in zip(grads, upstream):
-            ctx.ops.embedding_grad(grad, ctx.sorted_ids, dy, place, *ctx.signs)
+            ctx.ops.embedding_grad(grad, ctx.sorted_ids, dy, *places, *ctx.signs)
         if ctx.touched is not None:
             ctx.touched.view(ctx.num_tables, -1).index_fill_(1, ctx.sorted_ids.ids.long(), True)
         return (None,) * (7 + len(ctx.signs))

@@ -88,7 +88,7 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
     return cu
 
 
-PIECE = 64  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
+PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
 def stable_order(ids: np.ndarray) -> np.ndarray:
@@ -99,22 +99,27 @@ def stable_order(ids: np.ndarray) -> np.ndarray:
 
 
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
-    """ids (N,) -> (4, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
-    one id. The rows:
+    """ids (N,) -> (5, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
+    an id that has several. The pieces of groups come first, since the longest ones should not start last. The rows:
 
-    positions, sorted by their ids, then 0; the first sorted position of every piece, then N; the first piece of every
-    group, then the number of pieces; the id of every piece, then -1. On a GPU, this would be many small kernels.
+    positions, sorted by their ids, then 0; where every piece begins among them, then N; where it ends, then N; the
+    first piece of every group, then the number of pieces in groups; the id of every piece, then -1. On a GPU, this
+    would be many small kernels.
     """
     N, order = len(ids), stable_order(ids)
     ids = ids[order]
     first = np.ones(N, bool)  # whether an id begins here
     np.not_equal(ids[1:], ids[:-1], out=first[1:])
-    begins = first.copy()
-    begins[::PIECE] = True
-    pieces = np.flatnonzero(begins)
-    groups = np.flatnonzero(first[pieces])
-    rows = np.empty((4, N + 1), np.int32)
-    for row, values, rest in zip(rows, (order, pieces, groups, ids[pieces]), (0, N, len(pieces), -1)):
+    begins = np.flatnonzero(first)
+    ends = np.append(begins[1:], N)[:len(begins)]
+    several = ends - begins > PIECE
+    lengths = -(-(ends - begins)[several] // PIECE)  # of the groups, in pieces
+    groups = np.cumsum(lengths) - lengths
+    cuts = np.repeat(begins[several] - PIECE * groups, lengths) + PIECE * np.arange(lengths.sum())
+    cut_ends = np.minimum(cuts + PIECE, np.repeat(ends[several], lengths))
+    begins, ends = np.append(cuts, begins[~several]), np.append(cut_ends, ends[~several])
+    rows = np.empty((5, N + 1), np.int32)
+    for row, values, rest in zip(rows, (order, begins, ends, groups, ids[begins]), (0, N, N, len(cuts), -1)):
         row[:len(values)], row[len(values):] = values, rest
     return rows
 

@@ -52,7 +52,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
     # The signs are few rows, which the cache holds.
     "signed_rows": ("_signed_rows_kernel", lambda N, D, orders: (0, 2 * N * D * (orders + 1))),
-    "embedding_grad": ("_sum_rows_kernel _sum_rows_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
+    "embedding_grad": ("_sum_rows_kernel _sum_pieces_kernel", lambda N, D, unique: (0, 2 * D * (N + 2 * unique))),
     # Reads and writes bf16 weights, their gradients and fp32 second moments.
     "update_rows": ("_update_rows_kernel", lambda touched: (0, 16 * touched)),
     # Reads and writes bf16 weights and gradients.

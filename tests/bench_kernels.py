@@ -378,6 +378,13 @@ def pointer_cases():
         yield Case("pointer, backward", str(N), back, **needs("pointer_backward", *sizes), calls=MICRO)
 
 
+def claiming(few, sorted_ids, upstream, *signs):
+    """embedding_grad after an update, when no row has a place."""
+    few.place.fill_(-1)
+    few.count.zero_()
+    tk.embedding_grad(few.grad, sorted_ids, upstream, *few.places, *signs)
+
+
 def embedding_cases():
     for N in TOKENS:
         ids = torch.from_numpy((np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int32) % V).to(DEVICE)
@@ -392,6 +399,10 @@ def embedding_cases():
         for orders in 1, 2:
             table, signs = rand(V * 5, D), rand(8192, D)
             ids, sign_ids = (torch.randint(n, (orders * N,), device=DEVICE, dtype=torch.int32) for n in (V * 5, 8192))
+            sorted_ids = tk.SortedIds(ids, torch.from_numpy(L.sorted_pieces(ids.cpu().numpy())).to(DEVICE))
+            yield Case("embedding_grad", f"{orders} orders, {N}, places for all rows",
+                       partial(claiming, tk.FewRows(table, len(ids)), sorted_ids, upstream, signs, sign_ids),
+                       bytes=2 * D * (len(ids) + ids.unique().numel()), calls=MICRO)
             args = table, ids, orders, signs, sign_ids
             yield case("signed_rows", f"{orders} orders, {N}", args, (N, D, orders),
                        {"plain": partial(tk.signed_rows_ref, *args)}, MICRO)
@@ -414,8 +425,7 @@ def embedding_cases():
                bytes=D * 20 * len(ids.unique()), calls=0.5)
 
     few = tk.FewRows(p, 2 * touched)
-    rows_ids = tk.SortedIds(ids.int().sort().values)
-    few.claim(rows_ids)
+    few.load(ids.unique(), values[:len(ids.unique())])
     place, count, v = few.place.clone(), few.count.clone(), v[:, :1].contiguous()
 
     def update_few_rows():

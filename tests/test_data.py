@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,22 +109,32 @@ def assert_batch(batch, row):
 
 
 def assert_pieces(pieces, ids):
-    """They hold every position once, sorted by id; a piece has one id; the groups are all pieces of an id."""
-    assert pieces.dtype == np.int32 and pieces.shape == (4, len(ids) + 1)
-    order, starts, groups, names = pieces.tolist()
-    names = names[:names.index(-1)]
+    """They hold every position once, sorted by id; the pieces of an id cover its positions, all but the last with PIECE
+    of them. The groups are the ids of several pieces, which come first."""
+    assert pieces.dtype == np.int32 and pieces.shape == (5, len(ids) + 1)
+    order, begins, ends, groups, names = pieces.tolist()
+    number, counts = names.index(-1), Counter(ids.tolist())
     assert order[:-1] == sorted(range(len(ids)), key=lambda position: ids[position])
-    starts, groups = starts[:len(names)] + [len(ids)], groups[:len(set(ids)) + 1]
-    assert all(set(ids[order[a:b]]) == {name} for a, b, name in zip(starts[:-1], starts[1:], names, strict=True))
-    assert max(np.diff(starts)) <= L.PIECE and all(b % L.PIECE == 0 or ids[order[b - 1]] != ids[order[b]]
-                                                 for b in starts[1:-1])
-    assert [{*names[a:b]} for a, b in zip(groups, groups[1:])] == [{name} for name in sorted({*ids})]
+    found = {}
+    for begin, end, name in zip(begins[:number], ends, names):
+        found.setdefault(name, []).append(order[begin:end])
+    assert {name: sum(parts, []) for name, parts in found.items()} == {
+        name: np.flatnonzero(ids == name).tolist() for name in counts}
+    for name, parts in found.items():
+        assert {*map(len, parts[:-1])} <= {L.PIECE} and 0 < len(parts[-1]) <= L.PIECE, name
+    several = sorted(name for name, count in counts.items() if count > L.PIECE)
+    borders = groups[:len(several) + 1]
+    assert [names[a:b] for a, b in zip(borders, borders[1:])] == [[name] * len(found[name]) for name in several]
+    in_groups = sum(len(found[name]) for name in several)
+    assert {*begins[number:], *ends[number:]} == {len(ids)} and {*names[number:]} == {-1}
+    assert borders[0] == 0 and {*groups[len(several):]} == {in_groups} and not {*names[in_groups:]} & {*several}
 
 
 @pytest.mark.parametrize("ids", [
-    [3, 2**31 - 1, 65536 + 3, 3, 65535, 65536, 0, 2 * 65536 + 3] * 200, [2**20], [7] * 130])
+    [3, 2**31 - 1, 65536 + 3, 3, 65535, 65536, 0, 2 * 65536 + 3] * 200, [2**20], [7] * 130, [5, 1] * L.PIECE + [1]])
 def test_pieces_of_large_ids(ids):
-    """Ids of more than 16 bits, with equal lower halves; those of the batches here are smaller."""
+    """Ids of more than 16 bits, with equal lower halves; those of the batches here are smaller. The last list has as
+    many of one id as a piece may hold, and one more of another."""
     ids = np.array(ids, np.int32)
     assert_pieces(L.sorted_pieces(ids), ids)
 

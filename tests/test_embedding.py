@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import triton_kernels as tk
-from data.loader import sorted_pieces
+from data.loader import PIECE, sorted_pieces
 from oracles import framed, gpu
 
 REF = tk.embedding_grad_ref
@@ -39,6 +39,17 @@ def test_embedding_grad(rows, width, n, device):
         implementation(got, sorted_ids(ids), upstream)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(got[untouched], grad[untouched])
+
+
+def test_ids_of_every_length(device, poisoned_empty):
+    """Ids of one and of several pieces, the last of which are full or not; the longest has several blocks of pieces."""
+    counts = [*range(1, 3 * PIECE + 2), 4, 5 * PIECE, 40 * PIECE + 3]
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids))].to(device, torch.int32)
+    grad, upstream = (torch.randn(k, 200, device=device) for k in (len(counts) + 1, len(ids)))
+    wanted = grad.double().index_add_(0, ids, upstream.double())
+    tk.embedding_grad(grad, sorted_ids(ids), upstream)
+    torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_strided_upstream_and_repetition(device):
@@ -87,6 +98,8 @@ def test_wrong_arguments(device):
             (grad.mT.contiguous().mT, upstream, r"embedding_grad: grad must be contiguous .* strides \(1, 10\)")]:
         with pytest.raises(ValueError, match=message):
             tk.embedding_grad(wrong_grad, sorted_ids(ids), wrong_upstream)
+    with pytest.raises(ValueError, match="embedding_grad: place, rows and count belong together"):
+        tk.embedding_grad(grad, sorted_ids(ids), upstream, torch.zeros(10, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match="embedding_grad: sorted_ids has no pieces"):
         tk.embedding_grad(grad, tk.SortedIds(ids), upstream)
 

@@ -182,8 +182,7 @@ def test_table_of_more_than_two_billion_numbers(device):
     ids = torch.tensor([rows - 1, 0, rows - 2], dtype=torch.int32, device=device)
     new = torch.randn(3, width, device=device).bfloat16()
     few, zeros = tk.FewRows(table, 3), torch.zeros_like(ids)
-    few.claim(sorted_ids(ids, True))
-    tk.embedding_grad(few.grad, sorted_ids(ids, True), -new, few.place)
+    tk.embedding_grad(few.grad, sorted_ids(ids, True), -new, *few.places)
     v, last = torch.zeros(rows, 1, device=device), torch.zeros(rows, 1, dtype=torch.int32, device=device)
     tk.update_few_rows(table, v, last, few.grad, few.place, few.rows, few.count, 1, 1.0, 0.0, 0.0, 0.0)
     wanted = new.float() / new.float().square().mean(1, keepdim=True).sqrt()
@@ -191,26 +190,48 @@ def test_table_of_more_than_two_billion_numbers(device):
         torch.testing.assert_close(found.float(), wanted, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("ops", [KERNELS, PLAIN], ids=["kernels", "plain"])
+@pytest.mark.parametrize("rows, width, n", [(60, 24, 300), pytest.param(10**5, 384, 65536, marks=gpu)])
+def test_gradients_do_not_depend_on_places(rows, width, n, ops, device):
+    """The same bits for places in the order of the programs, and for places given before in another order."""
+    batches = [(torch.randint(rows, (n,), dtype=torch.int32, device=device), torch.randn(n, width, device=device))
+               for _ in range(2)]
+    for ids, _ in batches:
+        ids[:n // 3] = ids[0].item()
+    occurred, found = torch.cat([ids for ids, _ in batches]).unique().long(), []
+    given = occurred[torch.randperm(len(occurred), device=device)]
+    for places in occurred[:0], given[::2], given:
+        few = tk.FewRows(torch.zeros(rows, width, device=device), len(occurred))
+        few.place = torch.full((rows + 16,), -1, dtype=torch.int32, device=device)[16:]  # a kernel must not read before
+        few.load(places, torch.zeros(len(places), width, device=device))
+        for ids, upstream in batches:
+            ops.embedding_grad(few.grad, sorted_ids(ids, ops is KERNELS), upstream, *few.places)
+        assert few.count.item() == len(occurred) and torch.equal(few.rows.sort().values, occurred.int())
+        found.append(few.grad[few.place[occurred].long()])
+    assert found[0].any(1).all() and all(torch.equal(found[0], other) for other in found[1:])
+
+
 @gpu
 def test_lists_of_any_length_take_the_same_kernels(device):
     """Ranks exchange lists of any length; a length must not compile a kernel while the clock runs."""
     few, compiled = tk.FewRows(torch.zeros(900, 768, dtype=torch.bfloat16, device=device), 900), set()
-    cache = tk._sum_rows_kernel.device_caches[torch.cuda.current_device()][0]
+    caches = [kernel.device_caches[torch.cuda.current_device()][0]
+              for kernel in (tk._sum_rows_kernel, tk._sum_pieces_kernel)]
     for n in 160, 1, 2, 15, 16, 17, 64, 333:
         ids = torch.randint(900, (n,), dtype=torch.int32, device=device)
-        few.claim(pieces := sorted_ids(ids, True))
-        tk.embedding_grad(few.grad, pieces, torch.randn(n, 768, dtype=torch.bfloat16, device=device), few.place)
-        compiled.add(len(cache))
+        upstream = torch.randn(n, 768, dtype=torch.bfloat16, device=device)
+        tk.embedding_grad(few.grad, sorted_ids(ids, True), upstream, *few.places)
+        compiled.add(tuple(map(len, caches)))
     assert len(compiled) == 1
 
 
 def test_gradients_can_be_stored(device):
     table = torch.zeros(30, 8, device=device)
     few, other = tk.FewRows(table, 20), tk.FewRows(table, 20)
-    few.claim(tk.SortedIds(torch.tensor([7, 3, 7, 29], dtype=torch.int32, device=device)))
-    assert few.rows[:3].tolist() == [3, 7, 29] and few.count.item() == 3
-    few.grad[:3] = torch.randn(3, 8, device=device)
-    other.claim(tk.SortedIds(torch.tensor([1, 2], dtype=torch.int32, device=device)))
+    for rows, ids in (few, [7, 3, 7, 29]), (other, [1, 2]):
+        ids = torch.tensor(ids, dtype=torch.int32, device=device)
+        tk.embedding_grad(rows.grad, sorted_ids(ids, True), torch.randn(len(ids), 8, device=device), *rows.places)
+    assert sorted(few.rows[:3].tolist()) == [3, 7, 29] and few.count.item() == 3 and few.grad[:3].all()
     other.load(few.rows[:3].cpu(), few.grad[:3].cpu())
     for name in "grad", "place", "count":
         assert torch.equal(getattr(few, name), getattr(other, name)), name
@@ -332,6 +353,19 @@ def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
     idle = torch.ones(len(grad), dtype=torch.bool)
     idle[occurred] = False
     assert idle.any() and torch.equal(trainer.model.ngram_embed[idle].double(), start[idle])
+
+
+def test_a_checkpoint_does_not_depend_on_places(corpus):  # noqa: F811
+    trainer = make_trainer(corpus.args)
+    few = trainer.optimizer.few_rows["ngram_embed"]
+    rows, grad = torch.randperm(ROWS)[:9], torch.randn(9, few.grad.size(1))
+    saved = []
+    for order in torch.arange(9), torch.arange(9).flip(0):
+        few.load(rows[order], grad[order])
+        saved.append(trainer.optimizer.state_dict()["ngram_embed"])
+    assert saved[0]["rows"].tolist() == sorted(rows.tolist())
+    assert torch.equal(saved[0]["grad"], grad[rows.argsort()].to(few.grad.dtype))
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
 def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  # noqa: F811

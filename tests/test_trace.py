@@ -36,7 +36,7 @@ MICRO_STEP = [
     ("backward loss", ["sum", "_transpose_kernel", GEMM, FUSED]),
     ("backward layer 1", [SPLIT, REDUCE, "_mlp_hopper_kernel", GEMM, FUSED]),
     ("backward layer 0", [GEMM, "_attention_backward_kernel", "_project_grad_kernel", GEMM]),
-    ("backward embed", [FUSED, *["_sum_rows_kernel"] * 8])]
+    ("backward embed", [FUSED, *["_sum_rows_kernel", "_sum_pieces_kernel"] * 4])]
 # The updates of a step with and without Adam. No range is around the last kernel of the first range.
 UPDATES = [[("update mlp_bank", [FUSED, *["_gram_kernel"] * 3]), ("update", [FUSED]), ("zero gradients", ["fill"])],
            [("update lm_head", [FUSED, GEMM]), ("update mlp_bank", [FUSED, *["_gram_kernel"] * 3]),

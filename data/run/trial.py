@@ -49,10 +49,10 @@ def trials(model, dtype, device) -> dict:
         return [op(random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N))]
 
     def embedding_grad(op):
-        grad, ids = zeros(64, D, dtype=dtype), integers(64, 2 * N)
+        few, ids = kernels.FewRows(zeros(64, D, dtype=dtype), 64), integers(64, 2 * N)
         pieces = torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)
-        op(grad, kernels.SortedIds(ids, pieces), random(N, D), None, random(8, D), integers(8, 2 * N))
-        return [grad]
+        op(few.grad, kernels.SortedIds(ids, pieces), random(N, D), *few.places, random(8, D), integers(8, 2 * N))
+        return [few.grad[few.place[ids.long()].long()], few.rows.sort().values, few.count]  # rows have any places
 
     def update_rows(op):
         p, v, last, grad = random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32), random(64, D)
@@ -63,9 +63,7 @@ def trials(model, dtype, device) -> dict:
     def update_few_rows(op):
         p, v, last = random(64, D), zeros(64, 1), zeros(64, 1, dtype=torch.int32)
         few = kernels.FewRows(p, 32)
-        few.claim(kernels.SortedIds(integers(64, 32)))
-        few.grad.copy_(random(32, D))
-        few.grad[few.count.item():] = 0
+        few.load(torch.randperm(64, generator=generator, device=device)[:24], random(24, D))
         op(p, v, last, few.grad, few.place, few.rows, few.count, 1, 0.1, 0.01, 0.9, 1e-8)
         return [p, v, last, few.grad, few.place, few.count]
 
