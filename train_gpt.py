@@ -1719,12 +1719,10 @@ class Trainer:
         return loss.detach()
 
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
-        """`GPT.forward`, with its layers compiled."""
+        """`GPT.forward`, with its layers compiled, for training."""
         embeddings = self.model.lookup(tokens, row_ids, pieces)
-        # One compiled graph serves all lengths of training. Validations have a single length, and the compiler traces a
-        # graph for a single length faster.
-        for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
-            torch._dynamo.mark_dynamic(x, 0)
+        for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
+            torch._dynamo.mark_dynamic(x, 0)  # one compiled graph serves all lengths
         return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def fetch_rows(self, batch):
@@ -1739,9 +1737,11 @@ class Trainer:
             if exchange := loader.next_exchange():
                 shared.start(exchange)
 
-    def summed_loss(self, batch, attn, forward=None):
+    def summed_loss(self, batch, attn):
+        """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
+        a cold start, and validations are outside the clock."""
         self.fetch_rows(batch)
-        return summed_loss(forward or self.forward, self.head, batch, attn)
+        return summed_loss(self.model, self.head, batch, attn)
 
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""

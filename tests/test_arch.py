@@ -89,7 +89,7 @@ def compile_all(arch):
 
 
 def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200.
+    """The names of the kernels that `compile_ahead` leaves to the steps of a run on an H200.
 
     sizes: arguments that choose the size of the model.
     """
@@ -100,7 +100,7 @@ def compile_ahead(folder, *sizes):
     from data.run.clock import Stopwatch
     from data.run.knobs import with_system
     from data.run.machine import Runtime
-    from data.run.warmup import compile_kernels, steps_with_new_keys
+    from data.run import warmup
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     bmm = torch.bmm  # in bf16 it takes minutes on processors without AVX-512
@@ -120,12 +120,12 @@ def compile_ahead(folder, *sizes):
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     before = [param.detach().clone() for param in trainer.model.parameters()]
-    compile_kernels(trainer)
+    warmup.compile_ahead(trainer, True)
     for old, param in zip(before, trainer.model.parameters()):
         assert torch.equal(param, old) and (param.grad is None or not param.grad.any())  # no kernel has run
     compiled = []
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
-    for step in steps_with_new_keys(trainer.plans[:-1], set()):
+    for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
         trainer.step(trainer.loader, trainer.plans[step], 1)
     T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
     return compiled
