@@ -901,7 +901,7 @@ class GPT(nn.Module):
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
-        del embeddings, e, gate  # layers that are not compiled keep what has a name
+        del embeddings, e, gate  # what has a name takes memory where the layers are not compiled
 
         lane0, lane1 = x0, None  # lane 1 begins where a layer has two lanes
         embedded = backout = before_mix = first_ve = None  # streams for mixtures and for the end
@@ -925,6 +925,8 @@ class GPT(nn.Module):
                 for_value, for_lane = factors(i, "mix").chunk(2, -1)  # three factors each
                 ve = ve + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
+            if first_ve is None:
+                first_ve = ve
 
             # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
             resid_attn, resid_mlp = w.resid
@@ -959,8 +961,6 @@ class GPT(nn.Module):
                 inputs[i] = self.attention_input(lane0)
             if i == config.backout_layer:
                 backout = lane0
-            if first_ve is None:
-                first_ve = ve
 
         x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
         if config.backout_layer is not None:
@@ -1880,7 +1880,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
-        if seconds:
+        if seconds:  # TODO-MEASURE: the 90 s, and below how long compiling takes
             end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)

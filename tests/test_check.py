@@ -337,14 +337,14 @@ class LiveBytes(TorchDispatchMode):
     ("record74", 17.1), ("record", 18.2), ("short --model_dim=768 --num_heads=6 --depth=11 --micro_batches=1", 18.5),
     ("short --model_dim=384 --num_heads=3 --depth=4 --micro_batches=1", 17.2)])
 def test_streams_of_a_validation(monkeypatch, arguments, streams):
-    """Counted on the device "meta", which has shapes and no data. On a GPU, rms_norm is one kernel. Each name in `layers`
-    that outlives its use adds a stream."""
+    """Counted on the device "meta", which has shapes and no data. On a GPU, rms_norm is one kernel. Each name in
+    `layers` that outlives its use adds a stream."""
     monkeypatch.setattr(kernels, "_takes_ref", lambda *tensors, any_dtype=False: False)
     monkeypatch.setattr(T, "rms_norm", torch.empty_like)
     config, meta = T.parse_config(f"--preset={arguments}".split()), torch.device("meta")
     model, N = config.model, config.data.val_batch_tokens
-    ops = SimpleNamespace(attention=kernels.attention_block, mlp=kernels.mlp, signed_rows=lambda table, ids, orders, *_: (
-        table.new_empty(len(ids) // orders, table.size(1))))
+    ops = SimpleNamespace(attention=kernels.attention_block, mlp=kernels.mlp, signed_rows=(
+        lambda table, ids, orders, *signs: table.new_empty(len(ids) // orders, table.size(1))))
     gpt = T.GPT(model, ops, torch.bfloat16, meta)
     ids, rows, cu = (torch.zeros(n, dtype=torch.int32, device=meta) for n in (N, N * len(model.ngrams), 128))
     attn = T.attention_settings(config, meta, torch.bfloat16)[-1]

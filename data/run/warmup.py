@@ -24,7 +24,8 @@ from data.run.start import survey_training_data
 def warm_up(trainer):
     """Compile, run one step of each kind to capture it, fit the run to --minutes, run a validation, and restore the
     state of step 0."""
-    # Plain attention has a graph for each stage, Adam one for each table with and without its average. The default is 8.
+    # Plain attention has a graph for each stage, Adam one for each table with and without its average. The default limit
+    # is 8.
     torch._dynamo.config.recompile_limit = 64
     # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
@@ -135,7 +136,7 @@ def compile_layers(trainer):
     parameters for the length that it meets first. The weights get no gradients.
     """
     plan = trainer.plans[trainer.first_step]
-    # The threads of autograd would not see that kernels only compile, and would compile them one by one.
+    # Autograd's own threads do not know the eight that compile kernels, and would compile one kernel after the other.
     with torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
         batch = blank_batch(trainer, plan.micro_batch_tokens)
         out = trainer.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, trainer.attn[plan.stage])
