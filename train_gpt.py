@@ -901,13 +901,15 @@ class GPT(nn.Module):
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
         x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
+        del embeddings, e, gate  # what has a name takes memory where the layers are not compiled
 
         lane0, lane1 = x0, None  # lane 1 begins where a layer has two lanes
-        embedded = backout = before_mix = None  # streams for mixtures and for the end
+        embedded = backout = before_mix = first_ve = None  # streams for mixtures and for the end
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
             trace_mark(f"layer {i}")
+            ve = values.pop(i, None)
             if layer.dynamic:
                 factors.run_network(i, lane0)
             if i == 0:
@@ -921,18 +923,21 @@ class GPT(nn.Module):
             if layer.mix:
                 before_mix, sources = lane0, (embedded, backout, lane0)
                 for_value, for_lane = factors(i, "mix").chunk(2, -1)  # three factors each
-                values[i] = values[i] + mixture(for_value, sources)
+                ve = ve + mixture(for_value, sources)
                 lane0 = lane0 + mixture(for_lane, sources)
+            if first_ve is None:
+                first_ve = ve
 
             # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
             resid_attn, resid_mlp = w.resid
             if layer.attention:
                 normed = self.attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]
                 xsa = factors(i, "xsa") if layer.xsa else None
-                a = self.attention(i, w, normed, values.get(i), cu_seqlens, attn, xsa)
+                a = self.attention(i, w, normed, ve, cu_seqlens, attn, xsa)
                 lane0 = resid_attn * lane0 + (a if lane1 is None else w.post["attn0"] * a)
                 if lane1 is not None:
                     lane1 = resid_attn * lane1 + w.post["attn1"] * a
+                del normed, a
             elif layer.embeds:
                 lane0 = resid_attn * lane0
             if layer.embeds:  # K5: into lane 0 only
@@ -940,6 +945,7 @@ class GPT(nn.Module):
                 if i:
                     injected = injected + factors(i, "bigram") * ngram
                 lane0 = lane0 + injected
+                del injected
             if i in skip_sources:
                 skips[i] = lane0
 
@@ -950,6 +956,7 @@ class GPT(nn.Module):
                 m = self.mlp(i, w, lane1)
                 lane0 = resid_mlp * lane0 + w.post["mlp0"] * m
                 lane1 = resid_mlp * lane1 + w.post["mlp1"] * m
+                del m
             if i in input_sources:
                 inputs[i] = self.attention_input(lane0)
             if i == config.backout_layer:
@@ -959,7 +966,7 @@ class GPT(nn.Module):
         if config.backout_layer is not None:
             x = x - self.backout_lambda[0] * backout
         if config.mix_sizes:
-            sources = embedded, backout, before_mix, values[self.with_values[0]], *skips.values()
+            sources = embedded, backout, before_mix, first_ve, *skips.values()
             x = x + mixture(factors(len(layers), "mix"), sources)
         x = rms_norm(x)
         codes = self.training_codes(x, self.fp8_head, kernels.X_SCALE)
@@ -1733,12 +1740,10 @@ class Trainer:
         return loss.detach()
 
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
-        """`GPT.forward`, with its layers compiled."""
+        """`GPT.forward`, with its layers compiled, for training."""
         embeddings = self.model.lookup(tokens, row_ids, pieces)
-        # One compiled graph serves all lengths of training. Validations have a single length, and the compiler traces a
-        # graph for a single length faster.
-        for x in (*embeddings, cu_seqlens) if self.config.system.compile and torch.is_grad_enabled() else ():
-            torch._dynamo.mark_dynamic(x, 0)
+        for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
+            torch._dynamo.mark_dynamic(x, 0)  # one compiled graph serves all lengths
         return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def fetch_rows(self, batch):
@@ -1753,9 +1758,12 @@ class Trainer:
             if exchange := loader.next_exchange():
                 shared.start(exchange)
 
-    def summed_loss(self, batch, attn, forward=None):
+    def summed_loss(self, batch, attn):
+        """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
+        a cold start, and validations are outside the clock. In bf16, the loss of compiled layers differs by rounding
+        (TODO-MEASURE)."""
         self.fetch_rows(batch)
-        return summed_loss(forward or self.forward, self.head, batch, attn)
+        return summed_loss(self.model, self.head, batch, attn)
 
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""
@@ -1887,7 +1895,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
-        if seconds:
+        if seconds:  # TODO-MEASURE: the 90 s, and below how long compiling takes
             end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)

@@ -89,7 +89,7 @@ def compile_all(arch):
 
 
 def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200.
+    """The names of the kernels that `compile_ahead` leaves to the steps of a run on an H200.
 
     sizes: arguments that choose the size of the model.
     """
@@ -100,18 +100,23 @@ def compile_ahead(folder, *sizes):
     from data.run.clock import Stopwatch
     from data.run.knobs import with_system
     from data.run.machine import Runtime
-    from data.run.warmup import compile_kernels, steps_with_new_keys
+    from data.run import warmup
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     bmm = torch.bmm  # in bf16 it takes minutes on processors without AVX-512
     torch.bmm = lambda a, b, out: out.copy_(bmm(a.float(), b.float()))
     tk.scaled_product = lambda a, b, *scales, fast=False: (a.float() @ b.float().mT).bfloat16()
+    compile = torch.compile  # without Inductor, which has no such GPU; the optimizer has no kernels to compile in it
+
+    def compile_layers(function, options, **others):
+        return compile(function, backend="aot_eager", **others) if function.__name__ == "layers" else function
+    torch.compile = compile_layers
     tokens = np.random.default_rng(0).integers(0, 512, 40000)
     tokens[::300] = 512
     for name in "train", "val":
         oracles.write_shard(Path(folder) / f"{name}.bin", tokens)
     config = T.parse_config([
-        "--preset=short", "--compile=false", "--cuda_graphs=false", "--fp8=false", "--bigram_normal=false",
+        "--preset=short", "--cuda_graphs=false", "--fp8=false", "--bigram_normal=false",
         "--vocab_size=513", "--candidates=8", *sizes, "--micro_batches=1", "--scheduled_steps=14",
         "--extension_steps=2",
         "--val_tokens=512", "--val_batch_tokens=512", f"--train_files={folder}/train.bin",
@@ -120,14 +125,16 @@ def compile_ahead(folder, *sizes):
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     before = [param.detach().clone() for param in trainer.model.parameters()]
-    compile_kernels(trainer)
+    warmup.compile_ahead(trainer, True)
     for old, param in zip(before, trainer.model.parameters()):
         assert torch.equal(param, old) and (param.grad is None or not param.grad.any())  # no kernel has run
     compiled = []
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
-    for step in steps_with_new_keys(trainer.plans[:-1], set()):
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
         trainer.step(trainer.loader, trainer.plans[step], 1)
     T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # which the steps have found
     return compiled
 
 

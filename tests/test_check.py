@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train_gpt as T
 import triton_kernels as kernels
@@ -21,8 +24,8 @@ from data.run.arguments import leaves_rows_open
 from data.run.disk import keep_compiled
 from data.run.errors import UserError
 from data.run.memory import (
-    choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches, restart_with_more_micro_batches,
-    state_bytes)
+    VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,
+    restart_with_more_micro_batches, state_bytes)
 from data.shards import read_shard
 from forks import Forks, rank_variables
 from oracles import write_shard
@@ -307,6 +310,48 @@ def test_memory_estimate(arguments, ranks, micro_batches):
     averages = 4 * sum(math.prod(param.shape) for param in tables) / MiB if config.optim.average_blend else 0
     for estimate, measured in zip(estimates, PEAKS[arguments, ranks, micro_batches]):
         assert abs((estimate + averages) / measured - 1) < 0.02
+
+
+class LiveBytes(TorchDispatchMode):
+    """.peak: the most bytes that live at once, without those of `known` tensors."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now, self.peak, self.sizes = 0, 0, {x.untyped_storage()._cdata: 0 for x in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage._cdata)
+        return result
+
+    def free(self, storage):
+        self.now -= self.sizes.pop(storage)
+
+
+@pytest.mark.parametrize("arguments, streams", [
+    ("record74", 17.1), ("record", 18.2), ("short --model_dim=768 --num_heads=6 --depth=11 --micro_batches=1", 18.5),
+    ("short --model_dim=384 --num_heads=3 --depth=4 --micro_batches=1", 17.2)])
+def test_streams_of_a_validation(monkeypatch, arguments, streams):
+    """Counted on the device "meta", which has shapes and no data. On a GPU, rms_norm is one kernel. Each name in
+    `layers` that outlives its use adds a stream."""
+    monkeypatch.setattr(kernels, "_takes_ref", lambda *tensors, any_dtype=False: False)
+    monkeypatch.setattr(T, "rms_norm", torch.empty_like)
+    config, meta = T.parse_config(f"--preset={arguments}".split()), torch.device("meta")
+    model, N = config.model, config.data.val_batch_tokens
+    ops = SimpleNamespace(attention=kernels.attention_block, mlp=kernels.mlp, signed_rows=(
+        lambda table, ids, orders, *signs: table.new_empty(len(ids) // orders, table.size(1))))
+    gpt = T.GPT(model, ops, torch.bfloat16, meta)
+    ids, rows, cu = (torch.zeros(n, dtype=torch.int32, device=meta) for n in (N, N * len(model.ngrams), 128))
+    attn = T.attention_settings(config, meta, torch.bfloat16)[-1]
+    with torch.no_grad(), LiveBytes([*gpt.parameters(), *gpt.buffers()]) as live:
+        gpt(ids, cu, {model.ngram_table: rows}, attn)
+    counted = live.peak / (2 * N * model.model_dim)
+    assert counted == pytest.approx(streams, abs=0.1) and counted < VALIDATION_STREAMS + 0.1
 
 
 def test_tokenizer(gpus, monkeypatch):

@@ -1,11 +1,14 @@
 """The start: how many graphs are compiled, what is checked, and that the log says where its time went."""
 
 import contextlib
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
@@ -14,7 +17,7 @@ import triton_kernels as tk
 from data.run.clock import Stopwatch
 from data.run.errors import UserError
 from data.run.machine import Runtime
-from data.run.warmup import can_only_compile, require_codes, steps_with_new_keys
+from data.run.warmup import can_only_compile, compile_ahead, require_codes, steps_with_new_keys
 
 CPU = torch.device("cpu")
 
@@ -42,17 +45,16 @@ def test_without_the_private_names_kernels_compile_at_their_launch(monkeypatch, 
     assert not can_only_compile()
 
 
-# The model for training, the model for evaluation, Adam for each table that it updates (the replicated ones together,
-# head, bigrams, values, embedding), and NorMuon before and after its iteration for two shapes of matrices.
-GRAPHS = 2 + 5 + 2 * 2
+# The model for training, Adam for each table that it updates (the replicated ones together, head, bigrams, values,
+# embedding), and NorMuon before and after its iteration for two shapes of matrices.
+GRAPHS = 1 + 5 + 2 * 2
+counts_graphs = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(),
-                    reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_graphs(tmp_path, monkeypatch):
-    """One graph serves all stages and lengths. A change that adds a graph of the model costs every user half a minute
-    of every cold start."""
+@pytest.fixture
+def make_trainer(tmp_path, monkeypatch):
+    """make_trainer(backend of torch.compile) -> a small Trainer of four stages with other lengths and windows."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, 4000)
     tokens[::40] = 256
@@ -70,19 +72,52 @@ def test_compiled_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(tk, "_mlp", lambda x, W1, W2: (tk.mlp_ref(x, W1, W2),))
     monkeypatch.setattr(tk, "_AttentionBlock", SimpleNamespace(apply=lambda with_values, x, weight, *args: (
         x @ weight[:x.size(1)]).view(x.size(0), args[3].size(0), -1) * args[7]))
-    counter, compile = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **others: compile(f, backend=counter, **others))
-    torch._dynamo.reset()
     ops, _ = tk.choose_ops(CPU, config.system.kernels)
-    watch = Stopwatch(0.0)
-    trainer = T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, watch)
+    compile = torch.compile
+
+    def make(backend):
+        monkeypatch.setattr(torch, "compile", lambda f, options, **others: compile(f, backend=backend, **others))
+        return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+    torch._dynamo.reset()
+    yield make
+    torch._dynamo.reset()
+
+
+@counts_graphs
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_graphs(make_trainer):
+    """One graph serves all stages and lengths. A change that adds a graph of the model costs every user half a minute
+    of every cold start."""
+    trainer = make_trainer(counter := CompileCounterWithBackend("eager"))
     T.warm_up(trainer)
     assert counter.frame_count == GRAPHS
-    assert list(watch) == ["imports", "data", "model", "evaluation",
-                           *(f"step {s}" for s in steps_with_new_keys(trainer.plans[:-1], set()))]
+    assert list(trainer.watch) == ["imports", "data", "model", "compilation", *(
+        f"step {s}" for s in steps_with_new_keys(trainer.plans[:-1], set())), "evaluation"]
     for step in range(trainer.total):  # the run itself meets nothing new
         trainer.step(trainer.loader, trainer.plans[step], 1)
     for view in trainer.attn:
-        T.summed_loss(trainer.forward, trainer.head, next(iter(trainer.validation)), view)
+        T.validate(trainer.summed_loss, trainer.validation, view, trainer.rt)
     assert counter.frame_count == GRAPHS
-    torch._dynamo.reset()
+
+
+@counts_graphs
+@pytest.mark.filterwarnings("ignore")
+def test_layers_are_compiled_ahead(make_trainer):
+    """Both passes, for all steps that follow, and without gradients for the weights."""
+    lowered = Counter()
+
+    def lower(name):
+        def compiler(graph, inputs):
+            lowered[name] += 1
+            return make_boxed_func(graph.forward)
+        return compiler
+    trainer = make_trainer(aot_autograd(fw_compiler=lower("forward"), bw_compiler=lower("backward")))
+    compile_ahead(trainer, False)
+    assert lowered == {"forward": 1, "backward": 1}
+    assert not any(param.grad is not None and param.grad.any() for param in trainer.model.parameters())
+    for plan in trainer.plans[:-1]:
+        trainer.micro_step(trainer.loader.next_batch(), trainer.mtp_table[plan.step, :len(plan.mtp_weights)],
+                           trainer.attn[plan.stage])
+    trainer.validate(0, trainer.plans[0], 0.0)
+    assert lowered == {"forward": 1, "backward": 1}
+    assert all(param.grad.any() for param in (trainer.model.mlp_bank, trainer.model.embed))

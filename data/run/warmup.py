@@ -1,10 +1,10 @@
 """The start of a run, between its Trainer and the clock: compile, capture graphs, fit the length to --minutes."""
 
+import contextvars
 import functools
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import triton_kernels as kernels
-from data.loader import cu_seqlens, make_batch
+from data.loader import cu_seqlens, cu_seqlens_size, make_batch
 from data.run.errors import UserError
 from data.run.knobs import with_system
 from data.run.length import seconds_per_step, with_minutes
@@ -22,23 +22,17 @@ from data.run.start import survey_training_data
 
 
 def warm_up(trainer):
-    """Run one step of each kind to compile and capture it, fit the run to --minutes, and restore the state of step
-    0."""
-    torch._dynamo.config.recompile_limit = 64  # with plain attention, layers has 9 graphs; the default is 8
+    """Compile, run one step of each kind to capture it, fit the run to --minutes, run a validation, and restore the
+    state of step 0."""
+    # Plain attention has a graph for each stage, Adam one for each table with and without its average. The default limit
+    # is 8.
+    torch._dynamo.config.recompile_limit = 64
     # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     trainer.synchronize()
-    with ThreadPoolExecutor(1) as pool:  # Triton compiles kernels while Dynamo and Inductor are busy here
-        ahead = trainer.rt.device.type == "cuda" and can_only_compile()
-        kernels_ready = pool.submit(compile_kernels, trainer) if ahead else None
-        for batch in islice(trainer.validation, 1):  # a rank may have none
-            # With static settings, every stage has a compiled graph of its own.
-            for attn in trainer.attn if trainer.static_settings else trainer.attn[-1:]:
-                trainer.summed_loss(batch, attn)
-        if kernels_ready is not None:
-            kernels_ready.result()
+    compile_ahead(trainer, trainer.rt.device.type == "cuda" and can_only_compile())
     trainer.synchronize()
-    trainer.watch.lap("evaluation")
+    trainer.watch.lap("compilation")
     run_steps(trainer, seen := set())
     if (trainer.model.fp8_mlps or trainer.model.fp8_projections) and trainer.rt.device.type == "cuda":
         require_codes(trainer)
@@ -47,6 +41,10 @@ def warm_up(trainer):
         run_steps(trainer, seen)
     if trainer.config.optim.average_blend:
         trainer.optimizer.blend(trainer.plans[-1])  # the first blend loads kernels, which must not be on the clock
+    for batch in islice(trainer.validation, 1):  # a rank may have none
+        trainer.summed_loss(batch, trainer.attn[-1])
+    trainer.synchronize()
+    trainer.watch.lap("evaluation")
     trainer.log.line("Resetting Model")
     trainer.init_weights()
     trainer.optimizer.load_state_dict({})
@@ -83,57 +81,85 @@ def can_only_compile() -> bool:
 
 @contextmanager
 def only_compiling():
-    """In this context, a launch of a kernel by this thread compiles and loads the kernel and does not run it. Eight
-    threads compile side by side. Leaving the context waits for them.
+    """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it, in every thread.
+    Eight threads compile side by side, for this thread and for those that run in a copy of its contextvars. Leaving the
+    context waits for them.
 
-    What the kernels would have written is undefined. The backward pass runs in this thread, so its kernels compile,
-    too. The names that this needs (`can_only_compile`) are not public; Triton 3.6 has them.
+    What the kernels would have written is undefined. The compiler's own kernels run. The names that this needs
+    (`can_only_compile`) are not public; Triton 3.6 has them.
     """
-    run, device, this_thread = kernels.triton.JITFunction.run, torch.cuda.current_device(), threading.get_ident()
+    run, device = kernels.triton.JITFunction.run, torch.cuda.current_device()
 
-    def compile_or_run(self, *args, warmup, **options):
-        return run(self, *args, warmup=warmup or threading.get_ident() == this_thread, **options)
+    def only_compile(self, *args, warmup, **options):
+        return run(self, *args, warmup=True, **options)
 
     def load(compile):
         kernel = compile()
         kernel.run  # without this, Triton loads a kernel at its first launch
         return kernel
 
-    kernels.triton.JITFunction.run = compile_or_run
+    kernels.triton.JITFunction.run = only_compile
     try:
         with (ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
-              kernels.triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load))),
-              torch.autograd.set_multithreading_enabled(False)):
+              kernels.triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load)))):
             yield
     finally:
         kernels.triton.JITFunction.run = run
 
 
+def compile_ahead(trainer, with_kernels):
+    """Compile the layers for training, and beside that, `with_kernels`, the Triton kernels of a step and of a
+    validation: Triton compiles outside of Python's lock for most of its time, Dynamo and Inductor inside."""
+    with only_compiling() if with_kernels else nullcontext(), ThreadPoolExecutor(1) as pool:
+        if with_kernels:
+            kernels_ready = pool.submit(contextvars.copy_context().run, compile_kernels, trainer)
+        if trainer.config.system.compile:
+            compile_layers(trainer)
+        if with_kernels:
+            kernels_ready.result()
+
+
+def blank_batch(trainer, tokens, **options):
+    """A batch of one document, as long as a row of `tokens`, of token 0."""
+    size = cu_seqlens_size(tokens, trainer.config.data.tokens_per_doc)
+    batch = make_batch(np.zeros(tokens + 1, np.uint16), cu_seqlens(np.array([tokens]), tokens, size), trainer.config,
+                       trainer.rt.device, **options)
+    for rows in batch.row_ids.values():
+        rows.zero_()  # of the rows that ranks share, this one has only the first
+    return batch
+
+
+def compile_layers(trainer):
+    """Compile the forward and the backward pass of the layers, by a pass whose results nobody uses.
+
+    The batch has the shapes of the first step: the compiler's kernels serve all lengths, but it chooses their launch
+    parameters for the length that it meets first. The weights get no gradients.
+    """
+    plan = trainer.plans[trainer.first_step]
+    # Autograd's own threads do not know the eight that compile kernels, and would compile one kernel after the other.
+    with torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
+        batch = blank_batch(trainer, plan.micro_batch_tokens)
+        out = trainer.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, trainer.attn[plan.stage])
+        results = [out.h, *(out.point[:3] if out.point else ())]  # queries, keys and sink of the pointer head
+        torch.autograd.grad(results, trainer.model.mlp_bank, [torch.zeros_like(x) for x in results])
+
+
 def compile_kernels(trainer):
-    """Compile the Triton kernels of a step and of a validation.
+    """Compile the Triton kernels of a step and of a validation, in the context `only_compiling`.
 
     A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
     kernel runs. So weights and optimizer state stay as they are.
     """
-    config, device, attn = trainer.config, trainer.rt.device, trainer.attn[0]
-    torch.cuda.set_device(device)  # every thread has a current device of its own
-    tokens, cu = np.zeros(257, np.uint16), cu_seqlens(np.array([256]), 256, 128)
-
-    def batch(**options):
-        made = make_batch(tokens, cu, config, device, **options)
-        for rows in made.row_ids.values():
-            rows.zero_()  # of the rows that ranks share, this one has only the first
-        return made
-
+    attn, batch = trainer.attn[0], functools.partial(blank_batch, trainer, 256)
+    torch.cuda.set_device(trainer.rt.device)  # every thread has a current device of its own
     losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
-    with torch.cuda.stream(trainer.graphs.stream):
-        with only_compiling():
-            trainer.summed_loss(batch(), attn, trainer.model)
-            for count, terms in losses:
-                trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn, trainer.model)
-            for plan in updates.values():
-                trainer.optimizer.compile_kernels(plan, trainer.update_graphs.numbers)
+    with torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
+        trainer.summed_loss(batch(), attn)
+        for count, terms in losses:
+            trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn, trainer.model)
+        for plan in updates.values():
+            trainer.optimizer.compile_kernels(plan, trainer.update_graphs.numbers)
         trainer.optimizer.drop_gradients()  # of kernels that did not run
 
 
