@@ -411,13 +411,13 @@ PRESETS = {
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
-    # moments and its cool-down are longer than those of `short` (records/2026-11-25_length), and the higher rates that
-    # narrow models have in short runs do not help it (records/2026-11-25_size).
+    # moments and its cool-down are longer than those of `short`, its rates of Adam lower (records/2026-11-25_length),
+    # and the higher rates that narrow models have in short runs do not help it (records/2026-11-25_size).
     "single": dataclasses.replace(
         SHORT,
         model=dataclasses.replace(SHORT.model, width_lr_power=0.0),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
-        optim=dataclasses.replace(SHORT.optim, muon_beta2=0.95)),
+        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, muon_beta2=0.95)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
@@ -1760,8 +1760,8 @@ class Trainer:
 
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
-        a cold start, and validations are outside the clock. In bf16, the loss of compiled layers differs by rounding
-        (TODO-MEASURE)."""
+        a cold start, and validations are outside the clock. In bf16, the loss of compiled layers differs by rounding,
+        by .0001 at most in two pairs of runs (records/2026-11-27_start)."""
         self.fetch_rows(batch)
         return summed_loss(self.model, self.head, batch, attn)
 
@@ -1895,12 +1895,12 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
-        if seconds:  # TODO-MEASURE: the 90 s, and below how long compiling takes
+        if seconds:
             end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
-            doing = ("compiling for {:.0f} s; 10 to 25 s is usual, 1 to 2.5 minutes with empty caches"
+            doing = ("compiling for {:.0f} s; 10 to 20 s is usual, 1 to 2 minutes with empty caches"
                      if system.compile else "timing steps for {:.0f} s")
             with log.moving(lambda: doing.format(time.perf_counter() - ready)):
                 warm_up(trainer)
