@@ -55,7 +55,7 @@ import math
 import os
 import sys
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -1573,20 +1573,6 @@ def require_finite(value, name):
         raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
-def add_gradients(loss, leaves):
-    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
-
-    leaves: all that the loss depends on. The backward pass of `GPT.lookup` adds to the tables itself, so their
-    gradients are None here; it runs only if the tables are among the leaves.
-    """
-    groups = defaultdict(list)  # lists of (.grad, new gradient)
-    for leaf, new in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)):
-        if new is not None:  # a list of several dtypes, or with unequal strides in a pair, takes a kernel for each pair
-            groups[new.dtype, new.stride() == leaf.grad.stride()].append((leaf.grad, new))
-    for pairs in groups.values():
-        torch._foreach_add_(*map(list, zip(*pairs)))
-
-
 class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
@@ -1736,7 +1722,7 @@ class Trainer:
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
         with trace_range("backward"):
-            add_gradients(loss, [*self.model.parameters(), *(each.rows for each in self.model.shared_rows.values())])
+            loss.backward()
         return loss.detach()
 
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
