@@ -1746,8 +1746,8 @@ class Trainer:
 
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
-        a cold start, and validations are outside the clock. In bf16, the loss of compiled layers differs by rounding,
-        by .0001 at most in two pairs of runs (records/2026-11-27_start)."""
+        a cold start, and validations are outside the clock. In bf16, the loss of compiled layers differs by rounding
+        (records/2026-11-27_start)."""
         self.fetch_rows(batch)
         return summed_loss(self.model, self.head, batch, attn)
 

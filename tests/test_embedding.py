@@ -102,6 +102,8 @@ def test_wrong_arguments(device):
         tk.embedding_grad(grad, sorted_ids(ids), upstream, torch.zeros(10, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match="embedding_grad: sorted_ids has no pieces"):
         tk.embedding_grad(grad, tk.SortedIds(ids), upstream)
+    with pytest.raises(ValueError, match="embedding_grad: sorted_ids has no pieces of its ids"):
+        tk.embedding_grad(grad, tk.SortedIds(ids, sorted_ids(ids[1:]).pieces), upstream)
 
 
 # ---- Updates of some rows --------------------------------------------------------------------------------------------

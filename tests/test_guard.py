@@ -131,8 +131,8 @@ def leaves(losses, name, tolerance):
 def test_cpu(corpus, preset):
     """Rounding differs by library, instruction set and threads, and grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1,
     1 and 2 threads, and random changes of what every norm sees by 2^-24, the largest distance seen was 3e-6 at step 1,
-    4e-5 up to step 4, 9e-5 from there; of `odd` and `deep` 2e-5 and 6e-5 by three random changes and 1 and 2
-    threads. `cpu` is 3.7e-4 off in steps 10 and 11 with AVX-512 on a Xeon, and 1e-5 after them."""
+    4e-5 up to step 4, 9e-5 from there, but 3.7e-4 for `cpu` in two steps with AVX-512 on a Xeon; of `odd` and `deep`
+    2e-5 and 6e-5 by three random changes and 1 and 2 threads."""
     if stored(preset):
         assert leaves(curve([*corpus, *CURVES[preset]]), preset, "cpu_tolerance") is None
     else:  # without training: its settings are those of the other preset, with these knobs
