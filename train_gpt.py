@@ -31,7 +31,7 @@ Quirks of record 74. They change what the model learns; the comments K1 to K12 m
     K2  The last target of a truncated document is the BOS token of the next document.
     K3  The classes that pad the vocabulary take part in the softmax.
     K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
-        But it turns by the rotary row 2t + h mod 2: head 1 of 6 of token 3 has position 6 and the angle of row 7.
+        Its rotary row is 2t + h mod 2, though: if H = 6, head 1 of token 3 has position 6 but turns by row 7.
     K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
     K6  The forward pass rounds x0_lambdas, bigram_lambdas, resid_lambdas and post_lambdas to bf16 (1.1 ** 0.5 becomes
         1.046875).
@@ -1609,8 +1609,8 @@ class Trainer:
         self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
-        # A graph cannot hold the exchange of several ranks, nor the plain update of few rows, which asks the GPU for the
-        # number of the rows.
+        # A graph cannot hold the exchange of several ranks, nor the plain update of few rows, which asks the GPU for
+        # their number.
         waits = self.optimizer.few_rows and ops.update_few_rows is kernels.update_few_rows_ref
         self.update_graphs = UpdateGraphs(self.update, has_graphs and rt.world == 1 and not waits, self.graphs,
                                           update_numbers(config, self.plans[0]))

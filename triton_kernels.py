@@ -5,8 +5,7 @@ Every operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, which la
 contract; and a Triton kernel.
 Tests and benchmarks compare the kernel with the reference. CPU tensors take the reference, so the trainer runs without
 a GPU. If TRITON_INTERPRET=1 is set before the import, as the tests do, Triton's interpreter runs the kernels on CPU
-tensors. The interpreter computes products of bf16 matrices, and FP8 codes, wrongly: such operations still take the
-reference.
+tensors. It gets bf16 matrix products and FP8 codes wrong, so operations with these take the reference.
 
 Conventions
   Importing this file only defines functions, and registers operators with torch.library. Launch parameters are in
@@ -22,10 +21,10 @@ A new operation needs a section with a banner before the last one, a row in the 
 a wrapper, `<name>_ref`, a kernel whose name ends in `_kernel`, a `<NAME>_LAUNCH` table, a test against the reference,
 and a case in tests/bench_kernels.py, from which tests/test_arch.py compiles it for other GPUs.
 
-Contents, in the order in which a token meets the operations. ms: what a section saves in a step of record 74's model on
-one H100, 8 x 49152 tokens, 572 ms in all, against plain PyTorch: compiled, with the library's products and its
-FlashAttention-2. Banners give times at 49152 tokens on this GPU and the part of its measured limit, which is 3.0 TB/s
-of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
+Contents, in the order in which a token meets the operations. Column ms: what a section saves per step of record 74's
+model (572 ms, 8 x 49152 tokens, one H100) against compiled PyTorch with the library's products and FlashAttention-2.
+Banners give times at 49152 tokens on this GPU and the part of its measured limit: 3.0 TB/s of copying, 799 TFLOP/s of
+bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
@@ -573,8 +572,8 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that have occurred since the last update. These must be `most` rows at
-    most, which no kernel checks.
+    """The gradients of a table (R, D) for the rows that have occurred since the last update. No kernel checks that these
+    are `most` rows at most.
 
     grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
     the row of grad for each row of the table, -1 without. embedding_grad gives places. Which row gets which place

@@ -16,7 +16,8 @@ from data.run.knobs import render, with_system
 
 
 # Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation, whose layers are not
-# compiled: counted with the scaled weights in tests/test_check.py. At the peak, XSA in fp32 is 8 of them, an MLP 5 or 6.
+# compiled: counted with the scaled weights in tests/test_check.py. At the peak, XSA in fp32 is 8 of them, an MLP
+# 5 or 6.
 VALIDATION_STREAMS = 18.5
 MOST_ROWS = 4_000_000  # of n-grams that a run gets unasked: 16 million gain little (records/2026-11-26_ngrams)
 
