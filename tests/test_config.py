@@ -129,7 +129,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--seed=9223372036854775808": "--seed=9223372036854775808: expected int",
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,inf": "--muon_momentum=0.9,inf: expected comma-separated numbers",
-    "--compile=yes": "expected bool, for example --compile=True",
+    "--compile=yes": "expected true or false, for example --compile=True",
     "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
     # numbers that would crash later
     **{f"--{knob}=0": knob for knob in (

@@ -69,7 +69,7 @@ def parse_value(key, text, kind, example):
             return whole(text)
         return finite(text) if kind is float else tuple(finite(part) for part in text.split(","))
     except (ValueError, KeyError):
-        expected = {int: "int", bool: "bool", float: "float, a finite number", int | None: "a number or none",
+        expected = {int: "int", bool: "true or false", float: "float, a finite number", int | None: "a number or none",
                     int | float: "a number"}.get(
             kind, "words that are fields of Layer" if dataclasses.is_dataclass(kind) else "comma-separated numbers")
         raise UserError(f"--{key}={text}: expected {expected}, for example --{key}={render(example)}") from None
