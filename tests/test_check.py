@@ -288,7 +288,8 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
 
 
 def test_disk_space_for_log_and_checkpoint(monkeypatch):
-    """What is kept is what the optimizer and the model really have; the gradients of an even step wait."""
+    """What is kept is what the optimizer and the model really have; the gradients of an even step wait. Large
+    checkpoints are announced."""
     config, cpu = T.parse_config(["--preset=cpu", "--ngram_rows=0"]), torch.device("cpu")
     model = T.GPT(config.model, None, torch.float32, cpu)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, machine.Runtime(0, 1, cpu), None)
@@ -305,18 +306,15 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
         room.free -= 1
         with pytest.raises(UserError, match=f"^cannot write a log in logs: {room.free // MiB} MiB free, "):
             C.CHECKS["disk"](run)
+    room.free = 2**45
+    for ranks in 1, 8:  # rank 0 writes the parts of all
+        for rows, size in ([], "13.3"), (["--ngram_rows=0,9e5"], "7.3"):
+            run = checked(T.parse_config(["--preset=record", "--save=true", *rows], ranks), ranks)
+            text, fine = C.CHECKS["disk"](run)
+            assert not fine and text.endswith(f"checkpoints of up to {size} GB; each checkpoint is larger than 4 GB,"
+                                              " --keep and --save_every limit them")
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
     assert C.CHECKS["disk"](run) == ("rank 0 writes", True)
-
-
-@pytest.mark.parametrize("rows, size", [([], "13.3"), (["--ngram_rows=0,9e5"], "7.3")])
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_large_checkpoints_are_announced(monkeypatch, rows, size, ranks):
-    """Of the rank that writes the parts of all."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=2**45))
-    text, fine = C.CHECKS["disk"](checked(T.parse_config(["--preset=record", "--save=true", *rows], ranks), ranks))
-    assert not fine and text.endswith(f" needed for the log and checkpoints of up to {size} GB; each checkpoint is"
-                                      " larger than 4 GB, --keep and --save_every limit them")
 
 
 @pytest.mark.parametrize("variables, inductor, triton", [

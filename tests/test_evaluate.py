@@ -180,11 +180,12 @@ def test_losses_of_endings_are_those_of_one_at_a_time(eloquent):
         z = oracle(eloquent.model, before, [256], [256, *context, *ending])
         return oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0])
 
-    for pair, *losses in zip(pairs, packed(128), packed(1536), strict=True):
-        for found in losses:
-            torch.testing.assert_close(found, alone([256], *pair), atol=1e-4, rtol=1e-5)
+    for pair, few, many in zip(pairs, packed(128), packed(1536), strict=True):
+        expected = alone([256], *pair)
+        for losses in few, many:
+            torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
     other = alone([256, *b"another"], *pair)  # why there are two separators
-    assert not torch.allclose(other, alone([256], *pair), atol=1e-3)
+    assert not torch.allclose(other, expected, atol=1e-3)
 
 
 def test_hellaswag_is_fetched_once_and_scored(trained, tmp_path, capsys, monkeypatch):
