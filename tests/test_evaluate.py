@@ -1,6 +1,7 @@
 """Text, validation loss and bits per byte, HellaSwag and export of a checkpoint. The model of oracles.py judges the
 numbers."""
 
+import copy
 import dataclasses
 import hashlib
 import io
@@ -12,6 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,35 +23,32 @@ import oracles
 import train_gpt as T
 from data.run import sample as sampling
 from data.run.errors import UserError
-from data.run.knobs import flatten
-from data.run.sample import forward, generate, sample
+from data.run.knobs import flatten, with_system
+from data.run.sample import generate, sample
 from data.tokenizer import text_codec
 from records import evaluate as E
 from test_checkpoint import train
 from test_run import FINAL_WINDOW, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
 
 RECENT = STAGES[-1][1] - 1  # tokens that a continuation sees, beside the separator
-FEW = "--scheduled_steps=3", "--extension_steps=1", "--micro_batches=1", "--val_every=99"  # one step in each stage
 
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    """A run that ended with a sample: log, checkpoint, its config and model."""
-    run = train(corpus, tmp_path_factory.mktemp("trained"), *FEW, "--save=true", "--sample_tokens=12",
-                "--sample_prompt=the ")
-    (path,) = run.saved.values()
-    config, model, attention = T.load_model(path, {"device": "cpu"})
-    return SimpleNamespace(text=run.text, val=run.val, path=path, config=config, model=model, attention=attention)
+    """A run with one step in each stage that ended with a sample: log, checkpoint, its config and model."""
+    run = train(corpus, tmp_path_factory.mktemp("trained"), "--scheduled_steps=3", "--extension_steps=1", "--save=true",
+                "--micro_batches=1", "--val_every=99", "--sample_tokens=12", "--sample_prompt=the ")
+    run.checkpoint = str(run.saved[4])
+    run.config, run.model, run.attention = T.load_model(run.checkpoint, {"device": "cpu"})
+    return run
 
 
 @pytest.fixture(scope="module")
 def eloquent(trained):
     """The same with other weights, so that the model says many things: a token depends on all tokens before it."""
-    model = T.GPT(trained.config.model, trained.model.ops, torch.float32, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(7)
+    model, generator = copy.deepcopy(trained.model), torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for label, param in model.named_parameters():
-            param.copy_(trained.model.get_parameter(label))
+        for param in model.parameters():
             if param.dtype == torch.bfloat16:
                 param.add_(torch.randn(param.shape, generator=generator), alpha=1.0 if param.ndim == 2 else 0.1)
         model.smear_lambda.fill_(0.8)
@@ -57,7 +56,7 @@ def eloquent(trained):
     return SimpleNamespace(config=trained.config, model=model, attention=trained.attention)
 
 
-def oracle(model, rows):
+def oracle(model, *rows):
     """Softcapped logits (N, V) of documents in one packed sequence, with the windows of the final validation."""
     params = {name: tensor.float() for name, tensor in model.state_dict().items()}
     freqs, scale = oracles.base_freqs(48 // 6 // 4), 0.1
@@ -73,38 +72,38 @@ def oracle(model, rows):
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
 
+def continuation(run, ids, count, temperature=0.0, top_k=0, seed=1):
+    return list(generate(run.model, with_system(run.config, seed=seed), run.attention, ids, count, temperature, top_k))
+
+
 def test_greedy_text_is_the_argmax_at_every_position(eloquent, monkeypatch):
     """Of one teacher-forced pass over the text, up to a full window. Beyond, of a pass over the last tokens only."""
-    start, model = list(b"the "), eloquent.model
-    ids = [*start, *generate(model, eloquent.config, eloquent.attention, start, RECENT + 1 - len(start), 0.0, 0)]
-    likeliest = oracle(model, [[256, *ids[:-1]]])[:, :256].argmax(1).tolist()
-    assert len(ids) == RECENT + 1 and likeliest[len(start):] == ids[len(start):] and len(set(ids)) > 20
-    calls = []
-    monkeypatch.setattr(sampling, "forward", lambda model, config, parts, view: calls.extend(parts) or forward(
-        model, config, parts, view))
-    new = list(generate(model, eloquent.config, eloquent.attention, ids, 3, 0.0, 0))
+    new = continuation(eloquent, b"the ", RECENT - 3)
+    ids = [*b"the ", *new]
+    assert new == oracle(eloquent.model, [256, *ids[:-1]])[4:, :256].argmax(1).tolist() and len(set(ids)) > 20
+    forward = Mock(side_effect=sampling.forward)
+    monkeypatch.setattr(sampling, "forward", forward)
+    new = continuation(eloquent, ids, 3)
     documents = [[256, *[*ids, *new[:i]][-RECENT:]] for i in range(3)]
-    seen = torch.stack([oracle(model, [document])[-1, :256] for document in documents])
-    assert new == seen.argmax(1).tolist() and calls == documents
-    assert not torch.allclose(seen, oracle(model, [[256, *ids, *new]])[-4:-1, :256], atol=1e-4)  # older tokens matter
+    seen = torch.stack([oracle(eloquent.model, document)[-1, :256] for document in documents])
+    assert new == seen.argmax(1).tolist()
+    assert [call.args[2] for call in forward.call_args_list] == [[document] for document in documents]
+    all_tokens = oracle(eloquent.model, [256, *ids, *new])[-4:-1, :256]
+    assert not torch.allclose(seen, all_tokens, atol=1e-4)  # older tokens matter
 
 
 def test_temperature_seed_and_top_k(eloquent):
-    def sampled(*args, seed=1):
-        system = dataclasses.replace(eloquent.config.system, seed=seed)
-        return list(generate(eloquent.model, dataclasses.replace(eloquent.config, system=system),
-                             eloquent.attention, b"the ", 10, *args))
-
-    greedy, free = sampled(0.0, 0), sampled(3.0, 0)
-    assert sampled(3.0, 1) == greedy == sampled(1e-4, 0)
-    assert free == sampled(3.0, 10**6) and free not in (sampled(3.0, 0, seed=2), sampled(1.0, 0), greedy)
-    three = sampled(9.0, 3)
-    z = oracle(eloquent.model, [[256, *b"the ", *three[:-1]]])[4:, :256]
+    greedy, free, three = (continuation(eloquent, b"the ", 10, *args) for args in ((), (3.0,), (9.0, 3)))
+    for same, *args in (greedy, 3.0, 1), (greedy, 1e-4), (free, 3.0, 10**6):
+        assert continuation(eloquent, b"the ", 10, *args) == same
+    for args in (3.0, 0, 2), (1.0,), (0.0,):
+        assert continuation(eloquent, b"the ", 10, *args) != free
+    z = oracle(eloquent.model, [256, *b"the ", *three[:-1]])[4:, :256]
     assert len({row.topk(3).indices.tolist().index(id) for id, row in zip(three, z)}) > 1  # there is no fourth rank
 
 
 def test_the_run_and_its_checkpoint_say_the_same(trained, capfd):
-    assert T.main([f"--sample={trained.path}", "--device=cpu", "--tokens=12"]) == 0
+    assert T.main([f"--sample={trained.checkpoint}", "--device=cpu", "--tokens=12"]) == 0
     said = capfd.readouterr().out
     assert said.startswith("the ") and len(said) > len("the \n") and f"\nsample:\n{said}" in trained.text
 
@@ -113,13 +112,16 @@ BPE = SimpleNamespace(encode_ordinary=lambda text: [len(word) for word in text.s
                       decode_single_token_bytes=lambda id: b"x" * (1 + id % 3))
 
 
-def test_characters_and_tokenizers(trained, monkeypatch):
+@pytest.mark.parametrize("prompt", ["é", "", "\udcff"])
+def test_characters(trained, monkeypatch, prompt):
     """The bytes of a character come one at a time. A replacement character stands for broken and half characters."""
     data = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
     monkeypatch.setattr(sampling, "generate", lambda *_: iter(data))
-    for prompt in "é", "", "\udcff":
-        config = dataclasses.replace(trained.config, system=T.System(sample_prompt=prompt))
-        assert "".join(sample(trained.model, config, None)) == prompt + "a¿€😀b\ufffdü\ufffd"
+    config = with_system(trained.config, sample_prompt=prompt)
+    assert "".join(sample(trained.model, config, None)) == prompt + "a¿€😀b\ufffdü\ufffd"
+
+
+def test_tokenizers(monkeypatch):
     encode, decode = text_codec(257)
     assert encode("aü") == [97, 195, 188] and decode(195) == b"\xc3"
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding={"gpt2": BPE}.get))
@@ -136,17 +138,17 @@ def test_characters_and_tokenizers(trained, monkeypatch):
 
 def evaluate(trained, capsys, *args):
     """{key: value} of what the command prints."""
-    assert E.main([str(trained.path), "--device=cpu", *args]) == 0, capsys.readouterr().err
+    assert E.main([trained.checkpoint, "--device=cpu", *args]) == 0, capsys.readouterr().err
     return dict(re.findall(r"^(\w+): (.*)$", capsys.readouterr().out, re.M))
 
 
 def test_validation_is_that_of_the_run(trained, corpus, capsys, monkeypatch):
     found = evaluate(trained, capsys)
-    assert found["val_loss"] == trained.val["4"] and list(found) == ["val_loss", "val_bits_per_byte"]
     letters = (corpus.val[1:VAL_TOKENS + 1] != 256).sum()
-    bits = float(found["val_loss"]) * VAL_TOKENS / math.log(2) / letters
-    assert letters < VAL_TOKENS and abs(float(found["val_bits_per_byte"]) - bits) < 3e-4
-    monkeypatch.setattr(E, "text_codec", lambda size: (_ for _ in ()).throw(UserError("reason")))
+    bits = pytest.approx(float(trained.val["4"]) * VAL_TOKENS / math.log(2) / letters, abs=3e-4)
+    assert letters < VAL_TOKENS and list(found) == ["val_loss", "val_bits_per_byte"]
+    assert found["val_loss"] == trained.val["4"] and float(found["val_bits_per_byte"]) == bits
+    monkeypatch.setattr(E, "text_codec", Mock(side_effect=UserError("reason")))
     less = evaluate(trained, capsys, "--val_tokens=1536", f"--val_files={corpus.folder}/val_1.bin")
     assert less.keys() == {"val_loss"} and less["val_loss"] != found["val_loss"]
 
@@ -167,40 +169,45 @@ EXAMPLES = [{"ctx": context, "endings": endings, "label": label, "activity_label
 
 def test_losses_of_endings_are_those_of_one_at_a_time(eloquent):
     """In packed sequences of 128 and of 1536 tokens, against each ending alone in the plain model."""
-    encode, _ = text_codec(257)
-    pairs = [(encode(example["ctx"]), encode(" " + ending)) for example in EXAMPLES for ending in example["endings"]]
-    found = []
-    for tokens in 128, 1536:
+    pairs = [([*example["ctx"].encode()], [*ending.encode()]) for example in EXAMPLES for ending in example["endings"]]
+
+    def packed(tokens):
         data = dataclasses.replace(eloquent.config.data, val_batch_tokens=tokens)
-        found.append(list(E.ending_losses(eloquent.model, dataclasses.replace(eloquent.config, data=data),
-                                           eloquent.attention, pairs)))
-    for i, (context, ending) in enumerate(pairs):
-        z = oracle(eloquent.model, [[256], [256], [256, *context, *ending]])
-        expected = oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0])
-        for losses in found:
-            assert losses[i].shape == expected.shape and torch.allclose(losses[i], expected, atol=1e-4)
-    z = oracle(eloquent.model, [[256, *b"another"], [256], [256, *context, *ending]])  # why there are two separators
-    assert not torch.allclose(oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0]), expected, atol=1e-3)
+        config = dataclasses.replace(eloquent.config, data=data)
+        return E.ending_losses(eloquent.model, config, eloquent.attention, pairs)
+
+    def alone(before, context, ending):
+        z = oracle(eloquent.model, before, [256], [256, *context, *ending])
+        return oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0])
+
+    for pair, few, many in zip(pairs, packed(128), packed(1536), strict=True):
+        expected = alone([256], *pair)
+        for losses in few, many:
+            torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
+    other = alone([256, *b"another"], *pair)  # why there are two separators
+    assert not torch.allclose(other, expected, atol=1e-3)
 
 
-def test_accuracy(trained, tmp_path, capsys, monkeypatch):
-    """The least sum and the least mean choose different endings."""
-    path = tmp_path / "made.jsonl"
-    path.write_text("\n".join(map(json.dumps, EXAMPLES)))
-    lengths = [[len(" " + ending) for ending in example["endings"]] for example in EXAMPLES]
-    means = [[3, 1, 5, 9], [1, 9, 9, .9], [1, 9, .9, 9]]
-    monkeypatch.setattr(E, "ending_losses", lambda *_: (
-        torch.full((n,), float(mean)) for row in zip(lengths, means) for n, mean in zip(*row)))
-    found = evaluate(trained, capsys, f"--hellaswag={path}", "--validate=false")
-    sums = [[n * mean for n, mean in zip(*row)] for row in zip(lengths, means)]
-    for name, scores in ("acc_norm", means), ("acc", sums):
-        right = sum(row.index(min(row)) == label for row, label in zip(scores, (1, 3, 2))) / 3
-        assert found[f"hellaswag_{name}"] == f"{right:.4f}"
-        assert found[f"hellaswag_{name}_standard_error"] == f"{math.sqrt(right * (1 - right) / 3):.4f}"
-    assert found["hellaswag_examples"] == "3" and found["hellaswag_acc"] != found["hellaswag_acc_norm"]
-
-
-NO_EXAMPLE = "line 2: not an example with ctx, four endings and label"
+def test_hellaswag_is_fetched_once_and_scored(trained, tmp_path, capsys, monkeypatch):
+    """The file must be the published one, and no part of a file is left. The least sum and the least mean of the losses
+    choose different endings: here two and three of three are right."""
+    content = "".join(json.dumps(example) + "\n" for example in EXAMPLES).encode()
+    fetch = Mock(side_effect=[urllib.error.URLError("no route"), io.BytesIO(content[:-9]), io.BytesIO(content)])
+    monkeypatch.setattr(urllib.request, "urlopen", fetch)
+    monkeypatch.setattr(E, "HELLASWAG_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    for message in r"cannot fetch HellaSwag from https://\S+ \(.*no route.*\); --hellaswag=", "not the published file":
+        assert E.main([trained.checkpoint, "--device=cpu", "--hellaswag", "--validate=false"]) == 1
+        assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err) and not list(tmp_path.rglob("*.*"))
+    assert "hellaswag_acc_norm" in evaluate(trained, capsys, "--hellaswag", "--validate=false")
+    means = [3, 1, 5, 9, 1, 9, 9, .9, 1, 9, .9, 9]
+    monkeypatch.setattr(E, "ending_losses", lambda model, config, attention, pairs: (
+        torch.full((len(ending),), float(mean)) for (_, ending), mean in zip(pairs, means)))
+    assert evaluate(trained, capsys, "--hellaswag", "--validate=false") == {
+        "hellaswag_examples": "3", "hellaswag_acc": "0.6667", "hellaswag_acc_standard_error": "0.2722",
+        "hellaswag_acc_norm": "1.0000", "hellaswag_acc_norm_standard_error": "0.0000"}
+    assert [call.args for call in fetch.call_args_list] == [(E.HELLASWAG_URL,)] * 3
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["data/hellaswag/hellaswag_val.jsonl"]
 
 
 @pytest.mark.parametrize("args, message", [
@@ -212,43 +219,20 @@ NO_EXAMPLE = "line 2: not an example with ctx, four endings and label"
     ("CKPT --helaswag=x", "the nearest is --hellaswag"), ("CKPT --hellaswag=none", "cannot read none: No such"),
     ("CKPT --hellaswag=empty", "empty: no examples"), ("CKPT --hellaswag=binary", "cannot read binary: not text"),
     ("CKPT --hellaswag=long", "an example has 2007 tokens: --val_batch_tokens=768"),
-    *((f"CKPT --hellaswag=line{i}", NO_EXAMPLE) for i in range(4)), ("CKPT --export=empty/x", "cannot write empty/x"),
+    *((f"CKPT --hellaswag=line{i}", "line 2: not an example with ctx, four endings and label") for i in range(4)),
+    ("CKPT --export=empty/x", "cannot write empty/x"),
     ("CKPT --val_files=none_*.bin --validate=true", "no files match .*none_")])
 def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").touch()
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    (tmp_path / "long").write_text(json.dumps(EXAMPLES[0] | {"ctx": "x" * 1999}))
-    wrong = ({"endings": ["a"]}, {"label": 4})
-    for i, line in enumerate(["", "{", *(json.dumps(EXAMPLES[0] | new) for new in wrong)]):
-        (tmp_path / f"line{i}").write_text(f"{json.dumps(EXAMPLES[0])}\n{line}\n")
-    first, *others = args.replace("CKPT", str(trained.path)).split()
-    main = T.main if first.startswith("--sample") else E.main
-    others += ["--validate=false"] * (main is E.main and "--val" not in args)
-    assert main([first, "--device=cpu", *others]) == 1
+    good, long, few, wrong = (json.dumps(EXAMPLES[0] | changes) for changes in (
+        {}, {"ctx": "x" * 1999}, {"endings": ["a"]}, {"label": 4}))
+    lines = {f"line{i}": f"{good}\n{line}\n" for i, line in enumerate(["", "{", few, wrong])}
+    for name, content in {"empty": "", "binary": "\xff\xfe", "long": long, **lines}.items():
+        (tmp_path / name).write_text(content, "latin-1")
+    main = T.main if args.startswith("--sample") else E.main
+    argv = [*args.replace("CKPT", trained.checkpoint).split(), "--device=cpu"]
+    assert main(argv + ["--validate=false"] * (main is E.main and "--val" not in args)) == 1
     assert re.fullmatch(rf"error: .*({message}).*\n", err := capsys.readouterr().err), err
-
-
-def test_download(trained, tmp_path, capsys, monkeypatch):
-    """The file is fetched once and must be the published one. No part of a file is left."""
-    monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    content = "".join(json.dumps(example) + "\n" for example in EXAMPLES).encode()
-    answers = [urllib.error.URLError("no route"), content[:-9], content]
-
-    def urlopen(url, timeout):
-        assert url == E.HELLASWAG_URL
-        if isinstance(answer := answers.pop(0), Exception):
-            raise answer
-        return io.BytesIO(answer)
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    monkeypatch.setattr(E, "HELLASWAG_SHA256", hashlib.sha256(content).hexdigest())
-    args = [str(trained.path), "--device=cpu", "--hellaswag", "--validate=false"]
-    for message in r"cannot fetch HellaSwag from https://\S+ \(.*no route.*\); --hellaswag=", "not the published file":
-        assert E.main(args) == 1 and re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)
-        assert not list(tmp_path.rglob("*.*"))
-    for _ in range(2):
-        assert E.main(args) == 0 and "\nhellaswag_acc_norm: " in capsys.readouterr().out
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["data/hellaswag/hellaswag_val.jsonl"]
 
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
@@ -258,15 +242,15 @@ def test_export(trained, tmp_path, capsys):
     """All weights, bit for bit, and the config, by the published description of the format."""
     path = tmp_path / "new" / "model.safetensors"
     assert evaluate(trained, capsys, f"--export={path}", "--validate=false") == {"exported": str(path)}
-    content = path.read_bytes()
+    content, end = path.read_bytes(), 0
     (length,) = struct.unpack("<Q", content[:8])
-    header, data, end = json.loads(content[8:8 + length]), content[8 + length:], 0
-    metadata, want = header.pop("__metadata__"), torch.load(trained.path, weights_only=True)["model"]
+    header, data = json.loads(content[8:8 + length]), content[8 + length:]
+    metadata, want = header.pop("__metadata__"), torch.load(trained.checkpoint, weights_only=True)["model"]
     assert content[8:9] == b"{" and (8 + length) % 8 == 0 and list(header) == list(want)
-    for label, entry in header.items():
-        (begin, stop), dtype = entry["data_offsets"], {"BF16": torch.bfloat16, "F32": torch.float32}[entry["dtype"]]
-        found = torch.frombuffer(bytearray(data[begin:stop]), dtype=dtype).reshape(entry["shape"])
-        assert begin == end and dtype == want[label].dtype and torch.equal(found, want[label])  # no holes
-        end = stop
+    for label, x in want.items():
+        begin, end = end, end + x.nbytes  # no holes
+        dtype = {torch.bfloat16: "BF16", torch.float32: "F32"}[x.dtype]
+        assert header[label] == {"dtype": dtype, "shape": [*x.shape], "data_offsets": [begin, end]}
+        assert data[begin:end] == x.view(-1).view(torch.uint8).numpy().tobytes()
     assert end == len(data) and metadata.keys() == flatten(trained.config).keys()
     assert metadata["model_dim"] == "48" and metadata["stage2.mtp_end"] == "1.0,0.0"

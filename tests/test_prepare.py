@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,117 +81,94 @@ def one_line(capsys) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # FineWeb, from a stand-in for the hub
 
-class Hub:
-    """Stands in for hub_metadata and hub_fetch. `act[name]` replaces the fetching of one file."""
-
-    def __init__(self):
-        self.asked, self.act, self.has, self.tokenizers = [], {}, {}, 0
-
-    def content(self, name: str) -> bytes:
-        return self.has.get(name) or shard_bytes([50256, 7, int(name[-7:-4]), 50256, 9])
-
-    def metadata(self, name):
-        return len(self.content(name)), hashlib.sha256(self.content(name)).hexdigest()
-
-    def fetch(self, name, folder):
-        self.asked.append(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.act.get(name, lambda path: path.write_bytes(self.content(name)))(folder / name)
-        return folder / name
-
-    def tokenizer(self):
-        self.tokenizers += 1
-        if "tokenizer" in self.act:
-            raise UserError("no GPT-2 tokenizer")
+OFFLINE = ConnectionError("name or service\nnot known")
+REASON = "(ConnectionError: name or service not known)"
+NAMES = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in (1, 2))]
+FINEWEB = ["fineweb", "--shards", "2"]
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    hub = Hub()
+    """Stands in for hub_metadata, hub_fetch and gpt2_bpe. has: contents that differ from `shard`; sends: what arrives
+    in place of a file, bytes or an error in the middle; asked: the files that were fetched."""
+    hub = types.SimpleNamespace(has={}, sends={}, asked=[], tokenizer=Mock())
+    hub.shard = lambda name: hub.has.get(name) or shard_bytes([50256, 7, int(name[-7:-4]), 50256, 9])
+
+    def fetch(name, folder):
+        hub.asked.append(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        sent = hub.sends.get(name, hub.shard(name))
+        (folder / name).write_bytes(sent if isinstance(sent, bytes) else hub.shard(name)[:1000])
+        if not isinstance(sent, bytes):
+            raise sent
+        return folder / name
     monkeypatch.setattr(prepare, "gpt2_bpe", hub.tokenizer)
-    monkeypatch.setattr(prepare, "hub_metadata", hub.metadata)
-    monkeypatch.setattr(prepare, "hub_fetch", hub.fetch)
+    monkeypatch.setattr(prepare, "hub_fetch", fetch)
+    monkeypatch.setattr(prepare, "hub_metadata", lambda name: (
+        len(hub.shard(name)), hashlib.sha256(hub.shard(name)).hexdigest()))
     return hub
-
-
-def offline(*args):
-    raise ConnectionError("name or service\nnot known")
-
-
-def fineweb_names(shards):
-    return ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
 
 
 def test_fineweb_continues_where_it_stopped(data, hub, capsys):
     """After Ctrl-C in the second file, the next call fetches only the missing files."""
-    def interrupted(path):
-        path.write_bytes(hub.content(path.name)[:1000])
-        raise KeyboardInterrupt
-
-    names = fineweb_names(2)
-    hub.act[names[1]] = interrupted
-    assert prepare.main(["fineweb", "--shards", "2"]) == 130 and "run the same command again" in capsys.readouterr().err
-    assert [path.name for path in (data / "fineweb10B").glob("*.bin")] == names[:1]
-    hub.act.clear(), hub.asked.clear()
-    assert prepare.main(["fineweb", "--shards", "2"]) == 0 and hub.asked == names[1:] and hub.tokenizers == 1
-    assert contents(data / "fineweb10B") == {name: hub.content(name) for name in names}
+    hub.sends = {NAMES[1]: KeyboardInterrupt()}
+    assert prepare.main(FINEWEB) == 130 and capsys.readouterr().err == "interrupted; run the same command again\n"
+    assert [path.name for path in (data / "fineweb10B").glob("*.bin")] == NAMES[:1]
+    hub.sends, hub.asked = {}, []
+    assert prepare.main(FINEWEB) == 0 and hub.asked == NAMES[1:] and hub.tokenizer.call_count == 1
+    assert contents(data / "fineweb10B") == {name: hub.shard(name) for name in NAMES}
     assert "6 documents, 10 training and 5 validation tokens in 2 + 1 shards" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("promised, content, expected", [
+@pytest.mark.parametrize("has, sends, expected", [
     (shard_bytes([50256, 1, 2]), shard_bytes([50256, 1]), "1028 bytes, the hub has 1030"),
     (shard_bytes([50256, 1, 2]), shard_bytes([50256, 1, 3]), "SHA-256 [0-9a-f]{64}, the hub has [0-9a-f]{64}"),
     # The bytes that the hub has, but no shard.
     (b"<html>" + bytes(2000), None, "magic number"), (shard_bytes([50256, 1])[:-1], None, "header promises 2 tokens"),
     (shard_bytes([50256, 50257]), None, "token 50257")])
-def test_fineweb_refuses_a_damaged_download(data, hub, capsys, promised, content, expected):
-    name = fineweb_names(1)[1]
-    hub.has[name] = promised
-    hub.act[name] = lambda path: path.write_bytes(content or promised)
+def test_fineweb_refuses_a_damaged_download(data, hub, capsys, has, sends, expected):
+    hub.has[NAMES[1]], hub.sends[NAMES[1]] = has, sends or has
     assert prepare.main(["fineweb", "--shards", "1"]) == 1
-    error = one_line(capsys)
-    assert name in error and re.search(expected, error) and "run this again" in error
-    assert not list(data.rglob(name))  # the hub's client would take a file under this name for finished
+    assert re.match(rf"error: {NAMES[1]}: the download is damaged .*{expected}.*; run this again$", one_line(capsys))
+    assert not list(data.rglob(NAMES[1]))  # the hub's client would take a file under this name for finished
 
 
-DAMAGE = [lambda b: b[:-2], lambda b: b"\0" + b[1:], lambda b: b[:100], lambda b: b[:-2] + b"\xff\xff"]
-
-
-@pytest.mark.parametrize("damage", [*DAMAGE, lambda b: b[:-2] + b"\x08\0"])  # the last is another valid token
-def test_fineweb_replaces_a_damaged_file(data, hub, capsys, damage):
-    assert prepare.main(["fineweb", "--shards", "2"]) == 0
-    path = data / "fineweb10B" / fineweb_names(1)[1]
+@pytest.mark.parametrize("damage, visible", [
+    (lambda b: b[:-2], True), (lambda b: b"\0" + b[1:], True), (lambda b: b[:100], True),
+    (lambda b: b[:-2] + b"\xff\xff", True), (lambda b: b[:-2] + b"\x08\0", False)])  # the last: another valid token
+def test_fineweb_replaces_a_damaged_file(data, hub, capsys, monkeypatch, damage, visible):
+    """Without a network, a file with visible damage is an error."""
+    path = data / "fineweb10B" / NAMES[2]
+    assert prepare.main(FINEWEB) == 0
     path.write_bytes(damage(path.read_bytes()))
-    hub.asked.clear()
-    assert prepare.main(["fineweb", "--shards", "2"]) == 0 and hub.asked == [path.name]
-    assert path.read_bytes() == hub.content(path.name)
+    hub.asked = []
+    assert prepare.main(FINEWEB) == 0 and hub.asked == [path.name] and path.read_bytes() == hub.shard(path.name)
     assert f"damaged, fetching it again: {path}" in capsys.readouterr().out
+    path.write_bytes(damage(path.read_bytes()))
+    monkeypatch.setattr(prepare, "hub_metadata", Mock(side_effect=OFFLINE))
+    assert prepare.main(FINEWEB) == int(visible) and path.exists() != visible
+    assert not visible or f"error: {path.name}: cannot be fetched" in one_line(capsys)
 
 
 def test_fineweb_without_network(data, hub, capsys, monkeypatch):
     """Finished files are checked by their content. The program waits for the network only once."""
-    hub.act[fineweb_names(0)[0]] = offline
-    assert prepare.main(["fineweb"]) == 1 and not list(data.rglob("*.bin"))
-    message = f"{fineweb_names(0)[0]}: cannot be fetched from the hub (ConnectionError: name or service not known)"
-    assert message in one_line(capsys)
-    hub.act = {"tokenizer": offline}
-    argv = ["fineweb", "--shards", "2"]
-    assert prepare.main(argv) == 0 and capsys.readouterr().err == "warning: no GPT-2 tokenizer; a run needs it\n"
-    asked, path = [], data / "fineweb10B" / fineweb_names(2)[2]
-    monkeypatch.setattr(prepare, "hub_metadata", lambda name: asked.append(name) or offline())
-    assert prepare.main(argv) == 0 and len(asked) == 1
-    assert capsys.readouterr().out.count("already there, not compared with the hub (ConnectionError: name or") == 3
-    for damage in DAMAGE:
-        path.write_bytes(damage(hub.content(path.name)))
-        assert prepare.main(argv) == 1 and not path.exists()
-        assert f"error: {path.name}: cannot be fetched" in one_line(capsys)
+    hub.sends[NAMES[0]] = OFFLINE
+    assert prepare.main(["fineweb"]) == 1 and not list(data.glob("*/*.bin"))
+    assert one_line(capsys) == (f"error: {NAMES[0]}: cannot be fetched from the hub {REASON}; see to the network and"
+                                " run this again, what is finished is kept\n")
+    hub.sends, hub.tokenizer.side_effect = {}, UserError("no GPT-2 tokenizer")
+    assert prepare.main(FINEWEB) == 0 and capsys.readouterr().err == "warning: no GPT-2 tokenizer; a run needs it\n"
+    monkeypatch.setattr(prepare, "hub_metadata", metadata := Mock(side_effect=OFFLINE))
+    assert prepare.main(FINEWEB) == 0 and metadata.call_count == 1
+    there = [f"{name}: already there, not compared with the hub {REASON}" for name in NAMES]
+    assert capsys.readouterr().out.splitlines()[:3] == there
 
 
 def test_the_real_client_resumes_and_what_it_brings_is_verified(data, tmp_path):
     """A local server speaks the hub's protocol to the real client. It breaks one connection and damages one file."""
     pytest.importorskip("huggingface_hub")
-    content = {name: shard_bytes([50256, *range(i, i + 20000)]) for i, name in enumerate(fineweb_names(2))}
-    val, one, two = content
+    content = {name: shard_bytes([50256, *range(i, i + 20000)]) for i, name in enumerate(NAMES)}
+    val, one, two = NAMES
     requests, trouble = [], {one: "break", two: "damage"}
 
     class Server(http.server.BaseHTTPRequestHandler):
@@ -250,12 +228,12 @@ def sources(root: Path) -> list[str]:
     return [(root / name).read_bytes().decode() for name in names]
 
 
-def prepare_text(*argv) -> int:
-    return prepare.main(["text", *map(str, argv)])
+def prepare_text(*argv, tokenizer="bytes") -> int:
+    return prepare.main(["text", *map(str, argv), "--tokenizer", tokenizer])
 
 
 def test_bytes_round_trip_in_order_and_split_by_document(data, corpus, capsys):
-    argv = "--out", "mine", "--tokenizer", "bytes", "--shard-tokens", 700, "--val-fraction", 0.2
+    argv = "--out", "mine", "--shard-tokens", 700, "--val-fraction", 0.2
     assert prepare_text(corpus, *argv) == 0
     folder, texts = data / "mine", sources(corpus)
     train, val = texts_of(folder, ["train"]), texts_of(folder, ["val"])
@@ -279,7 +257,7 @@ def test_shards_are_what_the_format_says(data, tmp_path):
     for folder in "ab":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_text("hi " + folder)
-    assert prepare_text(tmp_path / "a", tmp_path / "b", "--out", "n", "--tokenizer", "bytes") == 0
+    assert prepare_text(tmp_path / "a", tmp_path / "b", "--out", "n") == 0
     assert {*contents(data / "n").values()} == {shard_bytes([256, *b"hi a"]), shard_bytes([256, *b"hi b"])}
 
 
@@ -290,33 +268,27 @@ def test_gpt2_round_trip(data, corpus):
     except Exception as error:
         pytest.skip(f"GPT-2's BPE files cannot be had here: {type(error).__name__}")
     (corpus / "a" / "special.txt").write_text("not a separator: <|endoftext|>")
-    assert prepare_text(corpus, "--out", "g", "--tokenizer", "gpt2", "--shard-tokens", 300) == 0
+    assert prepare_text(corpus, "--out", "g", "--shard-tokens", 300, tokenizer="gpt2") == 0
     assert sorted(map(bpe.decode, documents_of(data / "g", separator=50256))) == sorted(sources(corpus))
 
 
-@pytest.fixture
-def tiktoken(monkeypatch):
-    """tiktoken(encode) replaces the tokenizer of GPT-2; None: it cannot be had."""
-    def replace(encode):
-        module, gpt2 = types.ModuleType("tiktoken"), types.SimpleNamespace(encode_ordinary=encode)
-        module.get_encoding = lambda name: {"gpt2": gpt2}[name] if encode else offline()
-        monkeypatch.setitem(sys.modules, "tiktoken", module)
-    return replace
-
-
-def test_tokenizers(data, corpus, monkeypatch, capsys, tiktoken):
+def test_tokenizers(data, corpus, monkeypatch, capsys):
     """auto: bytes without a GPU or without GPT-2's files. Ids above the signed range survive."""
-    tiktoken(lambda text: [50255, len(text)])
-    assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(data / "n")) == sorted(sources(corpus))
+    gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [50255, len(text)])
+    tiktoken = types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get)
+    monkeypatch.setitem(sys.modules, "tiktoken", tiktoken)
+    argv, texts = (corpus, "--out", "n"), sorted(sources(corpus))
+    assert prepare_text(*argv, tokenizer="auto") == 0 and sorted(texts_of(data / "n")) == texts
     assert "no GPU here: using bytes, for --preset=cpu" in capsys.readouterr().out
     monkeypatch.setattr(prepare.torch.cuda, "is_available", lambda: True)
-    assert prepare_text(corpus, "--out", "n") == 0
-    assert sorted(documents_of(data / "n", separator=50256)) == sorted([50255, len(t)] for t in sources(corpus))
-    tiktoken(None)
-    assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(data / "n")) == sorted(sources(corpus))
-    assert "no GPT-2 tokenizer (ConnectionError): tiktoken fetches it once, online; using" in capsys.readouterr().out
-    assert prepare_text(corpus, "--out", "n", "--tokenizer", "gpt2") == 1
-    assert "use --tokenizer bytes" in one_line(capsys)
+    assert prepare_text(*argv, tokenizer="auto") == 0
+    assert sorted(documents_of(data / "n", separator=50256)) == sorted([50255, len(t)] for t in texts)
+    tiktoken.get_encoding = Mock(side_effect=OFFLINE)
+    assert prepare_text(*argv, tokenizer="auto") == 0 and sorted(texts_of(data / "n")) == texts
+    none = "no GPT-2 tokenizer (ConnectionError): tiktoken fetches it once, online"
+    assert f"{none}; using bytes instead, separator 256\n" in capsys.readouterr().out
+    assert prepare_text(*argv, tokenizer="gpt2") == 1
+    assert one_line(capsys) == f"error: {none}; or use --tokenizer bytes\n"
 
 
 def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
@@ -324,10 +296,9 @@ def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
     for name, content in {"binary.bin": b"\xff\xfe\x00", "latin1.txt.old": b"\xe9", "nothing": b"", "blank": b" \n\t\n",
                           ".hidden": b"hidden", ".git/HEAD": b"ref"}.items():
         (corpus / name).write_bytes(content)
-    assert prepare_text(corpus, "--out", "n", "--tokenizer", "bytes") == 0
-    wanted = "warning: skipped 4 files (2 not UTF-8, such as binary.bin; 2 empty, such as blank)"
-    assert wanted in capsys.readouterr().out
-    assert sorted(texts_of(data / "n")) == sorted(sources(corpus))
+    assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(data / "n")) == sorted(sources(corpus))
+    skipped = "warning: skipped 4 files (2 not UTF-8, such as binary.bin; 2 empty, such as blank)\n"
+    assert skipped in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, expected", [
@@ -352,27 +323,27 @@ def test_errors_are_one_line_and_leave_nothing(data, tmp_path, capsys, monkeypat
 @pytest.mark.parametrize("stop, status", [(KeyboardInterrupt, 130), (OSError("disk full"), 1)])
 def test_an_interrupted_build_leaves_what_was_there(data, corpus, monkeypatch, stop, status):
     """No shard changes before all are written. Then the validation shard loses its name first and gets it last."""
-    argv = [corpus, "--out", "n", "--tokenizer", "bytes", "--shard-tokens"]
+    argv = [corpus, "--out", "n", "--shard-tokens"]
     assert prepare_text(*argv, 900) == 0
-    before, write, replace, count = contents(data), prepare.write_shard, os.replace, []
+    before = contents(data)
 
-    def build(tokens, where, name, call, after):
-        """A build that stops in the call number `after`, counted from 0."""
+    def build(tokens, where, name, after):
+        """The files that are left by a build that stops in call number `after` of a function, counted from 0."""
+        call, calls = getattr(where, name), iter(range(after))
+
         def interrupted(*args):
-            if len(count) == after:
+            if next(calls, None) is None:
                 raise stop
             call(*args)
-            count.append(args)
-        count.clear()
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupted)
-            assert prepare_text(*argv, tokens) == status and len(count) == after
+            assert prepare_text(*argv, tokens) == status and list(calls) == []
         return contents(data)
 
-    assert build(400, prepare, "write_shard", write, 3) == before
-    assert "n/n_val_000000.bin" not in build(900, prepare.Path, "unlink", Path.unlink, 1)
+    assert build(400, prepare, "write_shard", 3) == before
+    assert "n/n_val_000000.bin" not in build(900, Path, "unlink", 1)
     for after in range(4):
-        left = build(900, prepare.os, "replace", replace, after)
+        left = build(900, os, "replace", after)
         assert len(left) == after and "n/n_val_000000.bin" not in left
 
 
@@ -383,7 +354,7 @@ def test_few_large_files_are_divided_by_documents(data, tmp_path, sizes):
     texts = ["".join(f"file {i}, line {j}\n" for j in range(size))[:size] for i, size in enumerate(sizes)]
     for i, content in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(content)
-    assert prepare_text(*(tmp_path / f"{i}.txt" for i in range(len(sizes))), "--out", "n", "--tokenizer", "bytes") == 0
+    assert prepare_text(*(tmp_path / f"{i}.txt" for i in range(len(sizes))), "--out", "n") == 0
     train, val = texts_of(data / "n", ["train"]), texts_of(data / "n", ["val"])
     lengths = sorted(map(len, train + val))
     assert 1000 < lengths[len(sizes)] and lengths[-1] < 1030  # the last document of each file is shorter
@@ -431,7 +402,7 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
     (tmp_path / "source").mkdir()
     for i in range(count):
         (tmp_path / "source" / f"{i}.txt").write_text((f"line {i}\n" * size)[:size])
-    assert prepare_text(tmp_path / "source", "--out", "m", "--tokenizer", "bytes") == 0
+    assert prepare_text(tmp_path / "source", "--out", "m") == 0
     out, available = capsys.readouterr().out, len(tokens_of(data / "m", "train"))
     if count == 2:  # 448 tokens of each document cannot fill a micro-batch of 1024
         assert "\nwarning: no run can start on this: " in out and "more text is needed" in out and "run.sh" not in out
@@ -465,7 +436,7 @@ def test_own_text_to_a_sample(data, tmp_path, capsys):
     words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "and", "slept.\n"], k=60_000)
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(" ".join(words[3000 * i:3000 * (i + 1)]))
-    assert prepare_text(*tmp_path.glob("*.txt"), "--out", "mine") == 0
+    assert prepare.main(["text", *map(str, tmp_path.glob("*.txt")), "--out", "mine"]) == 0
     _, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1])
     small = ["--model_dim=32", "--num_heads=2", "--layers=2", "--backout_layer=none", "--scheduled_steps=6",
              *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4)), "--sample_tokens=30",

@@ -80,6 +80,11 @@ class Machine:
         path.write_text(text)
         path.chmod(0o755)
 
+    def change(self, old: str, new: str):
+        """Another stand-in for python3."""
+        assert PYTHON.count(old) == 1
+        self.executable(self.folder / "system/bin/python3", PYTHON.replace(old, new))
+
     def site(self, name: str, torch: str | None, packages=PACKAGES):
         site = self.folder / "sites" / name
         shutil.rmtree(site, ignore_errors=True)
@@ -93,16 +98,15 @@ class Machine:
 
     def run(self, *argv, status=0, cwd=None, **env) -> list[str]:
         """Runs run.sh; returns the calls of the stand-in, as `folder/python|argument|...`."""
-        calls = self.folder / "calls"
-        calls.unlink(missing_ok=True)
+        for name in "calls", "calls.threads", "calls.imported":
+            (self.folder / name).unlink(missing_ok=True)
         done = subprocess.run([str(self.repo / "run.sh"), *argv], env={**self.env, **env}, cwd=cwd or self.folder,
                               capture_output=True, text=True)
-        self.out, self.err = done.stdout, done.stderr
+        self.out, self.err, calls = done.stdout, done.stderr, self.folder / "calls"
         assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
+        self.imported = (self.folder / "calls.imported").exists()
+        self.threads = calls.with_name("calls.threads").read_text().strip() if calls.exists() else None
         return calls.read_text().splitlines() if calls.exists() else []
-
-    def threads(self) -> str:
-        return (self.folder / "calls.threads").read_text().strip()
 
 
 @pytest.fixture
@@ -113,13 +117,16 @@ def machine(tmp_path):
 
 
 STDLIB, FINEWEB = (f"system/python3|data/prepare.py|{name}" for name in ("stdlib", "fineweb|--shards|9"))
-IN_VENV = ".venv/python"
+IN_VENV, said = ".venv/python", "run.sh: {}\n".format
 VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requirements.txt"]
 
 
 def train(procs, *arguments, python="system/python3") -> str:
     launcher = [python, "-m", "data.run.launch", "--standalone", f"--nproc_per_node={procs}"]
     return "|".join([*launcher, "train_gpt.py", *arguments])
+
+
+CPU = train(1, "--preset=cpu")
 
 
 def gpus(count) -> dict:
@@ -129,50 +136,53 @@ def gpus(count) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Hardware, preset, data
 
-@pytest.mark.parametrize("count, procs, preset", [(1, 1, "single"), (3, 2, "record"), (9, 8, "record")])
-def test_gpus_decide_processes_and_preset(machine, count, procs, preset):
-    assert machine.run(**gpus(count)) == [FINEWEB, train(procs, f"--preset={preset}")]
-    assert machine.threads() == ""  # with GPUs torchrun and the trainer choose the threads
+@pytest.mark.parametrize("count, arguments, data, procs, preset", [
+    (1, [], FINEWEB, 1, "single"), (3, [], FINEWEB, 2, "record"), (9, [], FINEWEB, 8, "record"),
+    (0, ["--run_label=a  b*", "--x=$HOME `id` \\", "", "--y='\"'", "--x=again"], STDLIB, 1, "cpu"),
+    (8, ["--a=1", "--preset=cpu"], STDLIB, 1, ""), (0, ["--preset=record"], FINEWEB, 1, ""),
+    (8, ["--preset", "cpu"], STDLIB, 1, ""), (0, ["--preset=cpu", "--preset"], STDLIB, 1, ""),
+    (8, ["--preset", "record", "--train_files", "x"], "", 8, ""), (4, ["--train_files=x*.bin"], "", 4, "record"),
+    (2, ["--resume", "logs/a.pt"], "", 2, ""),  # the checkpoint has the preset and the data
+    (2, ["--init_from=logs/a.pt"], "", 2, ""),
+    (0, ["--resume="], STDLIB, 1, "cpu")])  # a log has it without a value
+def test_gpus_and_arguments_decide(machine, count, arguments, data, procs, preset):
+    """Processes, preset and data. The arguments arrive unchanged."""
+    added = [f"--preset={preset}"] if preset else []
+    assert machine.run(*arguments, **gpus(count)) == [*filter(None, [data]), train(procs, *added, *arguments)]
+    if preset in ("single", "record"):
+        assert machine.threads == ""  # torchrun and the trainer choose them
 
 
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
     """A second start only starts. It does not import torch, which takes seconds."""
-    assert machine.run() == [STDLIB, train(1, "--preset=cpu")]
-    assert machine.threads() == str(len(os.sched_getaffinity(0)))
-    assert machine.run() == [train(1, "--preset=cpu")] and machine.err == ""
-    assert not (machine.folder / "calls.imported").exists()
+    assert machine.run() == [STDLIB, CPU] and machine.threads == str(len(os.sched_getaffinity(0)))
+    assert machine.run() == [CPU] and machine.err == "" and not machine.imported
 
 
 def test_torch_has_the_last_word_on_gpus(machine):
-    assert machine.run(SMI_GPUS="8", TORCH_GPUS="0")[-1] == train(1, "--preset=cpu")
-    assert "torch sees none" in machine.err and (machine.folder / "calls.imported").exists()
+    assert machine.run(SMI_GPUS="8", TORCH_GPUS="0")[-1] == CPU
+    assert machine.err == said("this machine has GPUs, but torch sees none (CPU build, driver 580.65.06, or"
+                               " CUDA_VISIBLE_DEVICES): training on the CPU") and machine.imported
     (machine.folder / "sites" / "system" / "torch" / "__init__.py").write_text("raise ImportError('libcudart')")
     assert machine.run(SMI_GPUS="1", status=1) == []
-    assert "libcudart" in machine.err and "run.sh: torch cannot be imported; the lines above say why\n" in machine.err
+    assert machine.err.endswith("libcudart\n" + said("torch cannot be imported; the lines above say why"))
 
 
-def test_nproc_and_threads(machine):
+@pytest.mark.parametrize("variables, procs, preset, threads", [
+    ({"NPROC": "8"}, 8, "cpu", "1"), ({"NPROC": "2"}, 2, "cpu", "6"),
+    ({"NPROC": "2", "OMP_NUM_THREADS": "5"}, 2, "cpu", "5"), ({"NPROC": "1", **gpus(8)}, 1, "single", "")])
+def test_nproc_and_threads(machine, variables, procs, preset, threads):
     """The processes share the cores, unless OMP_NUM_THREADS is set."""
     machine.executable(machine.folder / "system" / "bin" / "nproc", "#!/bin/sh\necho 12\n")
-    assert machine.run(NPROC="8")[-1] == train(8, "--preset=cpu") and machine.threads() == "1"
-    assert machine.run(NPROC="2", OMP_NUM_THREADS="5")[-1] == train(2, "--preset=cpu") and machine.threads() == "5"
-    assert machine.run(NPROC="1", **gpus(8))[-1] == train(1, "--preset=single")
-    assert machine.run(NPROC="3", status=1) == []
-    assert machine.err == "run.sh: NPROC=3: the trainer runs with 1, 2, 4 or 8 processes\n"
+    assert machine.run(**variables)[-1] == train(procs, f"--preset={preset}") and machine.threads == threads
 
 
-@pytest.mark.parametrize("count, arguments, calls", [
-    (0, ["--run_label=a  b*", "--x=$HOME `id` \\", "", "--y='\"'", "--x=again"], [STDLIB, 1, "--preset=cpu"]),
-    (8, ["--a=1", "--preset=cpu"], [STDLIB, 1]), (0, ["--preset=record"], [FINEWEB, 1]),
-    (8, ["--preset", "cpu"], [STDLIB, 1]), (0, ["--preset=cpu", "--preset"], [STDLIB, 1]),
-    (8, ["--preset", "record", "--train_files", "x"], [8]), (4, ["--train_files=x*.bin"], [4, "--preset=record"]),
-    (2, ["--resume", "logs/a.pt"], [2]),  # the checkpoint has the preset and the data
-    (2, ["--init_from=logs/a.pt"], [2]),
-    (0, ["--resume="], [STDLIB, 1, "--preset=cpu"])])  # a log has it without a value
-def test_arguments_arrive_unchanged_and_decide_preset_and_data(machine, count, arguments, calls):
-    expected = [call for call in calls if call in (STDLIB, FINEWEB)]
-    procs, *preset = calls[len(expected):]
-    assert machine.run(*arguments, **gpus(count)) == [*expected, train(procs, *preset, *arguments)]
+@pytest.mark.parametrize("arguments, variables, error", [
+    ("", {"NPROC": "3"}, said("NPROC=3: the trainer runs with 1, 2, 4 or 8 processes")),
+    ("", {"OLD_PYTHON": "yes"}, said("no Python 3.10 or newer on PATH; install one and start again")),
+    ("--preset=short --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
+def test_an_error_costs_no_download(machine, arguments, variables, error):
+    assert machine.run(*arguments.split(), status=1, **variables) == [] and machine.err == error
 
 
 def test_data_that_is_there_is_not_prepared_again(machine):
@@ -186,36 +196,35 @@ def test_data_that_is_there_is_not_prepared_again(machine):
     for shard in shards:
         shard.touch()
     assert machine.run(**gpus(1)) == [start]
-    python_imported = machine.folder / "calls.imported"
-    python_imported.unlink()
-    assert machine.run("--preset=single", **gpus(0)) == [start] and not python_imported.exists()
-    fewer, more = ("--train_tokens=20e6", "45e6", 1), ("--minutes=60", "2345e6", 24)
-    for arguments, needed, wanted in fewer, more:  # one shard is there, 24 are not
-        fetch = [] if wanted == 1 else [FINEWEB.replace("9", str(wanted))]
-        assert machine.run(arguments, NEEDED=needed, **gpus(1)) == [*fetch, start + f"|{arguments}"]
+    assert machine.run("--preset=single") == [start] and not machine.imported
+    for argument, needed, fetch in ("--train_tokens=20e6", "45e6", []), ("--minutes=60", "2345e6", [
+            FINEWEB.replace("9", "24")]):  # one shard is there, 24 are not
+        assert machine.run(argument, NEEDED=needed, **gpus(1)) == [*fetch, f"{start}|{argument}"]
     for shard in shards[0], shards[-1]:
         shard.unlink()
         assert machine.run(**gpus(1)) == [FINEWEB, start]
         shard.touch()
-    python = machine.folder / "system" / "bin" / "python3"
-    python.write_text(PYTHON.replace('"data/prepare.py stdlib") ', '"data/prepare.py stdlib") exit 7; '))
+    machine.change('"data/prepare.py stdlib") ', '"data/prepare.py stdlib") exit 7; ')
     assert machine.run(status=7) == [STDLIB]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Python
 
-def test_missing_packages_are_installed(machine):
-    """Training needs numpy and triton, and goes on without the others."""
-    machine.site("system", "2.11.0", ["numpy", "huggingface_hub", "triton"])
-    pip = "system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|"
-    assert machine.run("test", "-k", "a or b") == [
-        pip + "tiktoken|pytest|pytest-xdist", "system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"]
-    assert machine.run(PIP_STATUS="1") == [pip + "tiktoken", STDLIB, train(1, "--preset=cpu")]
-    assert "could not install tiktoken; going on without" in machine.err
-    machine.site("system", "2.11.0", ["tiktoken", "huggingface_hub", "triton"])
-    assert machine.run(PIP_STATUS="1", status=1) == [pip + "numpy"]
-    assert "could not install numpy; install by hand" in machine.err
+@pytest.mark.parametrize("has, arguments, status, pip, then, message", [
+    ("numpy huggingface_hub triton", ["test", "-k", "a or b"], 0, "tiktoken|pytest|pytest-xdist",
+     ["system/python3|-m|pytest|tests|-q|-n|auto|--dist|loadfile|-k|a or b"], ""),
+    ("numpy huggingface_hub triton", [], 1, "tiktoken", [STDLIB, CPU], "going on without"),
+    ("tiktoken huggingface_hub triton", [], 1, "numpy", [],
+     "install by hand, or activate a virtualenv and start again")])
+def test_missing_packages_are_installed(machine, has, arguments, status, pip, then, message):
+    """Training needs numpy and triton, and goes on without the others. status: that of pip."""
+    machine.site("system", "2.11.0", has.split())
+    calls = machine.run(*arguments, PIP_STATUS=str(status), status=int(status and not then))
+    assert calls == ["system/python3|-m|pip|install|--quiet|--retries|1|-c|requirements.txt|" + pip, *then]
+    python, missing = machine.folder / "system/bin/python3", pip.replace("|", " ")
+    lines = [f"installing {missing} for {python}", *[f"could not install {missing}; {message}"] * status]
+    assert machine.err == "".join(map(said, lines))
 
 
 def test_without_a_recent_torch_a_venv_is_made_once(machine):
@@ -225,48 +234,42 @@ def test_without_a_recent_torch_a_venv_is_made_once(machine):
     assert machine.run(PIP_STATUS="1", status=1) == VENV
     assert machine.err.splitlines()[-1].startswith("run.sh: could not install requirements.txt into .venv")
     assert machine.run() == [*VENV, f"{IN_VENV}|data/prepare.py|stdlib", start]
-    assert "torch older than 2.11" in machine.err and machine.run() == [start]
+    assert "/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
+    assert machine.run() == [start]
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("# changed\n")
     assert machine.run() == [*VENV, start]
     machine.site("system", "3.0.1")
-    assert machine.run() == [train(1, "--preset=cpu")]  # a recent torch is used as it is
+    assert machine.run() == [CPU]  # a recent torch is used as it is
 
 
-def test_a_missing_python_is_named(machine):
-    assert machine.run(OLD_PYTHON="yes", status=1) == []
-    assert machine.err == "run.sh: no Python 3.10 or newer on PATH; install one and start again\n"
+def test_a_python_without_venv_is_named(machine):
     machine.site("system", None)
-    python = machine.folder / "system" / "bin" / "python3"
-    python.write_text(PYTHON.replace('"-m venv") ', '"-m venv") exit 1; '))
-    assert machine.run(status=1) == VENV[:1] and "older" not in machine.err
-    assert "could not make .venv" in machine.err and "python3-venv" in machine.err
+    machine.change('"-m venv") ', '"-m venv") exit 1; ')
+    assert machine.run(status=1) == VENV[:1]
+    python = machine.folder / "system/bin/python3"
+    assert machine.err == said("installing requirements.txt into .venv; this takes minutes, once") + said(
+        f"could not make .venv with {python}; its venv module may be a package of its own (Debian: python3-venv)")
 
 
-@pytest.fixture
-def virtualenv(machine):
-    folder = machine.folder / "active env"
+def test_an_active_virtualenv(machine):
+    """It comes first. Without torch it gets the requirements, with an old torch it stays as it is."""
+    folder, python = machine.folder / "active env", "active env/python"
     for name in ("python", "python3"):
         machine.executable(folder / "bin" / name, PYTHON)
-    return {"VIRTUAL_ENV": str(folder), "PATH": f"{folder}/bin:{machine.env['PATH']}"}
-
-
-def test_an_active_virtualenv(machine, virtualenv):
-    """It comes first. Without torch it gets the requirements, with an old torch it stays as it is."""
+    machine.env |= {"VIRTUAL_ENV": str(folder), "PATH": f"{folder}/bin:{machine.env['PATH']}", "DATA_PATH": "/x"}
     machine.site("active", None, [])
-    python = "active env/python"
     pip, start = f"{python}|-m|pip|install|-r|requirements.txt", train(1, "--preset=cpu", python=python)
-    assert machine.run(PIP_STATUS="1", status=1, **virtualenv) == [pip]
-    assert "could not install requirements.txt into" in machine.err
-    assert machine.run(DATA_PATH="/x", **virtualenv) == [pip, start]
+    assert machine.run(PIP_STATUS="1", status=1) == [pip]
+    assert said(f"could not install requirements.txt into {folder}; pip's lines above say why") in machine.err
+    assert machine.run() == [pip, start]
     machine.site("active", "2.12.0")
-    assert machine.run(DATA_PATH="/x", **virtualenv) == [start] and not (machine.repo / ".venv").exists()
+    assert machine.run() == [start] and not (machine.repo / ".venv").exists()
     machine.site("active", "2.4.0")
     machine.site("system", None)
     machine.site("dotvenv", "2.11.0")
-    assert machine.run(DATA_PATH="/x", **virtualenv) == [
-        f"{python}|-m|venv|.venv", VENV[1], train(1, "--preset=cpu", python=IN_VENV)]
-    assert "active env/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
+    assert machine.run() == [f"{python}|-m|venv|.venv", VENV[1], train(1, "--preset=cpu", python=IN_VENV)]
+    assert said(f"{folder}/bin/python has a torch older than 2.11 and is left as it is; using .venv") in machine.err
 
 
 def test_the_versions_are_those_that_were_measured():
@@ -277,20 +280,15 @@ def test_the_versions_are_those_that_were_measured():
 
 
 @pytest.mark.parametrize("driver, words", [
-    ("580.65.06", ""), ("570.86.10", "driver 570.86.10 is older than 580: installing torch with CUDA 12.6"),
-    ("470.1", "driver 470.1 is too old for torch, which needs 580 or, with CUDA 12.6, 525")])
+    ("580.65.06", ""), ("570.86.10", "is older than 580: installing torch with CUDA 12.6"),
+    ("470.1", "is too old for torch, which needs 580 or, with CUDA 12.6, 525")])
 def test_an_old_driver_gets_another_build(machine, driver, words):
     machine.site("system", None)
     machine.site("dotvenv", "2.11.0")
-    first = f"{IN_VENV}|-m|pip|install|torch==2.11.0|--index-url|https://download.pytorch.org/whl/cu126"
-    calls = machine.run("--preset=cpu", SMI_GPUS="1", DRIVER=driver)
-    assert calls[:3] == [VENV[0], *[first] * ("570" in driver), VENV[1], STDLIB.replace("system/python3", IN_VENV)][:3]
-    assert words in machine.err and ("driver" in machine.err) == bool(words)
-
-
-def test_a_wrong_argument_costs_no_download(machine):
-    assert machine.run("--preset=short", "--learning_rate=3", status=1) == []
-    assert machine.err == "error: unknown key --learning_rate\n"
+    other = f"{IN_VENV}|-m|pip|install|torch==2.11.0|--index-url|https://download.pytorch.org/whl/cu126"
+    calls = machine.run("--preset=cpu", "--train_files=x", SMI_GPUS="1", DRIVER=driver)
+    assert calls[:-1] == [VENV[0], *[other] * ("570" in driver), VENV[1]]
+    assert machine.err.splitlines()[1:] == [f"run.sh: the NVIDIA driver {driver} {words}"] * bool(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,21 +346,6 @@ echo "${{NPROC:-}} $1" >>"{calls}"
     assert calls.read_text().splitlines() == [" test", "1 --preset=cpu", "2 --preset=cpu"][:3 if good else 2]
 
 
-@pytest.mark.parametrize("moment", ["probe", "download"])
-def test_ctrl_c_before_the_training(machine, moment):
-    """While run.sh looks for a Python, and while prepare.py works. No other Python is tried, and nothing is trained."""
-    wait = 'touch "$CALLS.waits"; exec sleep 60'
-    stand_in = machine.folder / "system/bin/python3"
-    text = stand_in.read_text()
-    line = "  PYTHONPATH" if moment == "probe" else "  mkdir -p data/stdlib"
-    text = text.replace('stdlib") mkdir', 'stdlib")\n  mkdir')
-    assert text.count(line) == 1
-    stand_in.write_text(text.replace(line, f"  {wait}\n{line}"))
-    assert signal_all(machine, signal.SIGINT) == (130, "", "run.sh: ended by Ctrl-C\n")
-    calls = machine.folder / "calls"
-    assert "launch" not in (calls.read_text() if calls.exists() else "")
-
-
 def signal_all(machine, number):
     """(status, stdout, stderr) of run.sh, whose processes all get a signal once a stand-in waits."""
     process = subprocess.Popen([str(machine.repo / "run.sh")], env=machine.env, text=True, start_new_session=True,
@@ -377,9 +360,18 @@ def signal_all(machine, number):
     return process.returncode, out, err
 
 
+@pytest.mark.parametrize("command", ["PYTHONPATH=$site", "mkdir -p data/stdlib"])
+def test_ctrl_c_before_the_training(machine, command):
+    """While run.sh looks for a Python, and while prepare.py works. No other Python is tried, and nothing is trained."""
+    machine.change(command, f'touch "$CALLS.waits"; exec sleep 60; {command}')
+    assert signal_all(machine, signal.SIGINT) == (130, "", said("ended by Ctrl-C"))
+    calls = machine.folder / "calls"
+    assert "launch" not in (calls.read_text() if calls.exists() else "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_all_processes_is_named(machine, number):
     """SIGHUP comes when a terminal closes. The line comes from a process of run.sh, which gets the signal, too."""
     machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
                                touch "$CALLS.waits"; sleep 60 & wait"""
-    assert signal_all(machine, number) == (9, "", f"run.sh: ended by signal {number}, from outside\n")
+    assert signal_all(machine, number) == (9, "", said(f"ended by signal {number}, from outside"))
