@@ -209,6 +209,12 @@ shards_of_run() {
     print(min(103, max(1, math.ceil(tokens / 1e8))))' "$procs" "$@"
 }
 
+# Without a GPU such a run ends at once, with one line, which should not cost a download.
+case "$mode$gpus $preset $*" in
+  *" cpu "* | *device*) ;;
+  train0*) data=given ;;
+esac
+
 # If these files exist, prepare.py need not start. It makes this shard of Python's library last.
 case "$data$preset" in
   given*) ;;

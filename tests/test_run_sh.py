@@ -139,7 +139,8 @@ def gpus(count) -> dict:
 @pytest.mark.parametrize("count, arguments, data, procs, preset", [
     (1, [], FINEWEB, 1, "single"), (3, [], FINEWEB, 2, "record"), (9, [], FINEWEB, 8, "record"),
     (0, ["--run_label=a  b*", "--x=$HOME `id` \\", "", "--y='\"'", "--x=again"], STDLIB, 1, "cpu"),
-    (8, ["--a=1", "--preset=cpu"], STDLIB, 1, ""), (0, ["--preset=record"], FINEWEB, 1, ""),
+    (8, ["--a=1", "--preset=cpu"], STDLIB, 1, ""), (0, ["--preset=record"], "", 1, ""),  # it ends without a GPU
+    (0, ["--preset=record", "--device=cpu"], FINEWEB, 1, ""),
     (8, ["--preset", "cpu"], STDLIB, 1, ""), (0, ["--preset=cpu", "--preset"], STDLIB, 1, ""),
     (8, ["--preset", "record", "--train_files", "x"], "", 8, ""), (4, ["--train_files=x*.bin"], "", 4, "record"),
     (2, ["--resume", "logs/a.pt"], "", 2, ""),  # the checkpoint has the preset and the data
@@ -180,7 +181,7 @@ def test_nproc_and_threads(machine, variables, procs, preset, threads):
 @pytest.mark.parametrize("arguments, variables, error", [
     ("", {"NPROC": "3"}, said("NPROC=3: the trainer runs with 1, 2, 4 or 8 processes")),
     ("", {"OLD_PYTHON": "yes"}, said("no Python 3.10 or newer on PATH; install one and start again")),
-    ("--preset=short --learning_rate=3", {}, "error: unknown key --learning_rate\n")])
+    ("--preset=short --learning_rate=3", gpus(1), "error: unknown key --learning_rate\n")])
 def test_an_error_costs_no_download(machine, arguments, variables, error):
     assert machine.run(*arguments.split(), status=1, **variables) == [] and machine.err == error
 
