@@ -7,178 +7,172 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from records import repeat
 
-# A run executes BEFORE, writes a log and executes TRAIN; `run` is label.seed. The last of each argument counts, as for
-# the trainer. The log gets a name that sorts before or after the names of other logs.
-RUN = r"""
+# Stands for ./run.sh and for compare.py. A run, which is label.seed, executes BEFORE, writes a log and executes TRAIN,
+# unless it is among FAILS or HANGS. The last of each argument counts, as for the trainer. The log gets a name that
+# sorts before or after the names of other logs.
+FAKE = r"""
 import json, os, random, signal, sys, time
 from pathlib import Path
-def write(**what):
-    with open(os.environ["CALLS"], "a") as file:
-        file.write(json.dumps(what) + "\n")
+signal.alarm(60)
+calls, variable = Path(os.environ["CALLS"]), lambda name, default="": os.environ.get(name, default)
+given = dict(argument[2:].split("=", 1) for argument in sys.argv[1:]
+             if argument.startswith("--") and "=" in argument)
+def tell(**what):
+    with open(calls, "a") as file:
+        file.write(json.dumps(what | {name: os.environ.get(name) for name in os.environ["NAMES"].split()}) + "\n")
+def wait(count, what):  # for calls
+    while calls.read_text().count('{"%s"' % what) < count:
+        time.sleep(0.01)
 def log(label, seed):
-    folder = Path(given["log_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{label}_{random.randrange(10)}-{os.getpid()}-{random.random()}.txt"
+    path = Path(given["log_dir"], f"{label}_{random.random()}.txt")
+    path.parent.mkdir(parents=True, exist_ok=True)
     steps = "".join(f"step:{i}/2 val_loss:3.{4 - i} train_time:{i}ms step_avg:1.00ms\n" for i in range(3))
     path.write_text(f"run_label: {label}\nseed: {seed}\n{steps}final_val_loss: 3.2\ntrain_seconds: 7.5\n")
     return str(path)
-def others(count):  # waits until so many runs have been started
-    for _ in range(3000):
-        if Path(os.environ["CALLS"]).read_text().count('{"run"') >= count:
-            return
-        time.sleep(0.01)
-    sys.exit("nobody else was started")
-env = {name: os.environ.get(name) for name in os.environ["NAMES"].split()}
+if sys.argv[0].endswith("compare.py"):
+    sys.exit(tell(compare=sys.argv[1:]) or int(variable("COMPARE_STATUS", 0)))
 if sys.argv[1] == "data":
-    write(data=sys.argv[2:], **env)
-    sys.exit(int(os.environ.get("DATA_STATUS", 0)))
-given = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    sys.exit(tell(data=sys.argv[2:]) or int(variable("DATA_STATUS", 0)))
 run = f"{given['run_label']}.{given['seed']}"
-write(run=run, rest=sys.argv[1:], pid=os.getpid(), time=time.monotonic(), **env)
-exec(os.environ.get("BEFORE", ""))
-write(log=log(given["run_label"], given["seed"]), of=run)
-exec(os.environ.get("TRAIN", ""))
-write(end=run, time=time.monotonic())
-"""
-COMPARE = """
-import json, os, sys
-with open(os.environ["CALLS"], "a") as file:
-    file.write(json.dumps({"compare": sys.argv[1:]}) + "\\n")
-sys.exit(int(os.environ.get("COMPARE_STATUS", 0)))
-"""
-FAIL = "if run == os.environ['BAD']: sys.exit(print('error: no', file=sys.stderr) or 3)"
-# Ctrl-C ends a run with a status, or finds it finished, or is ignored.
-HANG = """
-if run in os.environ["BAD"].split():
-    status = os.environ.get("STATUS")
-    signal.signal(signal.SIGINT, (lambda *_: os._exit(int(status))) if status else signal.SIG_IGN)
-    write(hangs=run)
-    time.sleep(60)
+tell(run=run, argv=sys.argv[1:], pid=os.getpid())
+exec(variable("BEFORE"))
+tell(log=log(given["run_label"], given["seed"]), of=run)
+if run in variable("FAILS"):
+    sys.exit(print("error: no", file=sys.stderr) or 3)
+if run in (hanging := variable("HANGS").split()):  # Ctrl-C ends it with STATUS, or it ignores Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tell(hangs=run)
+    wait(len(hanging), "hangs")
+    if run == hanging[-1]:
+        os.kill(os.getppid(), int(variable("SIGNAL")))
+    os._exit(int(variable("STATUS"))) if variable("STATUS") else signal.pause()
+exec(variable("TRAIN"))
+tell(end=run)
 """
 NAMES = "CUDA_VISIBLE_DEVICES", "NPROC", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
-class Place:
-    """A folder with a space in its name, in which repeat.py finds its surroundings."""
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Stands for the repository."""
+    folder = tmp_path / "my repo"
+    for name in "run.sh", "records/compare.py":
+        script(folder / name, f"#!{sys.executable} -S\n{FAKE}")
+    monkeypatch.setattr(repeat, "ROOT", folder)
+    return folder
 
-    def __init__(self, folder: Path):
-        self.folder, self.calls = folder / "my repo", folder / "calls"
-        self.executable(self.folder / "run.sh", f"#!{sys.executable} -S\n{RUN}")
-        self.executable(self.folder / "records/compare.py", COMPARE)
-        (self.folder / "data/run").mkdir(parents=True)
-        for name in "records/repeat.py", *(f"data/{part}.py" for part in ("__init__", "run/__init__", "run/disk",
-                                                                         "run/errors")):
-            shutil.copy(ROOT / name, self.folder / name)
-        self.env = {"PATH": f"{folder}/bin:/usr/bin:/bin", "HOME": os.path.expanduser("~"), "NAMES": " ".join(NAMES),
-                    "CALLS": str(self.calls)}
 
-    def executable(self, path, text):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-
-    def start(self, *argv, **env):
-        self.calls.write_text("")
-        argv = [sys.executable, str(self.folder / "records/repeat.py"), "--repeat", *argv]
-        return subprocess.Popen(
-            argv, env=self.env | env, cwd=self.folder.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # & has it ignored
-
-    def run(self, *argv, status=0, **env) -> tuple[list, str]:
-        """(runs as (label, seed, other arguments) in the order of their start, what was compared)"""
-        process = self.start(*argv, **env)
-        self.out, self.err = process.communicate(timeout=60)
-        assert process.returncode == status, (process.returncode, self.out, self.err)
-        return self.runs(), self.compared()
-
-    def told(self, what="") -> list[dict]:
-        return [call for call in map(json.loads, self.calls.read_text().splitlines()) if what in [*call, ""]]
-
-    def runs(self) -> list[tuple]:
-        ours = "--run_label=", "--seed=", "--log_dir=logs"
-        return [(*call["run"].rsplit(".", 1), *(text for text in call["rest"] if not text.startswith(ours)))
-                for call in self.told("run")]
-
-    def compared(self) -> str:
-        """label.seed of the runs whose logs were compared, which happens once, last, and with their labels."""
-        if not (calls := self.told("compare")):
-            return ""
-        assert calls == self.told()[-1:]
-        *self.options, _ = before = calls[0]["compare"][:calls[0]["compare"].index("--") + 1]
-        logs = [log.split("=", 1) for log in calls[0]["compare"][len(before):]]
-        writers = {call["log"]: call["of"] for call in self.told("log")}
-        assert [writers[path].rsplit(".", 1)[0] for _, path in logs] == [label for label, _ in logs]
-        return " ".join(writers[path] for _, path in logs)
-
-    def interrupt(self, process, hanging, to=os.killpg, number=signal.SIGINT):
-        """Signals the process, by default its whole group as a terminal does. Afterwards no run is left."""
-        while len(self.told("hangs")) < hanging:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
-        to(process.pid, number)
-        _, self.err = process.communicate(timeout=15)
-        for call in self.told("run"):
-            with pytest.raises(ProcessLookupError):
-                os.kill(call["pid"], 0)
-        assert process.returncode == 130 and "failed" not in self.err
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 @pytest.fixture
-def place(tmp_path):
-    return Place(tmp_path)
+def train(folder, monkeypatch, capfd):
+    """train(arguments, variables) -> an object with status, out, err; calls of FAKE; runs, in the order of their start;
+    compared, the runs whose logs were compared; options of the comparison."""
+    calls = folder.parent / "calls"
+
+    def train(argv, **env):
+        calls.write_text("")
+        # A signal that repeat.py does not handle would end the tests.
+        handlers = {number: signal.signal(number, lambda *_: None) for number in repeat.SIGNALS}
+        with monkeypatch.context() as patch:
+            for name in NAMES:
+                patch.delenv(name, raising=False)
+            for name, value in (dict(CALLS=str(calls), NAMES=" ".join(NAMES)) | env).items():
+                patch.setenv(name, value)
+            try:
+                status = repeat.main(["--repeat", *(argv.split() if isinstance(argv, str) else argv)])
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        told, compared, options = [json.loads(line) for line in calls.read_text().splitlines()], [], []
+        if comparisons := [call for call in told if "compare" in call]:
+            assert comparisons == told[-1:]  # once, and last
+            argv = comparisons[0]["compare"]
+            options, logs = argv[:argv.index("--")], [log.split("=", 1) for log in argv[argv.index("--") + 1:]]
+            writers = {call["log"]: call["of"] for call in told if "log" in call}
+            compared = [writers[path] for _, path in logs]
+            assert [run.rpartition(".")[0] for run in compared] == [label for label, _ in logs]
+        out, err = capfd.readouterr()
+        return SimpleNamespace(
+            status=status, out=out, err=err, calls=told, runs=[call["run"] for call in told if "run" in call],
+            compared=" ".join(compared), options=options)
+    return train
 
 
-def test_labels_take_turns_with_the_same_seeds(place):
+def test_labels_take_turns_with_the_same_seeds(train):
     """Each label has its own arguments after those of all. Of equal options the last counts."""
     common, own = ["--x=a  b*", ""], ["--y=$HOME", "--x='\"'"]
-    argv = "5", "--repeat=2", *common, "--label", "a", "--seed=7", "--label=b.1", *own, "--z", "-1"
-    runs, compared = place.run(*argv)
-    a, b = common, [*common, *own, "--z=-1"]
-    assert runs == [("a", "7", *a), ("b.1", "7", *b), ("a", "8", *a), ("b.1", "8", *b)]
-    assert compared == "a.7 a.8 b.1.7 b.1.8" and place.options == []
-    starts = zip("1122", runs)
-    assert place.err.splitlines() == [f"run.sh: {label}, run {i} of 2, seed {seed}" for i, (label, seed, *_) in starts]
+    done = train(["5", "--repeat=2", *common, "--label", "a", "--seed=7", "--label=b.1", *own, "--z", "-1"])
+    assert (done.status, done.compared, done.options) == (0, "a.7 a.8 b.1.7 b.1.8", [])
+    assert [call["argv"] for call in done.calls if "run" in call] == [
+        [f"--run_label={label}", f"--seed={seed}", "--log_dir=logs", *common, *rest]
+        for seed in (7, 8) for label, rest in (("a", []), ("b.1", [*own, "--z=-1"]))]
+    assert done.err == "".join(
+        f"run.sh: {label}, run {i} of 2, seed {i + 6}\n" for i in (1, 2) for label in ("a", "b.1"))
 
 
 @pytest.mark.parametrize("parallel", [[], ["--parallel"]])
-def test_only_the_logs_of_this_call_are_compared(place, parallel):
+def test_only_the_logs_of_this_call_are_compared(folder, train, parallel):
     """Other calls write logs of the same label, of a label that begins alike, or of the same label and seed before."""
     others = "log('a', 9), log('a_b', 9), log('a_' + given['run_label'], given['seed'])"
+    argv = ["1", "--log_dir", "my [logs]", "--label=a", *parallel, f"--log_dir={folder}/there", "--label=a_b"]
     for _ in range(2):
-        argv = "1", "--log_dir", "my [logs]", "--label=a", *parallel, f"--log_dir={place.folder}/there", "--label=a_b"
-        _, compared = place.run(*argv, BEFORE=others, CUDA_VISIBLE_DEVICES="0,1")
-        assert compared == "a.1 a_b.1"
-    assert (place.folder / "there").is_dir() and (place.folder / "my [logs]").is_dir()
+        assert train(argv, BEFORE=others, CUDA_VISIBLE_DEVICES="0,1").compared == "a.1 a_b.1"
+    assert (folder / "there").is_dir() and (folder / "my [logs]").is_dir()
 
 
-@pytest.mark.parametrize("bad, compared", [("b.1", "a.1"), ("a.1", "")])
-def test_a_failure_is_named_and_the_last_run(place, bad, compared):
-    runs, logs = place.run("2", "--label", "a", "--label", "b", status=3, TRAIN=FAIL, BAD=bad)
-    label, seed = runs[-1]
-    assert f"{label}.{seed}" == bad and logs == compared
-    assert place.err.endswith(f"error: no\nrun.sh: {label}, run {seed} of 2, seed {seed}: failed with status 3\n")
+@pytest.mark.parametrize("argv, env, status, runs, compared, message", [
+    ("2 --label a --label b", dict(FAILS="b.1"), 3, "a.1 b.1", "a.1", "b, run 1 of 2, seed 1: failed with status 3"),
+    ("2 --label a --label b", dict(FAILS="a.1"), 3, "a.1", "", "a, run 1 of 2, seed 1: failed with status 3"),
+    ("4 --label a --label b --parallel", dict(FAILS="a.1", BEFORE="wait(3, 'run')", TRAIN="time.sleep(0.3)"), 3,
+     "a.1 a.2 b.1", "a.2 b.1", "a, run 1 of 4, seed 1, GPU 0: failed with status 3"),
+    ("2 --label a --help", dict(BEFORE="sys.exit()"), 1, "a.1", "", "seed 1: ended without a log in logs"),
+    ("2 --label a", dict(TRAIN="os.kill(os.getpid(), 9)"), 137, "a.1", "", "seed 1: failed with status 137"),
+    ("1 --label a", dict(COMPARE_STATUS="5"), 5, "a.1", "a.1", "run.sh: a, run 1 of 1, seed 1")])
+def test_failures(train, argv, env, status, runs, compared, message):
+    """Of a run, after which no other starts, though those side by side finish; without a log; by a signal; of the
+    comparison."""
+    done = train(argv, CUDA_VISIBLE_DEVICES="0,1,2", **env)
+    assert (done.status, sorted(done.runs), done.compared) == (status, runs.split(), compared)
+    assert "error: no\nrun.sh: " * ("FAILS" in env) + f"{message}\n" in done.err
 
 
-def test_other_failures(place):
-    """Without a log, by a signal, of the comparison."""
-    place.run("2", "--label", "a", "--help", status=1, BEFORE="sys.exit()")
-    assert place.err.endswith("run.sh: a, run 1 of 2, seed 1: ended without a log in logs\n")
-    assert len(place.run("2", "--label", "a", status=137, TRAIN="os.kill(os.getpid(), 9)")[0]) == 1
-    place.run("1", "--label", "a", status=5, COMPARE_STATUS="5")
+@pytest.mark.parametrize("argv, hangs, status, number, compared", [
+    # torchrun ends with a status of its own; a run may have finished when the signal came
+    ("2 --label a --label b", "b.1", "1", signal.SIGINT, "a.1"),
+    ("2 --label a --label b", "b.1", "0", signal.SIGTERM, "a.1 b.1"),
+    # side by side, though the runs ignore Ctrl-C. GPU 0: a.1, then b.2; GPU 1: b.1
+    ("3 --parallel --label a --label b", "b.1 b.2", "", signal.SIGINT, "a.1"),
+    ("3 --parallel --label a --label b", "b.1 b.2", "", signal.SIGTERM, "a.1")])
+def test_ctrl_c_ends_the_runs_and_keeps_the_finished_ones(train, argv, hangs, status, number, compared):
+    done = train(argv, CUDA_VISIBLE_DEVICES="0,1", HANGS=hangs, STATUS=status, SIGNAL=str(int(number)))
+    assert (done.status, {*done.runs}, done.compared) == (130, {"a.1", *hangs.split()}, compared)
+    assert "failed" not in done.err and done.err.count(": stopped\n") == 2 * ("--parallel" in argv)
+    for call in done.calls:
+        if "pid" in call:
+            with pytest.raises(ProcessLookupError):
+                os.kill(call["pid"], 0)
 
 
-@pytest.mark.parametrize("status, compared", [("1", "a.1"), ("0", "a.1 b.1")])
-def test_ctrl_c_ends_the_run_and_keeps_the_finished_ones(place, status, compared):
-    """Also a run that had finished when the signal came. torchrun ends with a status of its own."""
-    place.interrupt(place.start("2", "--label", "a", "--label", "b", TRAIN=HANG, BAD="b.1", STATUS=status), 1)
-    assert place.runs()[-1] == ("b", "1") and place.compared() == compared
+def test_exchange_and_signed_labels_reach_the_comparison(folder, train):
+    """--exchange is left out where one of its labels has no finished run, because compare.py refuses such labels.
+    Signed labels and file names look like options of compare.py."""
+    for fails, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
+        assert train("1 --label long --exchange=short,long --label short --label x", FAILS=fails).options == options
+    shutil.copy(repeat.__file__.replace("repeat.py", "compare.py"), folder / "records")
+    done = train("2 --log_dir=. --label -a --label=+a --x=1")
+    assert done.calls[3]["argv"] == ["--run_label=+a", "--seed=1", "--log_dir=logs", "--log_dir=.", "--x=1"]
+    assert re.findall(r"^(\S+) +2  ", done.out, re.M)[:2] == ["-a", "+a"]
 
 
 @pytest.mark.parametrize("argv, error", {
@@ -188,75 +182,46 @@ def test_ctrl_c_ends_the_run_and_keeps_the_finished_ones(place, status, compared
     "2 --run_label b --label a": "--run_label=b: with", "2 --label a --seed=1 --seed=2": "--seed=2: there is one",
     "2 --label a --seed=010": "--seed=010: write", "2 --label a --label b --exchange=a,c": "--exchange=a,c: write two",
     "2 --label a --parallel": "--parallel needs GPUs"}.items())
-def test_errors_are_one_line_before_anything_is_done(place, argv, error):
-    assert place.run(*argv.split(), status=1, CUDA_VISIBLE_DEVICES="") == ([], "")
-    assert place.told() == [] and place.err.startswith("error: " + error) and place.err.count("\n") == 1
-
-
-def test_signed_labels_and_exchange_reach_the_comparison(place):
-    """Signed labels and file names look like options of compare.py. --exchange is left out where one of its labels has
-    no finished run, because compare.py refuses such labels."""
-    argv = "1 --label long --exchange=short,long --label short --label x".split()
-    for bad, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
-        place.run(*argv, status=3, TRAIN=FAIL, BAD=bad)
-        assert place.options == options
-    shutil.copy(ROOT / "records/compare.py", place.folder / "records")
-    place.run("2", "--log_dir=.", "--label", "-a", "--label=+a", "--x=1")
-    assert place.runs()[1] == ("+a", "1", "--log_dir=.", "--x=1")
-    assert re.findall(r"^(\S+) +2  ", place.out, re.M)[:2] == ["-a", "+a"]
+def test_errors_are_one_line_before_anything_is_done(argv, error):
+    done = subprocess.run([sys.executable, repeat.__file__, "--repeat", *argv.split()], capture_output=True, text=True,
+                          env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 1 and re.fullmatch(f"error: {re.escape(error)}.*\n", done.stderr)
 
 
 # ---- Side by side ----------------------------------------------------------------------------------------------------
 
 
-def test_each_gpu_has_a_queue_and_caches_of_its_own(place):
+def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
     """At most one run at a time on each GPU, and as many at once as there are GPUs. Labels with the same data get the
     data once, before the runs."""
-    caches = dict(zip(NAMES[2:], ("/my/a", "/my/b")))
-    argv = "4 --label a --parallel --label b --train_files x --y=2".split()
-    place.run(*argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="others(3)", **caches)
-    assert [call.get("data") for call in place.told()[:3]] == [[], ["--train_files=x"], None]
-    assert {(call["CUDA_VISIBLE_DEVICES"], call["NPROC"]) for call in place.told("data")} == {("5", "1")}
-    queues, starts = {}, {call["run"]: call["time"] for call in place.told("run")}
-    for call in place.told("run"):
-        gpu = call["CUDA_VISIBLE_DEVICES"]
-        queues.setdefault(gpu, []).append(call["run"])
-        folder = {"5": "", "3": "/gpu1", "GPU-x": "/gpu2"}[gpu]
-        assert [call[name] for name in NAMES[1:]] == ["1", f"/my/a{folder}", f"/my/b{folder}"]
-    assert queues == {"5": ["a.1", "b.2"], "3": ["b.1", "a.3", "a.4"], "GPU-x": ["a.2", "b.3", "b.4"]}
-    ends = {call["end"]: call["time"] for call in place.told("end")}
-    assert all(ends[one] < starts[other] for queue in queues.values() for one, other in zip(queue, queue[1:]))
-    assert place.compared() == " ".join(f"{label}.{seed}" for label in "ab" for seed in range(1, 5))
+    argv, caches = "4 --label a --parallel --label b --train_files x --y=2", dict(zip(NAMES[2:], ("/my/a", "/my/b")))
+    done = train(argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="wait(3, 'run')", **caches)
+    assert done.compared == "a.1 a.2 a.3 a.4 b.1 b.2 b.3 b.4"
+    queues = {}
+    for call in done.calls[:-1]:
+        if "log" not in call:
+            queues.setdefault(tuple(call[name] for name in NAMES), []).append(next(iter(call.values())))
+
+    def starts_and_ends(runs):
+        return [run for run in runs.split() for _ in range(2)]
+    assert queues == {("5", "1", "/my/a", "/my/b"): [[], ["--train_files=x"], *starts_and_ends("a.1 b.2")],
+                      ("3", "1", "/my/a/gpu1", "/my/b/gpu1"): starts_and_ends("b.1 a.3 a.4"),
+                      ("GPU-x", "1", "/my/a/gpu2", "/my/b/gpu2"): starts_and_ends("a.2 b.3 b.4")}
+    assert "data" in done.calls[0] and "data" in done.calls[1]
     title = "run.sh: b, run 3 of 4, seed 3, GPU GPU-x"
-    told = [line for line in place.err.splitlines() if line.startswith(title)]
-    assert told == [title, title + ": final_val_loss: 3.2, train_seconds: 7.5"] and place.err.count("\n") == 16
+    told = [line for line in done.err.splitlines() if line.startswith(title)]
+    assert told == [title, title + ": final_val_loss: 3.2, train_seconds: 7.5"] and done.err.count("\n") == 16
     # nvidia-smi lists the GPUs. No run starts without data.
-    place.executable(place.folder.parent / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
-    assert place.run(*argv, status=7, DATA_STATUS="7") == ([], "") and place.told()[0]["CUDA_VISIBLE_DEVICES"] == "0"
+    script(folder / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
+    done = train(argv, DATA_STATUS="7", PATH=f"{folder}/bin:{os.environ['PATH']}")
+    assert (done.status, len(done.calls), done.calls[0]["CUDA_VISIBLE_DEVICES"]) == (7, 1, "0")
 
 
-@pytest.mark.parametrize("home, folder", [("{home}", "{home}/speedrun"), ("/dev/null", "/caches_{uid}/speedrun")])
-def test_caches_of_the_second_gpu(place, home, folder):
+@pytest.mark.parametrize("home, caches", [("{home}", "{home}/speedrun"), ("/dev/null", "/caches_{uid}/speedrun")])
+def test_caches_of_the_second_gpu(folder, train, home, caches):
     """Beside those of the first, which are the trainer's own; where no cache can be, in the folder for such files."""
-    home, folder = (text.format(home=place.folder, uid=os.getuid()) for text in (home, folder))
-    place.run("1", "--label=a", "--label=b", "--parallel", CUDA_VISIBLE_DEVICES="0,1", XDG_CACHE_HOME=home)
-    first, second = sorted(place.told("run"), key=lambda call: call["CUDA_VISIBLE_DEVICES"])
-    assert not any(first.get(name) for name in NAMES[2:])
-    for name, part in zip(NAMES[2:], ("inductor", "triton")):
-        assert second[name].endswith(f"{folder}/{part}/gpu1")
-
-
-def test_a_failure_lets_the_others_finish(place):
-    """The other two started runs finish. No run follows on the free GPUs."""
-    runs, compared = place.run("4", "--parallel", "--label=a", "--label=b", status=3, CUDA_VISIBLE_DEVICES="0,1,2",
-                               BAD="a.1", BEFORE="others(3)", TRAIN=FAIL + "\ntime.sleep(0.3)")
-    assert sorted(runs) == [("a", "1"), ("a", "2"), ("b", "1")] and compared == "a.2 b.1"
-    assert "\nerror: no\nrun.sh: a, run 1 of 4, seed 1, GPU 0: failed with status 3\nrun.sh: " in place.err
-
-
-@pytest.mark.parametrize("to, number", [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)])
-def test_no_run_is_left_side_by_side(place, to, number):
-    """Whether a terminal sends the signal or this process alone gets it, and though the runs ignore Ctrl-C."""
-    argv, bad = ("3", "--parallel", "--label", "a", "--label", "b"), "b.1 b.2"  # GPU 0: a.1, then b.2; GPU 1: b.1
-    place.interrupt(place.start(*argv, CUDA_VISIBLE_DEVICES="0,1", TRAIN=HANG, BAD=bad), 2, to, number)
-    assert place.err.count(": stopped\n") == 2 and len(place.runs()) == 3 and place.compared() == "a.1"
+    home, caches = (text.format(home=folder, uid=os.getuid()) for text in (home, caches))
+    done = train("1 --label=a --label=b --parallel", CUDA_VISIBLE_DEVICES="0,1", XDG_CACHE_HOME=home)
+    found = {call["CUDA_VISIBLE_DEVICES"]: [call[name] for name in NAMES[2:]] for call in done.calls if "run" in call}
+    assert found["0"] == [None, None]
+    assert [path.partition(caches)[2] for path in found["1"]] == ["/inductor/gpu1", "/triton/gpu1"]

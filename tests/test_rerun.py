@@ -14,51 +14,44 @@ from pathlib import Path
 import pytest
 
 from records import compare, rerun
-from test_run import ENV, ROOT, corpus, finish, start  # noqa: F401 (corpus is a fixture)
+from test_run import ENV, ROOT, corpus, finish, ready, start  # noqa: F401 (corpus is a fixture)
+
+UNRECORDED = {key: value for key, value in os.environ.items()
+              if not key.startswith(("TORCH", "TRITON", "NCCL", "OMP", "DATA_PATH"))}
 
 # Its losses follow from the sources (data/loader.py), from a knob (seed) and from an environment variable.
-FAKE = '''import json, os, sys, uuid
+FAKE = '''import json, os, sys
 from pathlib import Path
 from data.loader import RATE
 
-ROOT, RULE = Path(__file__).parent, "=" * 100
+ROOT, RULE, LINE = Path(__file__).parent, "=" * 100 + "\\n", "-" * 40
 NAMES = "train_gpt.py", "data/__init__.py", "data/loader.py", "notes.txt"
-
-
-def main(knobs):
-    if "stop" in knobs:
-        print(f"error: no files match {knobs['train_files']}", file=sys.stderr)
-        sys.exit(int(knobs["stop"]))
-    sources = {name: (ROOT / name).read_bytes().decode() for name in NAMES}
-    knobs = {"run_label": "base", "log_dir": "logs", "device": "cpu", "seed": "3", "prompt": "def ",
-             "layer0": "paired, wide", "train_files": "data/*.py", "val_files": "data/*.py", "save": "True",
-             "save_every": "2", "resume": "", "profile": "1:2", "sample_tokens": "9"} | knobs
-    script, *others = sources.items()
-    sha256 = knobs.pop("sha256", "0a")
-    line, versions = "-" * 40, f"{RULE}\\nRunning Python 3.11\\nRunning PyTorch 2.13.0 compiled for CUDA 9\\n{RULE}"
-    recorded = "TORCH", "TRITON", "NCCL", "OMP"
-    env = {f"env.{key}": value for key, value in os.environ.items() if key.startswith(recorded)}
-    settings = {"hardware": "x86_64", "ranks": 1, "command": "train_gpt.py --seed=3",
-                "commit": f"{uuid.uuid4()} clean", "sources": " ".join(NAMES),
-                "train_shards": knobs.pop("shards", "a.bin:9"), "val_shards": "b.bin:5", **env, **knobs}
-    Path(knobs["log_dir"]).mkdir(exist_ok=True)
-    path = Path(knobs["log_dir"], f"{knobs['run_label']}_{uuid.uuid4()}.txt")
-    with open(path, "w", encoding="utf-8", newline="") as log:
-        for text in (script[1], *(f"\\n{line}\\n# {name}\\n{line}\\n\\n{text}" for name, text in others), versions,
-                     *(f"{key}: {value}" for key, value in settings.items()), RULE, "kernels: XXT:torch head:float32",
-                     f"shards: train_sha256={sha256}"):
-            log.write(text + "\\n")
-        for step in range(0, 7, 2):
-            loss = 5 - RATE * step + int(knobs["seed"]) / 100 + int(os.environ.get("OMP_FAKE", 0)) / 1000
-            log.write(f"step:{step}/6 val_loss:{loss:.4f} train_time:{step}ms step_avg:1.00ms\\n")
-    env |= {key: os.environ.get(key) for key in ("DATA_PATH", "PYTHONPATH")}
-    print("seen:", json.dumps([sys.argv[1:], env, str(ROOT), os.getcwd()]), flush=True)
-
-
-if __name__ == "__main__":
-    main(dict(argument[2:].split("=", 1) for argument in sys.argv[1:]))
+knobs = {"run_label": "base", "log_dir": "logs", "device": "cpu", "seed": "3", "prompt": "def ",
+         "layer0": "paired, wide", "train_files": "data/*.py", "val_files": "data/*.py", "save": "True",
+         "save_every": "2", "resume": "", "profile": "1:2", "sample_tokens": "9"}
+knobs |= dict(argument[2:].split("=", 1) for argument in sys.argv[1:])
+if "stop" in knobs:
+    print(f"error: no files match {knobs['train_files']}", file=sys.stderr)
+    sys.exit(int(knobs["stop"]))
+shards, sha256 = knobs.pop("shards", "a.bin:9"), knobs.pop("sha256", "0a")
+recorded = "TORCH", "TRITON", "NCCL", "OMP"
+env = {f"env.{key}": value for key, value in os.environ.items() if key.startswith(recorded)}
+facts = {"hardware": "x86_64", "ranks": 1, "command": "train_gpt.py --seed=3", "commit": f"{os.getpid()} clean",
+         "sources": " ".join(NAMES), "train_shards": shards, "val_shards": "b.bin:5", **env, **knobs}
+titles = ["", *(f"\\n{LINE}\\n# {name}\\n{LINE}\\n\\n" for name in NAMES[1:])]
+log = "".join(title + (ROOT / name).read_bytes().decode() + "\\n" for title, name in zip(titles, NAMES))
+log += f"{RULE}Running Python 3.11\\nRunning PyTorch 2.13.0 compiled for CUDA 9\\n{RULE}"
+log += "".join(f"{key}: {value}\\n" for key, value in facts.items())
+log += f"{RULE}kernels: XXT:torch head:float32\\nshards: train_sha256={sha256}\\n"
+for step in range(0, 7, 2):
+    loss = 5 - RATE * step + int(knobs["seed"]) / 100 + int(os.environ.get("OMP_FAKE", 0)) / 1000
+    log += f"step:{step}/6 val_loss:{loss:.4f} train_time:{step}ms step_avg:1.00ms\\n"
+path = Path(knobs["log_dir"], f"{knobs['run_label']}_{os.getpid()}.txt")
+path.parent.mkdir(exist_ok=True)
+path.write_bytes(log.encode())
+env |= {key: os.environ.get(key) for key in ("DATA_PATH", "PYTHONPATH")}
+print("seen:", json.dumps([sys.argv[1:], env, str(ROOT), os.getcwd()]), flush=True)
 '''
-RECORDED = "TORCH", "TRITON", "NCCL", "OMP"
 # An empty file, a file without a line end, characters of many kinds, rules and the title of a file that is not dumped.
 FILES = {"train_gpt.py": FAKE, "data/__init__.py": "", "data/loader.py": "\n\nRATE = 0.25  # é ✓ \x0c tab\t\n\n\n",
          "notes.txt": f"\n{'-' * 40}\n# other.py\n{'-' * 40}\n\n{'=' * 100}\nno end \U0001f600"}
@@ -69,20 +62,18 @@ THEIRS = {"OMP_FAKE": "7", "TRITON_TRACE": "their/trace", "TORCHELASTIC_RUN_ID":
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The log of a run of FILES."""
-    code, logs = (tmp_path_factory.mktemp(name) for name in ("code", "first"))
+    folder = tmp_path_factory.mktemp("made")
     for name, text in FILES.items():
-        (code / name).parent.mkdir(exist_ok=True)
-        (code / name).write_bytes(text.encode())
-    env = {key: value for key, value in os.environ.items() if not key.startswith(RECORDED)} | THEIRS
-    subprocess.run([sys.executable, "train_gpt.py", f"--log_dir={logs}"], cwd=code, env=env, check=True)
-    return next(logs.glob("*.txt"))
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text.encode())
+    subprocess.run([sys.executable, "train_gpt.py"], cwd=folder, env=UNRECORDED | THEIRS, check=True)
+    return next(folder.glob("logs/*.txt"))
 
 
 @pytest.fixture
 def log(made, tmp_path):
     """A copy of the log."""
-    (tmp_path / "first").mkdir()
-    return Path(shutil.copy(made, tmp_path / "first"))
+    return Path(shutil.copy(made, tmp_path))
 
 
 @pytest.fixture
@@ -91,19 +82,18 @@ def again(tmp_path, capfd, monkeypatch):
     left. tmp_path stands for the repository."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(rerun, "ROOT", tmp_path)
-    for key in [key for key in os.environ if key.startswith((*RECORDED, "DATA_PATH"))]:
+    for key in {*os.environ} - {*UNRECORDED}:
         monkeypatch.delenv(key)
     (tmp_path / "temporary").mkdir()
 
     def again(log, *arguments):
-        old = set((tmp_path / "logs").glob("*"))
-        capfd.readouterr()
+        old = {*tmp_path.glob("logs/*")}
         status = rerun.main([str(log), *arguments])
         out, err = capfd.readouterr()
-        new = set((tmp_path / "logs").glob("*")) - old
-        seen = re.search("^seen: (.*)$", out, re.M)
-        assert not list((tmp_path / "temporary").iterdir()) and len(new) == (status == 0), out + err
-        return status, out, err, new.pop() if new else None, json.loads(seen[1]) if seen else None
+        new = [*{*tmp_path.glob("logs/*")} - old]
+        assert not [*(tmp_path / "temporary").iterdir()] and len(new) == (status == 0), out + err
+        seen = re.findall("^seen: (.*)$", out, re.M)
+        return status, out, err, *(new or [None]), *(map(json.loads, seen) if seen else [None])
     return again
 
 
@@ -113,11 +103,6 @@ def edit(log, old, new, count=1) -> Path:
     assert text.count(old) == count, old
     log.write_bytes(text.replace(old, new).encode())
     return log
-
-
-def table(out, first) -> list[list[str]]:
-    """The rows of the table in `out` whose first row begins with these words."""
-    return [line.split() for line in re.search(rf"^ *{first}.*\n(?:.+\n)*", out, re.M)[0].splitlines()]
 
 
 def test_equal_runs(tmp_path, log, again, monkeypatch):
@@ -130,9 +115,14 @@ def test_equal_runs(tmp_path, log, again, monkeypatch):
     assert rerun.unpack(compare.read_run(log)) == FILES
     status, out, err, new, (argv, env, folder, cwd) = again(log)
     assert (status, err) == (0, "") and out.splitlines()[0] == f"this executes the code in {log}, whoever wrote it"
-    losses = zip("0246", ("5.0370", "4.5370", "4.0370", "3.5370"))
-    assert table(out, "step")[1:] == [[step, loss, loss, "+0.0000"] for step, loss in losses]
-    assert out.endswith("\n\nequal in every digit\n")
+    assert """
+step     log   rerun  difference
+0     5.0370  5.0370     +0.0000
+2     4.5370  4.5370     +0.0000
+4     4.0370  4.0370     +0.0000
+6     3.5370  3.5370     +0.0000
+
+""" in out and out.endswith("\n\nequal in every digit\n")
     assert new.name.startswith("rerun_base_") and rerun.unpack(compare.read_run(new)) == FILES
     assert argv == ["--run_label=rerun_base", f"--log_dir={tmp_path}/logs", "--device=cpu", "--seed=3", "--prompt=def ",
                     "--layer0=paired, wide", "--train_files=data/*.py", "--val_files=data/*.py"]
@@ -148,20 +138,17 @@ def test_equal_runs(tmp_path, log, again, monkeypatch):
     assert "\n\nother data: train_sha256 is '0a' in the log, '0b' in the rerun\n\n" in out
 
 
-@pytest.mark.parametrize("old, new, difference", [
-    ("step:4/6 val_loss:4.0370", "step:4/6 val_loss:4.0371", "0.0001 at step 4"),
-    ("step:6/6 val_loss:3.5370", "step:6/6 val_loss:nan", "nan at step 6"),
-    ("RATE = 0.25 ", "RATE = 0.24 ", "0.0600 at step 6"), ("\nseed: 3\n", "\nseed: 4\n", "0.0100 at step 0")])
-def test_a_changed_log_is_found_out(log, again, old, new, difference):
+@pytest.mark.parametrize("old, new, verdict", [
+    ("step:4/6 val_loss:4.0370", "step:4/6 val_loss:4.0371", "the largest difference is 0.0001 at step 4"),
+    ("step:6/6 val_loss:3.5370", "step:6/6 val_loss:nan", "the largest difference is nan at step 6"),
+    ("RATE = 0.25 ", "RATE = 0.24 ", "the largest difference is 0.0600 at step 6"),
+    ("\nseed: 3\n", "\nseed: 4\n", "the largest difference is 0.0100 at step 0"),
+    ("step:6/6 val_loss:3.5370 train_time", "", "equal in every digit (3 of 4 validations are in both logs)")])
+def test_verdicts_on_a_changed_log(log, again, old, new, verdict):
     status, out, err, *_ = again(edit(log, old, new))
-    assert (status, err) == (0, "") and out.endswith(f"\n\nthe largest difference is {difference}\n"), out
-
-
-def test_an_unfinished_log_is_compared_as_far_as_it_goes(log, again):
-    log.write_text(log.read_text().partition("step:4/6")[0])
-    status, out, *_ = again(log)
-    assert status == 0 and "the run in the log did not finish; the losses are compared up to its step 2\n" in out
-    assert out.endswith("\n\nequal in every digit (2 of 4 validations are in both logs)\n")
+    assert (status, err) == (0, "") and out.endswith(f"\n\n{verdict}\n"), out
+    unfinished = "\nthe run in the log did not finish; the losses are compared up to its step 4\n"
+    assert (unfinished in out) == ("3 of 4" in verdict)
 
 
 def test_a_failing_trainer(log, again):
@@ -204,11 +191,11 @@ def test_errors_are_one_line(log, capfd, monkeypatch, arguments, message):
 @pytest.mark.parametrize("ranks, gpus, count", [(8, 9, 8), (8, 7, 4), (8, 1, 1), (6, 5, 3), (1, 1, 1)])
 def test_as_many_processes_as_there_are_gpus(log, again, monkeypatch, ranks, gpus, count):
     """A divisor of the run's processes, under torchrun."""
-    monkeypatch.setattr(rerun, "gpu_count", lambda: gpus)
     commands = []
+    monkeypatch.setattr(rerun, "gpu_count", lambda: gpus)
     monkeypatch.setattr(rerun, "execute", lambda command, *_: commands.append(command) or 7)
-    edit(log, "\nranks: 1\n", f"\nranks: {ranks}\n")
-    status, out, *_ = again(edit(log, "\ndevice: cpu\n", "\ndevice: cuda\n"))
+    edit(edit(log, "\nranks: 1\n", f"\nranks: {ranks}\n"), "\ndevice: cpu\n", "\ndevice: cuda\n")
+    status, out, *_ = again(log)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
     assert status == 7 and commands[0][1:len(launcher) + 2] == [*launcher, "train_gpt.py"]
     assert (f"\n{count} of the {ranks} processes fit on the GPUs here" in out) == (count < ranks)
@@ -235,10 +222,7 @@ def test_ctrl_c_ends_the_trainer_and_leaves_no_folder(tmp_path, log, number, ran
     process = subprocess.Popen([sys.executable, ROOT / "records/rerun.py", log], text=True, start_new_session=True,
                                env=ENV | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": ""},
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    seen = ""
-    while seen.count("pid ") < ranks:
-        seen += (line := process.stdout.readline())
-        assert line, process.stderr.read()
+    seen = ready(process, "(?s)" + "pid .*" * ranks)
     assert list(tmp_path.glob("rerun_*/train_gpt.py")) and seen.startswith("this executes the code in ")
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)  # a terminal sends Ctrl-C to the group
     out, err, status = finish(process, 30, seen)
@@ -255,9 +239,9 @@ def test_a_real_run_is_repeated_digit_for_digit(corpus, tmp_path, capfd, monkeyp
     assert status == 0, err
     (log,) = (tmp_path / "first").glob("*.txt")
     run = compare.read_run(log)
-    files = rerun.unpack(run)
+    files = {name: text.encode() for name, text in rerun.unpack(run).items()}
+    assert files == {name: (ROOT / name).read_bytes() for name in files}
     assert {"train_gpt.py", "triton_kernels.py", "data/loader.py"} <= files.keys()
-    assert {name: text.encode() for name, text in files.items()} == {name: (ROOT / name).read_bytes() for name in files}
     data = [argument for argument in corpus.args if "_files=" in argument]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # conftest.py may have set it
     assert rerun.main([str(log), f"--log_dir={tmp_path}/second", *data]) == 0

@@ -5,7 +5,8 @@ import json
 import random
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as NS
 
@@ -23,56 +24,43 @@ from oracles import write_shard
 from records import compare, trace, work
 from test_run import text
 
-GEMM, SPLIT = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT"
-REDUCE = "void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16>(cublasLt::cublasSplitKParams<float>)"
-FUSED, COPY = "triton_red_fused_add_mul_rms_norm_7", "Memcpy DtoD (Device -> Device)"
-IN_A_GRAPH = {COPY: "memcpy32_post", "Memset (Device)": "memset32"}  # other names for copying and setting memory
-# A micro-step of two layers: (region, kernels in order).
-MICRO_STEP = [
-    ("forward embed", [COPY, "index_select", FUSED, FUSED]),
-    ("forward layer 0", ["_project_kernel", "_attention_kernel", GEMM, "Memset (Device)", SPLIT, REDUCE]),
-    ("forward layer 1", [FUSED, "_mlp_hopper_kernel", GEMM]),
-    ("forward loss", [FUSED, GEMM, "_cross_entropy_kernel"]),
-    ("backward loss", ["sum", "_transpose_kernel", GEMM, FUSED]),
-    ("backward layer 1", [SPLIT, REDUCE, "_mlp_hopper_kernel", GEMM, FUSED]),
-    ("backward layer 0", [GEMM, "_attention_backward_kernel", "_project_grad_kernel", GEMM]),
-    ("backward embed", [FUSED, *["_sum_rows_kernel", "_sum_pieces_kernel"] * 4])]
+COPY, IN_A_GRAPH = "MemcpyDtoD", {"MemcpyDtoD": "memcpy32_post", "Memset": "memset32"}  # other names of the same
+
+
+def micro_step(gemm="gemm"):
+    """What `Recorder.play` plays: two layers, whose operations of the forward pass have nodes of the backward pass."""
+    return ("micro-step",
+            ("forward", ("op 0",), f"forward embed: {COPY} index_select fused fused",
+             ("layer 0",), ("op 1",), f"forward layer 0: project attend {gemm} Memset split reduce",
+             ("layer 1",), ("op 2",), f"forward layer 1: fused mlp {gemm}"),
+            ("loss", ("op 3",), f"forward loss: fused {gemm} cross_entropy"),
+            ("backward", ("node 3", f"backward loss: sum transpose {gemm} fused"),
+             ("node 2", f"backward layer 1: split reduce mlp {gemm} fused"),
+             ("node 1", f"backward layer 0: {gemm} attend project {gemm}"),
+             ("node 0", "backward embed: fused" + 4 * " rows pieces")))
+
+
+def kernels(item):
+    """The "region: kernels" of an item, in order."""
+    return [item] if isinstance(item, str) else [text for part in item[1:] for text in kernels(part)]
+
+
+LAUNCHED = *micro_step(), f"micro-step: {COPY}"  # kernel by kernel; then its inputs are copied, to record the graph
 # The updates of a step with and without Adam. No range is around the last kernel of the first range.
-UPDATES = [[("update mlp_bank", [FUSED, *["_gram_kernel"] * 3]), ("update", [FUSED]), ("zero gradients", ["fill"])],
-           [("update lm_head", [FUSED, GEMM]), ("update mlp_bank", [FUSED, *["_gram_kernel"] * 3]),
-            ("zero gradients", ["fill"])]]
-OTHER_KERNELS = [(region, [name.replace("256x128", "128x128") for name in names]) for region, names in MICRO_STEP]
+MUON, ZERO = ("update mlp_bank", "update mlp_bank: fused gram gram gram"), ("zero gradients", "zero gradients: fill")
+UPDATES = [("update", MUON, "update: fused", ZERO),
+           ("update", ("update lm_head", "update lm_head: fused gemm"), MUON, ZERO)]
 
 
 class Recorder:
     """Events of a made-up trace, in microseconds. The kernels run one after the other on one stream."""
 
-    def __init__(self):
+    def __init__(self, gap=0):
         self.events, self.host, self.device, self.links, self.random = [], 1000.0, 1500.0, 0, random.Random(1)
-        self.truth = Counter()  # region -> microseconds of kernels
+        self.gap, self.truth, self.idle = gap, Counter(), Counter()  # region -> microseconds of kernels, before kernels
 
     def event(self, cat, name, ts, dur, tid=1, **args):
         self.events.append(dict(ph="X", cat=cat, name=name, pid=1, tid=tid, ts=ts, dur=dur, args=args))
-
-    def around(self, cat, name, inside, tid=1, **args):
-        """An event of the host that lasts as long as the call `inside`."""
-        start, self.host = self.host, self.host + 1
-        inside()
-        self.host += 1
-        self.event(cat, name, start, self.host - start, tid, **args)
-
-    def range(self, name, *calls):
-        self.around("user_annotation", name, lambda: [call() for call in calls])
-
-    def operation(self, region, numbers):
-        """An operation of the forward pass, with the number of its node of the backward pass."""
-        numbers[region] = len(self.events)
-        self.event("cpu_op", "aten::mm", self.host, 1, **{"Sequence number": numbers[region]})
-        self.host += 2
-
-    def node(self, number, inside):
-        """A node of the backward pass, in its own thread."""
-        self.around("cpu_op", f"{trace.NODE}: X", inside, 2, **{"Sequence number": number})
 
     def launch(self, name="cudaLaunchKernel"):
         self.links += 1
@@ -80,53 +68,47 @@ class Recorder:
         self.host += 3
         return self.links
 
-    def kernel(self, name, region, dur=None, gap=0.0, link=None):
-        """Distinct durations show a kernel in the wrong region. gap: idle time before the kernel."""
-        kind = "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
-        dur = dur or self.random.randint(1, 1000)
+    def kernel(self, name, region, dur=None, link=None):
+        """By a graph's launch `link`, or by a launch of its own, after a gap. Distinct durations show a kernel in the
+        wrong region."""
+        gap, dur = 0 if link else self.gap, dur or self.random.randint(1, 1000)
+        kind = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
         self.event(kind, name, self.device + gap, dur, stream=7, correlation=link or self.launch())
         self.device += gap + dur
         self.truth[region] += dur
+        self.idle[region] += gap
 
-    def replayed(self, content=MICRO_STEP, known=True, whole="micro-step"):
-        """A micro-step or an update as one graph, after a copy of its inputs and before a copy of its result."""
-        def graph():
+    def play(self, *items):
+        """Each item is "region: kernels", a call, or (name, items): a named range of host time, an operator ("::"), or
+        an operation of the forward pass ("op 1") or its node of the backward pass in another thread ("node 1")."""
+        for item in items:
+            if isinstance(item, str):
+                region, _, names = item.partition(": ")
+                for name in names.split():
+                    self.kernel(name, region)
+            elif callable(item):
+                item()
+            else:
+                (name, *inside), start = item, self.host
+                self.host += 1
+                self.play(*inside)
+                self.host += 1
+                kind, _, number = name.partition(" ")
+                cat = "cpu_op" if kind in ("op", "node") or "::" in name else "user_annotation"
+                args = {"Sequence number": int(number)} if kind in ("op", "node") else {}
+                self.event(cat, f"{trace.NODE}: X" if kind == "node" else name, start, self.host - start,
+                           2 if kind == "node" else 1, **args)
+
+    def graph(self, item, known=True):
+        """A call that plays a micro-step or an update as one graph, after a copy of its inputs and before a copy of its
+        result. If not `known`, its kernels keep one region."""
+        def replay():
             link = self.launch("cudaGraphLaunch")
-            for region, names in content:
-                for name in names:
-                    self.kernel(IN_A_GRAPH.get(name, name), region if known else whole, link=link)
-        self.range(whole, lambda: self.kernel(COPY, whole), graph, lambda: self.kernel(COPY, whole))
-
-    def launched_update(self, content, gap=0.0):
-        """An update kernel by kernel, after a copy of its numbers."""
-        def part(region, names):
-            def kernels():
-                for name in names:
-                    self.kernel(name, region, gap=gap)
-            return kernels if region == "update" else lambda: self.range(region, kernels)
-        self.range("update", lambda: self.kernel(COPY, "update"), *[part(*args) for args in content])
-
-    def launched(self, content=MICRO_STEP, gap=0.0):
-        """A micro-step kernel by kernel. Then its inputs are copied, to record the graph."""
-        numbers = {}
-
-        def kernels(region, names):
-            for name in names:
-                self.kernel(name, region, gap=gap)
-
-        def forward(region, names):
-            if "layer" in region:
-                self.range(region.removeprefix("forward "))
-            self.operation(region, numbers)
-            kernels(region, names)
-
-        def backward(region, names):
-            self.node(numbers[region.replace("backward", "forward")], lambda: kernels(region, names))
-
-        self.range("micro-step", lambda: self.range("forward", lambda: [forward(*args) for args in content[:3]]),
-                   lambda: self.range("loss", lambda: forward(*content[3])),
-                   lambda: self.range("backward", lambda: [backward(*args) for args in content[4:]]),
-                   lambda: self.kernel(COPY, "micro-step"))
+            for region, names in (text.split(": ") for text in kernels(item)):
+                for name in names.split():
+                    self.kernel(IN_A_GRAPH.get(name, name), region if known else item[0], link=link)
+        copy = f"{item[0]}: {COPY}"
+        return lambda: self.play((item[0], copy, replay, copy))
 
     def trace(self, **run):
         random.Random(0).shuffle(self.events)  # the order in a file means nothing
@@ -148,79 +130,74 @@ def test_regions_of_a_gpu(steps):
     """Two micro-steps and an update per step. In the first two steps (of two, in the first) the first micro-step and
     the update are launched kernel by kernel; these steps count only if no other step is there. Of two steps, the second
     has an update of its own, whose kernels keep one region."""
-    rec, idle, launched = Recorder(), Counter(), max(1, min(2, len(steps) - 1))
+    rec, launched = Recorder(gap=2), max(1, min(2, len(steps) - 1))
     run = dict(cuda_graphs=True, steps=[dict(step=step) for step in steps])
     for number in steps:
-        first, update = number in steps[:launched], UPDATES[number % 2]
+        first, (_, *update) = number in steps[:launched], UPDATES[number % 2]
         if first or number == steps[launched]:
-            rec.truth.clear(), idle.clear()
-        for region, names in [*MICRO_STEP, *update] if first else []:
-            idle[region] += 2 * len(names)
-        idle.update({"micro-step": 2 * first, "reduce lm_head": 40})
-        rec.range(
-            f"step {number}", lambda: rec.range("data"), lambda: rec.launched(gap=2) if first else rec.replayed(),
-            rec.replayed, lambda: rec.range("reduce lm_head", lambda: rec.kernel("a", "reduce lm_head", gap=40)),
-            lambda: rec.launched_update(update, gap=2) if first else rec.replayed(update, len(steps) > 2, "update"),
-            lambda: rec.kernel("void f<1>(int)", "other"))
-    truth, left_out = rec.truth.copy(), launched if len(steps) > 1 else 0
+            rec.truth.clear(), rec.idle.clear()
+        rec.play((f"step {number}", ("data",), LAUNCHED if first else rec.graph(micro_step()), rec.graph(micro_step()),
+                  ("reduce lm_head", "reduce lm_head: a"),
+                  ("update", f"update: {COPY}", *update) if first else rec.graph(("update", *update), len(steps) > 2),
+                  "other: f<1>(int)"))
+    truth, idle, left_out = rec.truth.copy(), rec.idle.copy(), launched if len(steps) > 1 else 0
     count = len(steps) - left_out
+    idle["micro-step" if left_out else "forward embed"] -= 2  # time begins with the first kernel
     rec.kernel("after the last step", None)
-    idle["forward embed"] -= 2 * (len(steps) == 1)  # time begins with the first kernel
-    idle["micro-step"] -= 2 * first
     result = trace.analyse(rec.trace(**run))
     assert rec.regions(0, **run) == as_ms(truth, count) and rec.regions(3, **run) == as_ms(idle, count)
-    split = Counter(idle=sum(idle.values()), other=truth["other"] + truth["micro-step"])
-    for region in truth.keys() - {"other", "micro-step"}:
-        way = region.split()[0]
-        split[way if way in ("forward", "backward") else "optimizer"] += truth[region]
+    split = Counter(idle=sum(idle.values()))
+    for region, us in truth.items():
+        way = "other" if region == "micro-step" else region.split()[0]
+        split[way if way in ("forward", "backward", "other") else "optimizer"] += us
     assert {name: ms for name, ms in result["split"].items() if ms} == as_ms(split, count)
     assert result["steps"] == steps[left_out:] and result["ms"] == pytest.approx(sum(result["split"].values()))
-    assert [calls for name, calls, _ in result["names"] if name == "_gram_kernel"] == [3]
+    assert [calls for name, calls, _ in result["names"] if name == "gram"] == [3]
+    left = "left out, as they were launched in part kernel by kernel: steps "
+    note = {1: "step 20 was launched in part kernel by kernel: idle contains the gaps", 2: f"{left}19",
+            4: f"{left}19, 20"}[len(steps)]
     shown = trace.table(result)
-    note = re.search("^.*launched in part kernel by kernel.*$", shown, re.M)[0]
-    assert note == (f"left out, as they were launched in part kernel by kernel: steps {', '.join(map(str, steps[:2]))}"
-                    if launched == 2 else f"left out, as they were launched in part kernel by kernel: steps {steps[0]}"
-                    if left_out else f"step {steps[0]} was launched in part kernel by kernel: idle contains the gaps")
-    assert "not told apart" not in shown and re.search(r"^layer 1 +\d", shown, re.M)
+    assert f"\n{note}\n\n" in shown and "not told apart" not in shown and re.search(r"^layer 1 +\d", shown, re.M)
 
 
 def test_graphs_of_other_kernels():
     """A graph has the regions of an earlier micro-step launched kernel by kernel if its kernels are the same, and else
     one region."""
-    rec = Recorder()
-    rec.range("step 0", lambda: rec.replayed(known=False), rec.launched, rec.replayed,
-              lambda: rec.replayed(OTHER_KERNELS, known=False), lambda: rec.replayed(MICRO_STEP[1:], known=False),
-              rec.replayed)
-    rec.range("step 1", lambda: rec.launched(OTHER_KERNELS), lambda: rec.replayed(OTHER_KERNELS), rec.replayed)
+    rec, other, part = Recorder(), micro_step("other_gemm"), ("micro-step", *micro_step()[2:])
+    rec.play(("step 0", rec.graph(micro_step(), known=False), LAUNCHED, rec.graph(micro_step()),
+              rec.graph(other, known=False), rec.graph(part, known=False), rec.graph(micro_step())),
+             ("step 1", (*other, f"micro-step: {COPY}"), rec.graph(other), rec.graph(micro_step())))
     assert rec.regions() == as_ms(rec.truth, 2)
 
 
 def test_layers_of_compiled_code():
     """Our operators tell the layers. The second layer has no attention."""
-    rec, numbers = Recorder(), {}
-
-    def compiled(*calls):
-        for operator, region in calls:
-            rec.around("cpu_op", f"speedrun::{operator}", lambda: rec.kernel("k", region))
-            rec.kernel("k", region)
-
-    def forward():
-        rec.operation("compiled", numbers)
-        rec.kernel("k", "forward embed")
-        compiled(("attention_block", "forward layer 0"), ("mlp", "forward layer 0"), ("mlp", "forward layer 1"))
-
-    def backward():
-        rec.kernel("k", "backward layer 1")
-        compiled(("mlp_backward", "backward layer 1"), ("mlp_backward", "backward layer 0"))
-        rec.around("cpu_op", "speedrun::attention_block_backward", lambda: rec.kernel("k", "backward layer 0"))
-        rec.kernel("k", "backward embed")
-
-    rec.range("step 0", lambda: rec.range(
-        "micro-step", lambda: rec.range("forward", forward),
-        lambda: rec.range("backward", lambda: rec.node(numbers["compiled"], backward))))
+    rec = Recorder()
+    rec.play(("step 0", ("micro-step", (
+        "forward", ("op 0",), "forward embed: k",
+        ("speedrun::attention_block", "forward layer 0: k"), "forward layer 0: k",
+        ("speedrun::mlp", "forward layer 0: k"), "forward layer 0: k",
+        ("speedrun::mlp", "forward layer 1: k"), "forward layer 1: k"), ("backward", (
+            "node 0", "backward layer 1: k", ("speedrun::mlp_backward", "backward layer 1: k"), "backward layer 1: k",
+            ("speedrun::mlp_backward", "backward layer 0: k"), "backward layer 0: k",
+            ("speedrun::attention_block_backward", "backward layer 0: k"), "backward embed: k")))))
     assert rec.regions(layers=[dict(attention=True), dict(attention=False)]) == as_ms(rec.truth)
     other = trace.analyse(rec.trace(layers=[dict(attention=True)] * 2))  # does not fit the number of operators
     assert "backward" in other["regions"] and "not told apart" in trace.table(other)
+
+
+def test_short_names():
+    for name, short in (
+            ("nvjet_tst_256x128_64x4_1x2_h_bz_TNT", "nvjet_tst_256x128"), ("triton_red_fused_7", "triton_red_fused"),
+            ("void cublasLt::splitK<32, 16, int>(cublasLt::Params<float>)", "splitK"),
+            ("void at::elementwise<128, at::FillFunctor<int> >(int)", "elementwise FillFunctor")):
+        assert trace.short(name) == short
+
+
+def in_us(result):
+    """The regions with whole microseconds: {region: [compute, communication, of that exposed, idle]}; the split."""
+    regions = {region: [round(1000 * ms, 6) for ms in numbers] for region, numbers in result["regions"].items()}
+    return regions, [round(1000 * ms, 6) for ms in result["split"].values()]
 
 
 def test_communication_and_overlap():
@@ -231,21 +208,19 @@ def test_communication_and_overlap():
 
     def at(name, start, end, stream):
         kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
-        rec.event(kind, name, start, end - start, stream, stream=stream, correlation=rec.launch())
+        return lambda: rec.event(kind, name, start, end - start, stream, stream=stream, correlation=rec.launch())
 
-    rec.range(
-        "step 5", lambda: rec.range("update qk_bank", lambda: at("a", 0, 10, 7), lambda: at("b", 30, 40, 7)),
-        lambda: rec.range("update mlp_bank", lambda: at("c", 8, 12, 8)),
-        lambda: rec.range("reduce mlp_bank", lambda: at("ncclDevKernel_ReduceScatter_Sum_bf16(args)", 5, 15, 20),
-                          lambda: at("ncclDevKernel_Broadcast(args)", 14, 18, 21)),
-        lambda: rec.range("gather mlp_bank", lambda: at("ncclDevKernel_AllGather_RING_LL(args)", 20, 35, 20)),
-        lambda: at("Memcpy HtoD (Pinned -> Device)", 41, 60, 9))
+    rec.play(("step 5", ("update qk_bank", at("a", 0, 10, 7), at("b", 30, 40, 7)),
+              ("update mlp_bank", at("c", 8, 12, 8)),
+              ("reduce mlp_bank", at("ncclDevKernel_ReduceScatter_Sum_bf16(args)", 5, 15, 20),
+               at("ncclDevKernel_Broadcast(args)", 14, 18, 21)),
+              ("gather mlp_bank", at("ncclDevKernel_AllGather_RING_LL(args)", 20, 35, 20)),
+              at("Memcpy HtoD (Pinned -> Device)", 41, 60, 9)))
     rec.event("kernel", "no launch recorded", 40, 2, 7, stream=7)  # counts with the kernel before it on its stream
     result = trace.analyse(rec.trace())
-    assert {region: [round(1000 * ms, 6) for ms in numbers] for region, numbers in result["regions"].items()} == {
-        "update qk_bank": [22, 0, 0, 0], "update mlp_bank": [2, 0, 0, 0],
-        "reduce mlp_bank": [0, 14, 6, 0], "gather mlp_bank": [0, 15, 10, 2]}
-    assert [round(1000 * ms, 6) for ms in result["split"].values()] == [0, 0, 24, 0, 16, 2]
+    assert in_us(result) == ({"update qk_bank": [22, 0, 0, 0], "update mlp_bank": [2, 0, 0, 0],
+                              "reduce mlp_bank": [0, 14, 6, 0], "gather mlp_bank": [0, 15, 10, 2]},
+                             [0, 0, 24, 0, 16, 2])
     assert round(1000 * result["ms"], 6) == 42 and round(1000 * result["communication"], 6) == 28
 
 
@@ -272,23 +247,22 @@ def test_operators_of_a_cpu():
         op("AccumulateGrad", t + 670, 10), op("aten::div_", t + 780, 10), op("aten::bmm", t + 800, 100)
         op("aten::elsewhere", t + 730, 30, tid=2)
     result = trace.analyse(rec.trace(ranks=2))
-    us = {region: [round(1000 * x, 6) for x in numbers] for region, numbers in result["regions"].items()}
-    compute = {"forward embed": 20, "forward layer 0": 65, "forward layer 1": 80, "forward loss": 90,
-               "backward loss": 30, "backward layer 1": 100, "backward layer 0": 70, "backward embed": 20,
-               "backward": 10, "update mlp_bank": 100, "wait mlp_bank": 10}
-    assert {region: numbers[0] for region, numbers in us.items() if numbers[0]} == compute
-    assert {region: numbers[1:3] for region, numbers in us.items() if numbers[1]} == {"wait mlp_bank": [80, 70]}
-    assert [round(1000 * x, 6) for x in result["split"].values()] == [255, 230, 110, 0, 70, 335]
+    regions, split = in_us(result)
+    assert {region: numbers[0] for region, numbers in regions.items() if numbers[0]} == {
+        "forward embed": 20, "forward layer 0": 65, "forward layer 1": 80, "forward loss": 90, "backward loss": 30,
+        "backward layer 1": 100, "backward layer 0": 70, "backward embed": 20, "backward": 10, "update mlp_bank": 100,
+        "wait mlp_bank": 10}
+    assert {region: numbers[1:3] for region, numbers in regions.items() if numbers[1]} == {"wait mlp_bank": [80, 70]}
+    assert split == [255, 230, 110, 0, 70, 335]
     assert "aten::elsewhere" not in {name for name, *_ in result["names"]}
     assert trace.analyse(rec.trace(ranks=1))["split"]["exposed communication"] == 0  # no other rank to wait for
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
 
-LAYERS = [dict(attention=True, paired=True, long=False, value_embed=False),
-          dict(attention=False, paired=False, long=False, value_embed=False),
-          dict(attention=True, paired=False, long=True, value_embed=True),
-          dict(attention=True, paired=True, long=False, value_embed=True)]
+LAYER = dict(attention=True, paired=False, long=False, value_embed=False)
+LAYERS = [LAYER | dict(paired=True), LAYER | dict(attention=False), LAYER | dict(long=True, value_embed=True),
+          LAYER | dict(paired=True, value_embed=True)]
 RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=True, head_rows=40, polar_steps=5,
            layers=LAYERS, gate_channels=12, cuda_graphs=True,
            pointer_width=128, banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
@@ -303,47 +277,46 @@ def pairs(documents, window):
     return sum(1 for n in documents for query in range(n) for key in range(query + 1) if key >= query - window)
 
 
+def found(**changes):
+    """{operation: [(operations, bytes) of each call]} and all calls of RUN with these changes."""
+    calls, least = [*work.calls(RUN | changes)], defaultdict(list)
+    for name, *sizes in calls:
+        least[name].append(work.WORK[name][1](*sizes))
+    return least, calls
+
+
 def test_work_by_counting():
-    micro_batches, found = [micro_batch for step in RUN["steps"] for micro_batch in step["micro_batches"]], {}
-    for name, *sizes in work.calls(RUN):
-        found.setdefault(name, []).append(work.WORK[name][1](*sizes))
-    documents = [micro_batch["documents"] for micro_batch in micro_batches]
+    least, _ = found()
+    documents = [micro_batch["documents"] for step in RUN["steps"] for micro_batch in step["micro_batches"]]
     paired = [pairs([2 * n for n in lengths], 3) for lengths in documents]  # one head of the two, twice as long
     long = [2 * pairs(lengths, 9) for lengths in documents]
     stream, product = 2 * 64 * 256, 2 * 64 * 256 * 256  # bytes of one (N, D); FLOPs of a product with a (D, D)
-    assert sorted(found["attend"]) == sorted((2 * 2 * 128 * n, 4 * stream) for n in 2 * paired + long)
-    assert sorted(found["attend_backward"]) == sorted((5 * 2 * 128 * n, 7 * stream) for n in 2 * paired + long)
-    assert Counter(found["project"]) == {(3 * product, 4 * stream): 6, (3 * product, 5 * stream): 12}  # with ve
-    assert {*found["mlp"], *found["mlp_backward"]} == {(4 * product, 5 * stream), (4 * product, 9 * stream)}
+    assert sorted(least["attend"]) == sorted((2 * 2 * 128 * n, 4 * stream) for n in 2 * paired + long)
+    assert sorted(least["attend_backward"]) == sorted((5 * 2 * 128 * n, 7 * stream) for n in 2 * paired + long)
+    assert Counter(least["project"]) == {(3 * product, 4 * stream): 6, (3 * product, 5 * stream): 12}  # with ve
+    assert {*least["mlp"], *least["mlp_backward"]} == {(4 * product, 5 * stream), (4 * product, 9 * stream)}
     earlier = [sum(n * (n - 1) // 2 for n in lengths) for lengths in documents]
-    assert sorted(found["pointer"]) == sorted((2 * 128 * n, stream) for n in earlier)
-    assert sorted(found["pointer_backward"]) == sorted((6 * 128 * n, 2 * stream) for n in earlier)
+    assert sorted(least["pointer"]) == sorted((2 * 128 * n, stream) for n in earlier)
+    assert sorted(least["pointer_backward"]) == sorted((6 * 128 * n, 2 * stream) for n in earlier)
     rows_times_columns = 40 * 384, 24 * 384, 40 * 256, 24 * 256
-    assert Counter(found["cross_entropy"]) == {(0, 3 * size): 3 for size in rows_times_columns}  # bf16 in, one byte out
-    tiles = 3 / 4  # of the 2 x 2 tiles of a product
-    assert found["XXT"] == [(8 * 2 * 256**3 * tiles, 8 * 2 * 2 * 256**2)] * 15
-    narrow = dict(attention=True, paired=False, long=False, value_embed=False, narrow=True)
-    found = {}
-    for name, *sizes in work.calls(RUN | dict(layers=[narrow], mlp_dim=512, banks=[[4, 128, 256]])):
-        found.setdefault(name, []).append(work.WORK[name][1](*sizes))
+    assert Counter(least["cross_entropy"]) == {(0, 3 * size): 3 for size in rows_times_columns}  # bf16 in, one byte out
+    assert least["XXT"] == [(8 * 2 * 256**3 * 3 / 4, 8 * 2 * 2 * 256**2)] * 15  # 3 of the 2 x 2 tiles of a product
+
+    least, _ = found(layers=[LAYER | dict(narrow=True)], mlp_dim=512, banks=[[4, 128, 256]])
     near = [2 * pairs(lengths, 3) for lengths in documents]
-    assert found["attend"] == [(2 * (64 + 128) * n, 3 * stream) for n in near]  # q and k are half a (N, D) each
-    assert found["attend_backward"] == [(2 * (3 * 64 + 2 * 128) * n, 5 * stream) for n in near]
-    assert found["project"] == [(2 * product, 3 * stream)] * 6
-    tables = ["value_embeds", "bigram_embed"]
-    found["update_rows"] = [work.WORK[name][1](*sizes) for name, *sizes in work.calls(RUN | {"lazy_tables": tables})
-                            if name == "update_rows"]
-    assert found["update_rows"] == [(0, 256 * 16 * touched) for touched in (66, 60)] * 2
-    assert found["mlp"] == [(2 * product, 3 * stream)] * 6 and found["XXT"][0][0] == 4 * 2 * 128**2 * 256
-    few = [*work.calls(RUN | {"few_rows": ["bigram_embed"], "ngram_orders": 2})]
-    assert few.count(("signed_rows", 64, 256, 2)) == 6
-    assert [call[1] for call in few if call[0] == "update_few_rows"] == [60 * 256] * 2
+    assert least["attend"] == [(2 * (64 + 128) * n, 3 * stream) for n in near]  # q and k are half a (N, D) each
+    assert least["attend_backward"] == [(2 * (3 * 64 + 2 * 128) * n, 5 * stream) for n in near]
+    assert least["project"] == least["mlp"] == [(2 * product, 3 * stream)] * 6
+    assert least["XXT"][0][0] == 4 * 2 * 128**2 * 256
+
+    least, _ = found(lazy_tables=["value_embeds", "bigram_embed"])
+    assert least["update_rows"] == [(0, 256 * 16 * touched) for touched in (66, 60)] * 2
+    _, few = found(few_rows=["bigram_embed"], ngram_orders=2)
+    assert few.count(("signed_rows", 64, 256, 2)) == 6 and few.count(("update_few_rows", 60 * 256)) == 2
     assert few.count(("embedding_grad", 128, 256, 50)) == few.count(("embedding_grad", 128, 256, 60)) == 3
-    # Each of two ranks owns half of the rows.
-    two = [*work.calls(RUN | {"few_rows": ["bigram_embed"], "ngram_orders": 2, "ranks": 2})]
-    assert [call[1] for call in two if call[0] == "update_few_rows"] == [30 * 256] * 2
+    _, two = found(few_rows=["bigram_embed"], ngram_orders=2, ranks=2)  # each of two ranks owns half of the rows
+    assert two.count(("update_few_rows", 30 * 256)) == 2 and len(two) == len(few) + 6
     assert two.count(("embedding_grad", 50, 256, 25)) == two.count(("embedding_grad", 60, 256, 30)) == 3
-    assert len(two) == len(few) + 6
 
 
 @pytest.mark.parametrize("mlp, project, others", [
@@ -361,7 +334,7 @@ def test_rates_of_our_kernels(mlp, project, others):
             (flops, data), kernels = work.WORK[name][1](*sizes), work.WORK[name][0].split()
             us = 4e6 * max(flops / 1e12, data / 1e11) / len(kernels)
             launches += [(kernel.replace("_mlp_", "_mlp_hopper_"), None, us) for kernel in kernels]
-        rec.range(f"step {step['step']}", *(lambda launch=launch: rec.kernel(*launch) for launch in launches))
+        rec.play((f"step {step['step']}", *(partial(rec.kernel, *launch) for launch in launches)))
     result = trace.analyse(rec.trace(**run))
     rows = {name: rest for name, *rest in result["rates"]}
     assert {name for names in rows for name in names.split()} == set(work.WORK) - others
@@ -384,41 +357,40 @@ def test_work_knows_every_kernel():
 # ---- Report, errors --------------------------------------------------------------------------------------------------
 
 
-def report(monkeypatch, path, content=None):
-    """The report on steps 4 to 6 of a made-up GPU run."""
-    rec = Recorder()
-    for step in (4, 5, 6):
-        rec.range(f"step {step}", rec.launched if step == 4 else rec.replayed)
-    content = content or json.dumps({"traceEvents": rec.events})
+@pytest.fixture
+def report(monkeypatch):
+    """report(path, content) -> the report on steps 4 to 6 of a made-up GPU run."""
     run = dict(cuda_graphs=True, device="cuda", rank=1, ranks=2, steps=[dict(step=step) for step in (4, 5, 6)])
     monkeypatch.setattr("data.run.machine.ceilings", lambda: "limits")
     monkeypatch.setattr(trace, "describe", lambda *args: run)
-    profiler = NS(export_chrome_trace=lambda path: Path(path).write_text(content))
     config, rt = NS(system=NS(dtype="bfloat16")), NS(device=torch.device("cuda"))
-    return trace.report(profiler, path, config, rt, [], [], None, None)
+
+    def report(path, content):
+        profiler = NS(export_chrome_trace=lambda path: Path(path).write_text(content))
+        return trace.report(profiler, path, config, rt, [], [], None, None)
+    return report
 
 
-def test_report(monkeypatch, tmp_path):
+def test_report(report, tmp_path):
     """The file holds the trace with a track of the regions. The report is the table of this file."""
-    path = tmp_path / "run_1_rank1.json.gz"
-    shown = report(monkeypatch, path)
+    rec, path = Recorder(), tmp_path / "run_1_rank1.json.gz"
+    for step in (4, 5, 6):
+        rec.play((f"step {step}", LAUNCHED if step == 4 else rec.graph(micro_step())))
+    shown = report(path, json.dumps({"traceEvents": rec.events}))
     recorded = json.loads(gzip.open(path).read())
     assert [*tmp_path.iterdir()] == [path] and shown.startswith("steps 6 to 6, rank 1 of 2 ")
     assert shown == trace.table(trace.analyse(recorded)) + f"\n\ntrace, beside this log: {path.name}"
     track = [event["name"] for event in recorded["traceEvents"] if event.get("cat") == "region"]
-    regions = [region for region, _ in MICRO_STEP]
-    assert track == 3 * [*regions, "micro-step"]
-
-
-BARE_STEP = {"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}
+    assert track == 3 * [*(text.partition(":")[0] for text in kernels(micro_step())), "micro-step"]
 
 
 @pytest.mark.parametrize("content, path, reason", [
-    (None, "missing/x.json.gz", "No such file or directory"), ("not json", "x.json.gz", "Expecting value.*"),
-    (json.dumps({"traceEvents": [BARE_STEP]}), "x.json.gz", "it has no kernels.*")])
-def test_no_trace(monkeypatch, tmp_path, content, path, reason):
+    ("{}", "missing/x.json.gz", "No such file or directory"), ("not json", "x.json.gz", "Expecting value.*"),
+    ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}]}', "x.json.gz",
+     "it has no kernels.*")])
+def test_no_trace(report, tmp_path, content, path, reason):
     """The run goes on with a warning, and leaves no file."""
-    assert re.fullmatch(f"warning: no trace in x.json.gz: {reason}", report(monkeypatch, tmp_path / path, content))
+    assert re.fullmatch(f"warning: no trace in x.json.gz: {reason}", report(tmp_path / path, content))
     assert not [*tmp_path.iterdir()]
 
 
@@ -478,12 +450,13 @@ def test_a_profiled_run(data, tmp_path, monkeypatch, capsys):
         patch.setattr(trace.Profiler, "start", lambda self: late.append(late.pop() + 100) or start(self))
         patch.setattr(trace.Profiler, "stop", lambda self: stop(self) or late.append(late.pop() + 100))
         assert T.main(["--preset=cpu", "--profile=4:2", *data, "--micro_batches=1"]) == 0
-    (log,), (file,) = (tmp_path / "logs").glob("*.txt"), (tmp_path / "logs").glob("*.gz")
-    assert file.name == f"{log.stem}_rank0.json.gz" and len([*log.parent.iterdir()]) == 2
+    log, file = sorted((tmp_path / "logs").iterdir(), key=lambda path: path.suffix, reverse=True)  # .txt, .gz
+    assert file.name == f"{log.stem}_rank0.json.gz"
     capsys.readouterr()
     trace.main([str(file)])
     shown, body = capsys.readouterr().out.partition("\n")[2].rstrip(), log.read_text().rpartition("=" * 100)[2]
-    assert shown in body and f"\ntrace, beside this log: {file.name}\n" in body and "steps 4 to 5, rank 0 of 1" in shown
+    assert shown.startswith("steps 4 to 5, rank 0 of 1 ")
+    assert f"{shown}\n\ntrace, beside this log: {file.name}\n" in body
     whole, run = check(shown, 1), compare.read_run(log)
     assert run.notes == [] and whole <= 1.01 * (run.ms[6] - run.ms[4]) / 2 + 1
     assert run.time < 100 < float(re.search(r"^profile_seconds: (.*)", body, re.M)[1])
