@@ -193,7 +193,8 @@ if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of it
   set -- "--preset=$preset" "$@"
 fi
 
-# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download.
+# The number of FineWeb's shards that the run reads. A wrong argument must not cost a download. Nor must a run that needs
+# a GPU where there is none: it reads 0 shards, and the trainer ends it with one line.
 shards_of_run() {
   "$python" -c 'if 1:
     from data.run.signals import die_at_ctrl_c
@@ -201,19 +202,15 @@ shards_of_run() {
     import math, sys, train_gpt
     from data.run.errors import UserError
     from data.run.length import needed_tokens
-    world = int(sys.argv[1])
+    world, start = int(sys.argv[1]), sys.argv[2]
     try:
-        tokens = needed_tokens(train_gpt.parse_config(sys.argv[2:], world), world)
+        config = train_gpt.parse_config(sys.argv[3:], world)
+        tokens = needed_tokens(config, world)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(min(103, max(1, math.ceil(tokens / 1e8))))' "$procs" "$@"
+    ends = start == "train with 0 GPUs" and config.system.device == "cuda"
+    print(0 if ends else min(103, max(1, math.ceil(tokens / 1e8))))' "$procs" "$mode with $gpus GPUs" "$@"
 }
-
-# Without a GPU such a run ends at once, with one line, which should not cost a download.
-case "$mode$gpus $preset $*" in
-  *" cpu "* | *device*) ;;
-  train0*) data=given ;;
-esac
 
 # If these files exist, prepare.py need not start. It makes this shard of Python's library last.
 case "$data$preset" in
@@ -227,7 +224,7 @@ case "$data$preset" in
     done
     if [ -z "$shards" ]; then
       shards=$(shards_of_run "$@")
-      for shard in val_000000 $(seq -f 'train_%06.0f' 1 "$shards"); do
+      [ "$shards" = 0 ] || for shard in val_000000 $(seq -f 'train_%06.0f' 1 "$shards"); do
         [ -e "data/fineweb10B/fineweb_$shard.bin" ] || {
           "$python" data/prepare.py fineweb --shards "$shards"
           break

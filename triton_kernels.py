@@ -23,8 +23,8 @@ and a case in tests/bench_kernels.py, from which tests/test_arch.py compiles it 
 
 Contents, in the order in which a token meets the operations. Column ms: what a section saves per step of record 74's
 model (572 ms, 8 x 49152 tokens, one H100) against compiled PyTorch with the library's products and FlashAttention-2.
-Banners give times at 49152 tokens on this GPU and the part of its measured limit: 3.0 TB/s of copying, 799 TFLOP/s of
-bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
+Banners give the time of an operation at 49152 tokens on this GPU, and how much of the GPU's measured limit it reaches:
+3.0 TB/s of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
@@ -358,8 +358,9 @@ def _load_pieces(Pieces, piece, N):
 @triton.jit(do_not_specialize=["N", "tokens"])
 def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
                      COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. Adds the sums of pieces that are alone to Grad, and writes
-    # those of pieces in groups, which are the first pieces, to the same rows of Sums (N, D) fp32.
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. If an id has one piece, this kernel adds the sum of its
+    # rows to Grad. If an id has several, its pieces are among the first, and the kernel writes the sum of piece i to
+    # row i of Sums (N, D) fp32.
     column = tl.arange(0, COLUMNS)
     in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -368,7 +369,7 @@ def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds
         next_piece = piece + tl.num_programs(0) * PIECES
         next_begin, next_end, next_id = _load_pieces(Pieces, next_piece, N)
         adds = (id >= 0) & (piece >= in_groups)
-        row, known = id, adds  # known: a row without a place has no gradient yet
+        row, known = id, adds  # known: pieces whose row may have a gradient; a row that gets its place now has none
         if Place is not None:
             id_before = tl.load(Pieces + 4 * (N + 1) + piece - 1, mask=(piece > 0) & (id >= 0), other=-1)
             row = tl.load(Place + id, mask=id != id_before, other=0)  # only the first piece of an id claims
@@ -572,8 +573,8 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that have occurred since the last update. No kernel checks that these
-    are `most` rows at most.
+    """The gradients of a table (R, D) for the rows that have occurred since the last update. No kernel checks that
+    there are at most `most` such rows.
 
     grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
     the row of grad for each row of the table, -1 without. embedding_grad gives places. Which row gets which place

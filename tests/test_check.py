@@ -131,7 +131,8 @@ STEPS_20 = "--scheduled_steps=14 --extension_steps=6 --muon_cooldown=1 " + " ".j
 TORCH, CACHES = "torch.__version__", "$TORCHINDUCTOR_CACHE_DIR"
 TWO_RANKS = {"$WORLD_SIZE": "2", "$LOCAL_WORLD_SIZE": "2"}
 OFFLINE = Mock(side_effect=UserError("no GPT-2 tokenizer (ConnectionError): tiktoken fetches it once, online"))
-# Fixture: arguments, row, ok?, what the row says ({d}: the folder of the data), what is different on this machine.
+# By fixture. Each case has the arguments, the name of a row, its `ok?`, its text, and what it changes on the machine.
+# {d} is the folder of the data.
 CASES = {"check": [
     # 1760 steps of 1024 tokens; of 600 in a document, 448 are kept in the first 568 steps, then 512.
     ("", "training data", "yes", "2 files, 3,000 tokens; the run takes 1,802,240, with what is cut off long documents"
@@ -421,6 +422,9 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
     gpus.start(*args)
     started = T.init_runtime.call_args.args[0]
     assert (started.system.micro_batches, started.model.ngram_rows) == (micro_batches, (times * 5e5, times * 5e5))
+    config = T.parse_config(["--preset=single"])
+    chosen = choose_micro_batches(config, sizes(config), GPU, 1)
+    assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):

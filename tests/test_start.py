@@ -45,8 +45,8 @@ def test_without_the_private_names_kernels_compile_at_their_launch(monkeypatch, 
     assert not can_only_compile()
 
 
-# The model for training, Adam for each table that it updates (the replicated ones together, head, bigrams, values,
-# embedding), and NorMuon before and after its iteration for two shapes of matrices.
+# The compiler gets the layers once, Adam once for each table (head, bigrams, values, embedding) and once for all
+# replicated parameters, and NorMuon before and after its iteration for each of two shapes of matrices.
 GRAPHS = 1 + 5 + 2 * 2
 counts_graphs = pytest.mark.skipif(
     torch.cuda.is_available(), reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
