@@ -308,6 +308,8 @@ class Optim:
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
+    # Steps per update of head, embedding, gates and lambdas, 1 or 2. The tables have one update in two steps.
+    adam_every: int = 2
     lazy_tables: bool = False  # Adam keeps no first moment of value and bigram tables, and skips rows without gradient
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
@@ -396,8 +398,8 @@ SHORT = Config(
             Stage(32768, 2048, 384, 896, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 640, 1408, 0.75, (1.0,), (1.0,)),
             Stage(32768, 2048, 768, 1664, 0.75, (1.0,), (1.0,), share=0.0))),
-    Optim(adam_lr=0.0104, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, slow_momentum=0.56, polar_steps=4,
-          average_blend=0.5),
+    Optim(adam_lr=0.0104, adam_every=1, lazy_tables=True, table_beta2=0.98, muon_beta2=0.9, muon_wd=2.4,
+          slow_momentum=0.56, polar_steps=4, average_blend=0.5),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
     System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
@@ -411,13 +413,14 @@ PRESETS = {
         Optim(adam_lr=0.0092, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
         system=System(fp8_mlp=True, fp8_qkv=True)),
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
-    # moments and its cool-down are longer than those of `short`, its rates of Adam lower (records/2026-11-25_length),
-    # and the higher rates that narrow models have in short runs do not help it (records/2026-11-25_size).
+    # moments and its cool-down are longer than those of `short`, its rates of Adam lower (records/2026-11-25_length).
+    # The higher rates that narrow models have in short runs do not help it (records/2026-11-25_size), nor do an update
+    # of the head in every step and twice the decay: it has steps enough (records/2026-11-27_learning).
     "single": dataclasses.replace(
         SHORT,
         model=dataclasses.replace(SHORT.model, width_lr_power=0.0),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
-        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, muon_beta2=0.95)),
+        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, adam_every=2, muon_beta2=0.95, muon_wd=1.2)),
     "short": SHORT,  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
@@ -471,8 +474,8 @@ class Param(NamedTuple):
 
     label: str  # name in the model, the optimizer, checkpoints
     shape: tuple[int, ...]  # of a bank (..., R, C): matrices (R, C), each of which Muon orthogonalises
-    # normuon (every step), adam (odd steps, on the sum of two gradients), or rows: Adam without first moment, with one
-    # second moment for each row, of the rows that occurred
+    # normuon, adam, or rows: Adam without first moment, with one second moment for each row, of the rows that occurred;
+    # `steps_per_update` says how often
     optim: str
     # (place in the order of the reductions, place in the order of the updates): every rank updates its part of the
     # rows. None: every rank updates the whole parameter, and all such parameters share one reduction and one update.
@@ -1117,24 +1120,39 @@ class SharedRows:
             self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
 
 
+def steps_per_update(row, optim) -> int:
+    """Number of steps whose gradients make one update of a parameter. In two steps of a short run, many rows of a table
+    occur once, so two updates of the tables would teach them little."""
+    return 1 if row.optim == "normuon" else 2 if row.lazy or row.optim == "rows" else optim.adam_every
+
+
 def adam_betas(row, optim) -> tuple[float, float]:
-    """Decays of the first and the second moment of a parameter. A lazy table has no first moment."""
+    """Decays of the first and the second moment of a parameter. A lazy table has no first moment. table_beta2 counts
+    updates of the tables; the head forgets as fast in tokens."""
     beta1, beta2 = row.betas
-    return 0.0 if row.lazy and optim.lazy_tables else beta1, optim.table_beta2 if beta2 is None else beta2
+    beta2 = optim.table_beta2 ** (steps_per_update(row, optim) / 2) if beta2 is None else beta2
+    return 0.0 if row.lazy and optim.lazy_tables else beta1, beta2
 
 
 def update_numbers(config, plan) -> dict[str, float]:
     """The numbers with which the optimizer makes the update of a step: {name: number}, and {"label name": number} of
     the parameters. The names are those of all steps."""
-    optim, t = config.optim, max(1, (plan.step + 1) // 2)  # number of Adam updates, this one included
-    adam_lr, muon_lr = optim.adam_lr * plan.lr_factor, optim.muon_lr * plan.lr_factor
-    numbers = {"t": t, "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
+    optim, muon_lr = config.optim, config.optim.muon_lr * plan.lr_factor
+
+    def adam(steps):
+        """(number of updates, this one included; rate) with so many steps per update: an update by fewer tokens has a
+        lower rate (records/2026-11-27_learning)."""
+        return max(1, (plan.step + 1) // steps), optim.adam_lr * plan.lr_factor * (steps / 2) ** 0.25
+
+    t, adam_lr = adam(optim.adam_every)  # of the replicated parameters
+    numbers = {"t": t, "table_t": adam(2)[0], "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
                "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
     for row in param_table(config.model):
         if row.optim == "normuon":
             decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
         elif row.sharded or row.optim == "rows":
-            (beta1, beta2), lr = adam_betas(row, optim), adam_lr * row.lr_mul
+            (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
+            lr *= row.lr_mul
             numbers[f"{row.label} step_size"] = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
             decay = lr * lr * optim.adam_wd * row.wd_mul
         else:
@@ -1172,6 +1190,7 @@ class NorMuonAndAdam:
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         self.touched = {}  # label of a lazy table -> (rows,) bool, True at least where the gradient is not zero
         self.few_rows = {}  # label of a table whose rows are updated one by one -> FewRows, its gradients
+        self.tables = {label for label, row in self.table.items() if row.lazy or row.optim == "rows"}
         for label, row in self.table.items():
             if row.optim == "rows":
                 table, each_token = self.params[label].detach(), len(config.model.ngrams)
@@ -1241,18 +1260,19 @@ class NorMuonAndAdam:
         """
         copies, numbers = self.copies if plan.tied else {}, numbers or update_numbers(self.config, plan)
 
-        def is_updated(name):
-            return name in self.matrix_lr or plan.adam and name not in copies.values()
+        def has_turn(name):
+            return name in self.matrix_lr or (plan.tables if name in self.tables else plan.adam)
 
         # Phase 1: start the reductions. While tied, the gradient of the copy is added to that of its original.
         reductions = {}
-        for name in filter(is_updated, self.reduce_order):
+        updated = {name for name in self.reduce_order if has_turn(name)} - {*copies.values()}
+        for name in filter(updated.__contains__, self.reduce_order):
             with trace_range(f"reduce {name}"):
                 if name in copies:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = self._start_reduction(name)
 
-        if plan.adam and self.few_rows:
+        if plan.tables and self.few_rows:
             for name in self.few_rows:
                 with trace_range(f"update {name}"):
                     self._update_few_rows(name, numbers)
@@ -1260,7 +1280,7 @@ class NorMuonAndAdam:
 
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
         gathers = {}
-        for name in filter(is_updated, self.update_order):
+        for name in filter(updated.__contains__, self.update_order):
             with trace_range(f"wait {name}"):
                 grad = reductions.pop(name)()
             with trace_range(f"update {name}"):
@@ -1282,7 +1302,7 @@ class NorMuonAndAdam:
                 work.wait()
         with trace_range("zero gradients"):
             for label in self.buffers:
-                if label in self.matrix_lr or plan.adam and label not in self.touched:  # update_rows zeroes those
+                if has_turn(label) and label not in self.touched:  # update_rows zeroes those
                     self.params[label].grad.zero_()  # in place, because CUDA graphs add to this memory
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
             for key, part in self.state[copy].items():
@@ -1319,11 +1339,11 @@ class NorMuonAndAdam:
         few, state = self.few_rows[label], self.state[label]
         self.ops.update_few_rows(
             self.params[label].detach(), state["v"], state["last"], few.grad, few.place, few.rows, few.count,
-            numbers["t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"], self.optim.table_beta2,
-            self.optim.adam_eps)
+            numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"],
+            self.optim.table_beta2, self.optim.adam_eps)
 
     def _update_adam(self, name, grad, numbers, moves_average=False):
-        eps, t = self.optim.adam_eps, numbers["t"]  # embed continues the count of lm_head
+        eps, t = self.optim.adam_eps, numbers["table_t" if name in self.tables else "t"]
         if name == "replicated":
             p, state = self.replicated.pack_weights(), self.replicated.state
             beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
@@ -1355,7 +1375,7 @@ class NorMuonAndAdam:
     def compile_kernels(self, plan, numbers=None):
         """Launch the Triton kernels of `step`, for `only_compiling` of data/run/warmup.py."""
         numbers = numbers or update_numbers(self.config, plan)
-        for label in self.few_rows if plan.adam else ():
+        for label in self.few_rows if plan.tables else ():
             self._update_few_rows(label, numbers)
         for name, copy in self.copies.items() if plan.adam and plan.tied else ():
             self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
@@ -1365,7 +1385,7 @@ class NorMuonAndAdam:
             if label in self.matrix_lr:
                 scale = torch.ones(len(grad), device=grad.device)
                 kernels.polar_express(torch.zeros_like(grad), scale, self.ops, self.optim.polar_steps)
-            elif "last" in state and plan.adam:
+            elif "last" in state and plan.tables:
                 self._update_adam(label, grad, numbers, label in plan.average_rates)
 
     @torch.no_grad()
@@ -1472,7 +1492,8 @@ class StepPlan(NamedTuple):
     average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
     mtp_weights: tuple[float, ...]
     candidates: int  # classes in the loss of a micro-batch; 0: all
-    adam: bool  # whether Adam updates: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
+    adam: bool  # whether Adam updates what is no table
+    tables: bool  # whether the tables are updated: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
     tied: bool  # whether embedding and head share their weights
     split: bool  # whether embedding and head are untied after this step
 
@@ -1484,14 +1505,14 @@ class StepPlan(NamedTuple):
     @property
     def update_key(self):
         """Steps with equal keys run the same operations of the optimizer."""
-        return self.adam, self.tied, self.split, frozenset(self.average_rates)
+        return self.adam, self.tables, self.tied, self.split, frozenset(self.average_rates)
 
 
 def average_rates(config, step, total) -> dict[str, float]:
     """{label: rate} of the averages that move in a step. An average begins three time constants before the end."""
     rates = {}
     for param in param_table(config.model) if config.optim.average_blend else ():
-        period, tau = (2 if param.optim == "adam" else 1), max(1.0, param.average * total)
+        period, tau = steps_per_update(param, config.optim), max(1.0, param.average * total)
         start = max(0.0, total - 3 * tau)
         if param.average and step >= start and (period == 1 or step % 2 == 1):
             # Its first update makes an average a copy of the weights.
@@ -1543,7 +1564,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
         average_rates=average_rates(config, step, total),
         mtp_weights=tuple(a + (b - a) * progress for a, b in zip(stage.mtp_start, stage.mtp_end)),
         candidates=num_candidates(config, tokens) if sampled else 0,
-        adam=step % 2 == 1,  # K12
+        adam=step % config.optim.adam_every == config.optim.adam_every - 1, tables=step % 2 == 1,  # K12
         tied=step <= split_step, split=step == split_step)
 
 
@@ -1686,7 +1707,7 @@ class Trainer:
                 with trace_range("data"):
                     batch = loader.next_batch()
                 self.fetch_rows(batch)
-                if not plan.adam or part + 1 < micro_steps:  # else the rows change before the next micro-batch
+                if not plan.tables or part + 1 < micro_steps:  # else the rows change before the next micro-batch
                     self.fetch_ahead(loader)
                 with trace_range("micro-step"):
                     loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)

@@ -133,6 +133,7 @@ def calls(run):
         if step["adam"]:
             yield from [("quantise_weights", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
+        if step.get("tables", step["adam"]):  # older logs have no "tables"
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
             yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
@@ -152,7 +153,7 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
     model, each, steps = config.model, len(batches) // len(plans), []
     for i, plan in enumerate(plans):
         stage = config.schedule.stages[plan.stage]
-        steps.append({"step": plan.step, "adam": plan.adam, "tied": plan.tied, "tokens": plan.micro_batch_tokens,
+        steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied, "tokens": plan.micro_batch_tokens,
                       "windows": [stage.short_window, stage.long_window],
                       "micro_batches": micro_batches[i * each:(i + 1) * each]})
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,

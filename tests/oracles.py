@@ -608,8 +608,9 @@ class OracleOptimizer:
         return tensor.view(-1, *tensor.shape[-2:])
 
     @torch.no_grad()
-    def step(self, grads, step, s, mu, split_step, slow=None):
-        """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`."""
+    def step(self, grads, step, s, mu, split_step, slow=None, every=2):
+        """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`; every:
+        steps per update of all but banks and tables."""
         assert split_step % 2 == 1
         for label in self.banks:
             muls = NORMUON_TABLE[label]
@@ -619,15 +620,19 @@ class OracleOptimizer:
 
         for label in ADAM_TABLE:
             self.sums[label] += grads[label].double()
-        if step % 2 == 0:
-            return
-        if self.tied:
+        updated = [label for label in ADAM_TABLE
+                   if step % 2 or every == 1 and label not in ("value_embeds", "bigram_embed")]
+        if self.tied and updated:
             self.sums["lm_head"] += self.sums["embed"].T
-        for label, (beta1, beta2, lr_mul, wd_mul) in ADAM_TABLE.items():
+        for label in updated:
+            beta1, beta2, lr_mul, wd_mul = ADAM_TABLE[label]
+            if every == 1 and label not in ("value_embeds", "bigram_embed"):
+                lr_mul *= 2**-0.25
+                beta2 **= 0.5 if label in ("lm_head", "embed") else 1
             if not (label == "embed" and self.tied):
                 adam_step(self.states[label], self.sums[label], ADAM_LR * s * lr_mul, beta1, beta2, wd_mul)
             self.sums[label].zero_()
-        if self.tied:
+        if self.tied and updated:
             self.params["embed"].copy_(self.params["lm_head"].T)
 
         if step == split_step:

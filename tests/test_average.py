@@ -21,12 +21,13 @@ def longer(monkeypatch):
     exec(LONGER, {"T": T})
 
 
-def test_rates():
-    """A window has three time constants. The first movement copies. Head and embeddings move at odd steps."""
-    config = T.parse_config(["--preset=record74", BLEND])
+@pytest.mark.parametrize("adam_every", [1, 2])
+def test_rates(adam_every):
+    """A window has three time constants. The first movement copies. Head and embeddings move when they are updated."""
+    config = T.parse_config(["--preset=record74", BLEND, f"--adam_every={adam_every}"])
     plans, total = [T.make_plan(config, step) for step in range(1491)], 1490
     assert not any(T.make_plan(T.RECORD74, step).average_rates for step in (1000, 1489))
-    for label, fraction, period in ("vo_bank", 0.12, 1), ("mlp_bank", 0.06, 1), ("lm_head", 0.12, 2):
+    for label, fraction, period in ("vo_bank", 0.12, 1), ("mlp_bank", 0.06, 1), ("lm_head", 0.12, adam_every):
         rates = {plan.step: plan.average_rates[label] for plan in plans[:-1] if label in plan.average_rates}
         start = -(-total * (1 - 3 * fraction) // 1)
         assert list(rates) == [step for step in range(int(start), total) if period == 1 or step % 2]

@@ -136,7 +136,8 @@ OFFLINE = Mock(side_effect=UserError("no GPT-2 tokenizer (ConnectionError): tikt
 CASES = {"check": [
     # 1760 steps of 1024 tokens; of 600 in a document, 448 are kept in the first 568 steps, then 512.
     ("", "training data", "yes", "2 files, 3,000 tokens; the run takes 1,802,240, with what is cut off long documents"
-     f" about {568 * 1024 * 600 / 448 + 1192 * 1024 * 600 / 512:,.0f}: 736.46 passes"),
+     f" about {568 * 1024 * 600 / 448 + 1192 * 1024 * 600 / 512:,.0f}: 736.46 passes;"
+     " a second pass raises the validation loss: one takes --train_tokens=2400"),
     ("", "validation data", "yes", "2 files, 65,537 tokens, 65,537 of them used"),
     ("", "device", "yes", r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no"),
     ("", "kernels", "yes", ".* attention:torch .* head:float32"), ("", "caches", "yes", "nothing is compiled"),

@@ -141,6 +141,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
     "--polar_steps=6": "--polar_steps=6: must be 4 or 5",
     "--slow_momentum=1": "--slow_momentum=1.0: must be from 0 to below 1",
+    "--adam_every=3": "--adam_every=3: must be 1 or 2",
     "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
     "--candidates=0": "--candidates=0.0: must be above 0",
     "--adam_eps=0": "--adam_eps=0.0: must be above 0",  # a row without gradient would be 0 / 0
@@ -270,7 +271,7 @@ def test_every_step_of_the_record_against_the_oracle():
         assert got.momentum == pytest.approx(oracles.muon_momentum(step), rel=1e-12)
         assert len(got.mtp_weights) == len(oracles.mtp_weights(step))
         assert got.mtp_weights == pytest.approx(oracles.mtp_weights(step), abs=1e-12)
-        assert got.adam is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
+        assert got.adam is got.tables is (step % 2 == 1) and got.split is (step == 967) and got.tied is (step <= 967)
 
 
 def test_momentum_over_fractions_of_the_run():
@@ -329,7 +330,7 @@ def test_warmup_meets_every_stage_and_every_kind_of_update(args):
     config = T.parse_config(args.split())
     plans = [T.make_plan(config, step) for step in range(stage_starts(config.schedule)[-1])]
     warmup = [plans[step] for step in steps_with_new_keys(plans, set())]
-    for kind in (lambda p: (p.stage, p.candidates)), (lambda p: (p.adam, p.tied, p.split)):
+    for kind in (lambda p: (p.stage, p.candidates)), (lambda p: (p.adam, p.tables, p.tied, p.split)):
         assert set(map(kind, warmup)) == set(map(kind, plans))
     assert len(warmup) < (14 if config.optim.average_blend else 10)
 

@@ -115,11 +115,11 @@ def test_adam_matches_torch_without_decay():
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def small_config(head_pairs=False, lazy_tables=False, slow_momentum=0.0, num_heads=6):
+def small_config(head_pairs=False, lazy_tables=False, slow_momentum=0.0, num_heads=6, adam_every=2):
     schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
     model = T.Model(vocab_size=120, model_dim=48, num_heads=num_heads, head_pairs=head_pairs)
     return dataclasses.replace(T.Config(), model=model, schedule=schedule,
-                               optim=T.Optim(lazy_tables=lazy_tables, slow_momentum=slow_momentum))
+                               optim=T.Optim(lazy_tables=lazy_tables, slow_momentum=slow_momentum, adam_every=adam_every))
 
 
 def make_model(config, seed=0):
@@ -128,13 +128,14 @@ def make_model(config, seed=0):
     return model
 
 
-@pytest.mark.parametrize("head_pairs, lazy_tables, slow_momentum, num_heads", [
-    (False, False, 0.0, 6), (True, True, 0.5, 3)])
-def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, slow_momentum, num_heads, monkeypatch):
+@pytest.mark.parametrize("head_pairs, lazy_tables, slow_momentum, num_heads, adam_every", [
+    (False, False, 0.0, 6, 2), (True, True, 0.5, 3, 2), (False, True, 0.0, 6, 1), (False, False, 0.0, 6, 1)])
+def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every,
+                                                       monkeypatch):
     """All parameters, also an odd head's, even and odd steps, tied, the split with its state transfer, untied; fp64
     oracle without bf16 rounding. Half of the rows of the tables have no gradient. Lazy tables have beta1 = 0. The slow
     averages have a time constant of 3 steps here, and NorMuon uses them from step 5 on."""
-    config = small_config(head_pairs, lazy_tables, slow_momentum, num_heads)
+    config = small_config(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every)
     tables = "value_embeds", "bigram_embed"
     for label in tables if lazy_tables else ():
         monkeypatch.setitem(oracles.ADAM_TABLE, label, (0.0, *oracles.ADAM_TABLE[label][1:]))
@@ -156,7 +157,8 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
                 optimizer.touched[label] |= grads[label].any(1)
         optimizer.step(plan)
         oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
-                    slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share))
+                    slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share),
+                    every=adam_every)
         if plan.tied and plan.adam:
             assert torch.equal(model.embed, model.lm_head.t())
     assert not torch.equal(model.embed, model.lm_head.t())  # they have parted
@@ -168,6 +170,34 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
         bound = 0.03 if param.dtype == torch.bfloat16 else 1e-5
         print(label, error.item())
         assert error < bound, f"{label}: relative error {error:.1e}"
+
+
+def test_tables_are_updated_in_two_steps_whatever_the_head():
+    """With the same gradients, --adam_every changes neither the rows of n-grams nor the tables of values."""
+    got = []
+    for every in 1, 2:
+        torch.manual_seed(5)
+        config = small_config(lazy_tables=True, adam_every=every)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, ngram_rows=(40.0,)))
+        model = make_model(config)
+        optimizer = T.NorMuonAndAdam(model.named_parameters(), config, ONE_RANK, OPS)
+        few = optimizer.few_rows["ngram_embed"]
+        for step in range(6):
+            for label, param in model.named_parameters():
+                grad = torch.randn(param.shape).to(param.dtype)
+                if label == "ngram_embed":
+                    old = few.grad[:few.count[0]].clone()
+                    few.load(torch.arange(20), torch.cat((old, grad[len(old):20])))
+                else:
+                    param.grad += grad
+                    if label in optimizer.touched:
+                        optimizer.touched[label].fill_(True)
+            optimizer.step(T.make_plan(config, step))
+            assert few.count[0] == (20 if step % 2 == 0 else 0)
+        got.append({label: param.detach().clone() for label, param in model.named_parameters()})
+    same = {label for label in got[0] if torch.equal(got[0][label], got[1][label])}
+    assert {"value_embeds", "ngram_embed"} < same and not {"lm_head", "embed", "attn_gate_bank"} & same
+    assert (got[0]["ngram_embed"][:20] != 0).all()
 
 
 @pytest.mark.parametrize("beta2, decay", [(None, 0.75), (0.5, 0.5)])

@@ -28,7 +28,7 @@ from data import loader as L  # noqa: E402
 from data.run.errors import UserError  # noqa: E402
 from data.run.length import stage_starts  # noqa: E402
 from data.run.machine import Runtime  # noqa: E402
-from data.run.start import survey_training_data  # noqa: E402
+from data.run.start import survey_training_data, tokens_and_passes  # noqa: E402
 from data.shards import read_shard_header  # noqa: E402
 
 
@@ -409,8 +409,13 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
         return
     script, *arguments = shlex.split(out.splitlines()[-1])
     assert (Path.cwd() / script).resolve() == ROOT / "run.sh" and "--preset=cpu" in arguments
-    assert size < 10**6 or len(arguments) == 4  # enough text: only the preset, the files and the prompt
+    # Enough text: only the preset, the length of one pass, the files and the prompt. Without enough for the shortest
+    # run, the run is that of the preset.
+    assert size < 10**6 or [arg.partition("=")[0] for arg in arguments] == [
+        "--preset", "--train_tokens", "--train_files", "--val_files", "--sample_prompt"]
     config = train_gpt.parse_config(arguments)
+    _, passes, _ = tokens_and_passes(config)
+    assert 1.3 < passes < 1.6
     assert survey_training_data(config)[0] in out
     runtime = Runtime(0, 1, torch.device("cpu"))
     for stage, start in zip(config.schedule.stages, stage_starts(config.schedule)):

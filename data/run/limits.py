@@ -23,6 +23,7 @@ ACCEPTED = {
         lambda x: x < 1 or type(x) is int, "a whole number of steps, or from 0 to below 1, a part of the run")),
     **dict.fromkeys(("table_beta2", "muon_beta2", "slow_momentum"), (lambda x: x < 1, "from 0 to below 1")),
     "polar_steps": (lambda x: x in (4, 5), "4 or 5"),
+    "adam_every": (lambda x: x in (1, 2), "1 or 2"),
     "average_blend": (lambda x: x <= 1, "from 0 (last weights) to 1 (averages)"),
     "seed": (lambda x: x < 2**63, "below 2 ** 63"),
     "profile": (lambda x: re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", x), "START:COUNT, for example 20:4"),

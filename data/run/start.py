@@ -5,6 +5,7 @@
 `sizes` and `table` are those of data/run/memory.py; param_table is that of train_gpt.py.
 """
 
+import math
 import os
 import re
 import sys
@@ -39,27 +40,40 @@ def require_torch():
                         " requirements.txt names, or use ./run.sh")
 
 
+def tokens_and_passes(config) -> tuple[int, float, int]:
+    """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits)."""
+    files = find_files(config.data.train_files)
+    lengths, stages = Shard(files[0], config.model, 2**22).lengths, config.schedule.stages
+    batches = np.array([stage.batch_tokens for stage in stages])
+    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
+    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
+    passes = required / sum(map(read_shard_header, files))
+    unit = 10 ** (math.floor(math.log10(trained / passes)) - 1)
+    return trained, passes, math.floor(trained / passes / unit) * unit
+
+
 def survey_training_data(config) -> tuple[str, bool]:
     """(a line about the training data, whether the data certainly lasts for the run).
 
     Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
     """
-    files, stages = find_files(config.data.train_files), config.schedule.stages
-    counts, batches = [read_shard_header(path) for path in files], np.array([stage.batch_tokens for stage in stages])
-    lengths, available = Shard(files[0], config.model, 2**22).lengths, sum(counts)
-    longest = batches.max() // config.system.micro_batches + 1
+    files, batches = find_files(config.data.train_files), [stage.batch_tokens for stage in config.schedule.stages]
+    counts = [read_shard_header(path) for path in files]
+    available = sum(counts)
+    longest = max(batches) // config.system.micro_batches + 1
     if longest > max(counts):
         raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
                         " --micro_batches")
     if config.schedule.minutes:
         return f"{len(files)} files, {available:,} tokens; --minutes will choose how many the run takes", True
-    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
-    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
+    trained, passes, one_pass = tokens_and_passes(config)
     found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
-             f" about {required:,.0f}: {required / available:.2f} passes")
-    if config.data.data_end == "wrap" or required <= available:
+             f" about {passes * available:,.0f}: {passes:.2f} passes")
+    if passes <= 1:
         return found, True
+    if config.data.data_end == "wrap":  # records/2026-11-27_learning
+        return f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}", True
     found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
     if trained > available:
         raise UserError(found)
