@@ -1263,10 +1263,12 @@ class NorMuonAndAdam:
         def has_turn(name):
             return name in self.matrix_lr or (plan.tables if name in self.tables else plan.adam)
 
+        def is_updated(name):
+            return has_turn(name) and name not in copies.values()
+
         # Phase 1: start the reductions. While tied, the gradient of the copy is added to that of its original.
         reductions = {}
-        updated = {name for name in self.reduce_order if has_turn(name)} - {*copies.values()}
-        for name in filter(updated.__contains__, self.reduce_order):
+        for name in filter(is_updated, self.reduce_order):
             with trace_range(f"reduce {name}"):
                 if name in copies:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
@@ -1280,7 +1282,7 @@ class NorMuonAndAdam:
 
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
         gathers = {}
-        for name in filter(updated.__contains__, self.update_order):
+        for name in filter(is_updated, self.update_order):
             with trace_range(f"wait {name}"):
                 grad = reductions.pop(name)()
             with trace_range(f"update {name}"):
