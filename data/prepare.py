@@ -5,8 +5,8 @@
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
-Texts are cut at line ends into documents of about 1000 tokens, since the loader uses the beginning of a document and
-drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard
+Texts are cut at line ends into documents of about 1000 tokens, or 400 bytes, since the loader uses the beginning of a
+document and drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard
 gets its name when it is finished and verified. After an interruption or damage, run the same command again.
 """
 import argparse
@@ -39,9 +39,11 @@ from data.tokenizer import gpt2_bpe  # noqa: E402
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-# A document ends at the first line end after this many characters, which are about 1000 tokens. If each file were a
-# document, the loader would use 5% of the library's sources at 1024 tokens per document; with this cut it uses 99%.
-DOCUMENT_CHARACTERS = {GPT2_SEPARATOR: 4000, BYTE_SEPARATOR: 1000}
+# A document ends at the first line end after this many characters: about 1000 tokens of GPT-2, of which the loader uses
+# 896 or more, or 400 bytes, of which it uses 448 or more. Of documents of 1000 bytes it would use less than half, and a
+# model would learn less from the same text (records/2026-11-27_learning).
+DOCUMENT_CHARACTERS = {GPT2_SEPARATOR: 4000, BYTE_SEPARATOR: 350}
+STDLIB_CHARACTERS = 1000  # there is more text than a run takes, and losses stay comparable
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
@@ -156,13 +158,13 @@ def training_arguments(name: str, separator: int) -> list[str]:
                "sample_tokens": 200, "sample_prompt": ""}
     defaults = flatten(config)
     arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
-    # Two passes over a text gave a higher validation loss than one and a half (records/2026-11-27_learning), so a
-    # smaller text gets a shorter run. For `short`, the length also chooses the size of the model.
+    # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run. For
+    # `short`, the length also chooses the size of the model.
     knobs = [f"--{key}={value}" for key, value in arguments.items()]
     _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(knobs))
-    if passes <= 1.5:
+    if passes <= 1:
         return knobs
-    shorter = [f"--preset={preset.replace('single', 'short')}", f"--train_tokens={one_pass * 3 // 2}", *knobs[1:]]
+    shorter = [f"--preset={preset.replace('single', 'short')}", f"--train_tokens={one_pass}", *knobs[1:]]
     try:
         train_gpt.parse_config(shorter)
     except UserError:  # not even the shortest run
@@ -313,10 +315,11 @@ def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
     return val
 
 
-def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int) -> int:
+def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int,
+          characters: int | None = None) -> int:
     """Tokenises `files`, {relative name: path}, in their order into the shards of data/NAME; returns the separator.
 
-    Reads one file at a time; the memory holds one training shard, or all validation tokens. Raises UserError when there
+    characters: after so many a document ends (None: those of the tokenizer). Reads one file at a time; the memory holds one training shard, or all validation tokens. Raises UserError when there
     is too little text.
     """
     sizes, skipped = {}, {"not UTF-8": [], "empty": []}
@@ -334,7 +337,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         parts = (f"{len(keys)} {why}, such as {keys[0]}" for why, keys in skipped.items() if keys)
         print(f"warning: skipped {sum(map(len, skipped.values()))} files ({'; '.join(parts)})")
     encode, separator = load_tokenizer(tokenizer)
-    characters = DOCUMENT_CHARACTERS[separator]
+    characters = characters or DOCUMENT_CHARACTERS[separator]
     val, total = split(sizes, val_fraction), sum(sizes.values())
     whole = 0 < sum(sizes[key] for key in val) <= 4 * val_fraction * total
     if not whole:  # there are too few or too large files for this share, so single documents validate
@@ -417,7 +420,7 @@ def stdlib() -> None:
     # rank() drops an even sample of the files, from the end of its order; validation files are at the start.
     keep = 2**32 * STDLIB_BYTES / total
     files = {key: path for key, path in files.items() if rank(key)[0] < keep}
-    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS)
+    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS, STDLIB_CHARACTERS)
 
 
 def main(argv: list[str]) -> int:
