@@ -329,7 +329,7 @@ def train(rt, steps, saved=None, head_pairs=False):
     Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for
     every G.
     """
-    config = small_config(head_pairs, lazy_tables=head_pairs, slow_momentum=0.5 * head_pairs)
+    config = small_config(head_pairs, head_pairs, 0.5 * head_pairs, adam_every=2 - head_pairs)
     config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))
     model = make_model(config)
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, rt, OPS)
