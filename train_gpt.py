@@ -308,7 +308,8 @@ class Optim:
     adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
-    # Steps per update of head, embedding, gates and lambdas, 1 or 2. The tables have one update in two steps.
+    # 1: Adam updates head, embedding, gates and lambdas in every step; 2: in every second step, as always the tables of
+    # values and n-grams.
     adam_every: int = 2
     lazy_tables: bool = False  # Adam keeps no first moment of value and bigram tables, and skips rows without gradient
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
@@ -1345,11 +1346,11 @@ class NorMuonAndAdam:
             self.optim.table_beta2, self.optim.adam_eps)
 
     def _update_adam(self, name, grad, numbers, moves_average=False):
-        eps, t = self.optim.adam_eps, numbers["table_t" if name in self.tables else "t"]
+        eps = self.optim.adam_eps
         if name == "replicated":
             p, state = self.replicated.pack_weights(), self.replicated.state
             beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
-            lr = numbers["adam_lr"] * lr_mul
+            lr, t = numbers["adam_lr"] * lr_mul, numbers["t"]
             self.adam_update(p, state["m"], state["v"], grad, lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t),
                              lr * lr * self.optim.adam_wd * wd_mul, beta1, beta2, eps)
             self.replicated.unpack_weights(p)
@@ -1359,7 +1360,8 @@ class NorMuonAndAdam:
             numbers[f"{name} {key}"] for key in ("step_size", "weight_decay", "average_rate"))
         if "last" in state:
             touched = self.touched[name] if self.rt.world == 1 else (grad != 0).any(1)
-            self.ops.update_rows(p, state["v"], state["last"], touched, grad, t, step_size, weight_decay, beta2, eps)
+            self.ops.update_rows(p, state["v"], state["last"], touched, grad, numbers["table_t"], step_size,
+                                 weight_decay, beta2, eps)
         else:
             average = state["average"] if moves_average else None
             self.adam_update(p, state["m"], state["v"], grad, torch.as_tensor(step_size), torch.as_tensor(weight_decay),

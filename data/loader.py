@@ -324,8 +324,8 @@ class Loader:
                         raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use"
                                         " --data_end=wrap")
                     if shard == len(self.files):
-                        self.warn("training data exhausted: starting again with the first shard; a second pass raises the"
-                                  " validation loss")
+                        self.warn("training data exhausted: starting again with the first shard; a second pass raises"
+                                  " the validation loss")
                     current, following = following.result(), self.reader.submit(self._shard, shard + 1)
                 starts, lengths, cursor = packed
                 if rank == self.rt.rank:

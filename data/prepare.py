@@ -6,8 +6,9 @@
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
 Texts are cut at line ends into documents of about 1000 tokens, or 400 bytes, since the loader uses the beginning of a
-document and drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. A shard
-gets its name when it is finished and verified. After an interruption or damage, run the same command again.
+document and drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of
+DATA_PATH. A shard gets its name when it is finished and verified. After an interruption or damage, run the same command
+again.
 """
 import argparse
 import os
@@ -33,17 +34,17 @@ from data.run.errors import UserError, user_error  # noqa: E402
 from data.run.knobs import flatten  # noqa: E402
 from data.run.start import survey_training_data, survey_validation_data, tokens_and_passes  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-# A document ends at the first line end after this many characters: about 1000 tokens of GPT-2, of which the loader uses
-# 896 or more, or 400 bytes, of which it uses 448 or more. Of documents of 1000 bytes it would use less than half, and a
-# model would learn less from the same text (records/2026-11-27_learning).
+# A document ends at the first line end after this many characters, which are about 1000 tokens of GPT-2, or 400 bytes.
+# The loader uses the first 896 tokens or 448 bytes of a document in the first stage, and more later. A model learns
+# less from the same text in documents of 1000 bytes, since the loader drops half of it (records/2026-11-27_learning).
 DOCUMENT_CHARACTERS = {GPT2_SEPARATOR: 4000, BYTE_SEPARATOR: 350}
-STDLIB_CHARACTERS = 1000  # there is more text than a run takes, and losses stay comparable
+STDLIB_CHARACTERS = 1000  # the library has more text than a run takes, and losses stay comparable
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
@@ -158,13 +159,14 @@ def training_arguments(name: str, separator: int) -> list[str]:
                "sample_tokens": 200, "sample_prompt": ""}
     defaults = flatten(config)
     arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
-    # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run. For
-    # `short`, the length also chooses the size of the model.
+    # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run, on a
+    # GPU with `short`, whose length also chooses the size of the model.
     knobs = [f"--{key}={value}" for key, value in arguments.items()]
-    _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(knobs))
+    tokens = sum(map(read_shard_header, train_files))
+    _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(knobs), train_files, tokens)
     if passes <= 1:
         return knobs
-    shorter = [f"--preset={preset.replace('single', 'short')}", f"--train_tokens={one_pass}", *knobs[1:]]
+    shorter = ["--preset=short" if preset == "single" else knobs[0], f"--train_tokens={one_pass}", *knobs[1:]]
     try:
         train_gpt.parse_config(shorter)
     except UserError:  # not even the shortest run
@@ -319,8 +321,8 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
           characters: int | None = None) -> int:
     """Tokenises `files`, {relative name: path}, in their order into the shards of data/NAME; returns the separator.
 
-    characters: after so many a document ends (None: those of the tokenizer). Reads one file at a time; the memory holds one training shard, or all validation tokens. Raises UserError when there
-    is too little text.
+    A document ends after `characters` characters (None: those of DOCUMENT_CHARACTERS). Reads one file at a time; the
+    memory holds one training shard, or all validation tokens. Raises UserError when there is too little text.
     """
     sizes, skipped = {}, {"not UTF-8": [], "empty": []}
     for key, path in files.items():

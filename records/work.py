@@ -153,8 +153,8 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
     model, each, steps = config.model, len(batches) // len(plans), []
     for i, plan in enumerate(plans):
         stage = config.schedule.stages[plan.stage]
-        steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied, "tokens": plan.micro_batch_tokens,
-                      "windows": [stage.short_window, stage.long_window],
+        steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied,
+                      "tokens": plan.micro_batch_tokens, "windows": [stage.short_window, stage.long_window],
                       "micro_batches": micro_batches[i * each:(i + 1) * each]})
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
             "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,

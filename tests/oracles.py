@@ -620,13 +620,13 @@ class OracleOptimizer:
 
         for label in ADAM_TABLE:
             self.sums[label] += grads[label].double()
-        updated = [label for label in ADAM_TABLE
-                   if step % 2 or every == 1 and label not in ("value_embeds", "bigram_embed")]
+        tables = "value_embeds", "bigram_embed"
+        updated = [label for label in ADAM_TABLE if step % 2 or every == 1 and label not in tables]
         if self.tied and updated:
             self.sums["lm_head"] += self.sums["embed"].T
         for label in updated:
             beta1, beta2, lr_mul, wd_mul = ADAM_TABLE[label]
-            if every == 1 and label not in ("value_embeds", "bigram_embed"):
+            if every == 1 and label not in tables:
                 lr_mul *= 2**-0.25
                 beta2 **= 0.5 if label in ("lm_head", "embed") else 1
             if not (label == "embed" and self.tied):

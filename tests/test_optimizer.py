@@ -118,8 +118,8 @@ def test_adam_matches_torch_without_decay():
 def small_config(head_pairs=False, lazy_tables=False, slow_momentum=0.0, num_heads=6, adam_every=2):
     schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
     model = T.Model(vocab_size=120, model_dim=48, num_heads=num_heads, head_pairs=head_pairs)
-    return dataclasses.replace(T.Config(), model=model, schedule=schedule,
-                               optim=T.Optim(lazy_tables=lazy_tables, slow_momentum=slow_momentum, adam_every=adam_every))
+    optim = T.Optim(lazy_tables=lazy_tables, slow_momentum=slow_momentum, adam_every=adam_every)
+    return dataclasses.replace(T.Config(), model=model, schedule=schedule, optim=optim)
 
 
 def make_model(config, seed=0):

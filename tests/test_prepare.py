@@ -414,7 +414,7 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
     assert size < 10**6 or [arg.partition("=")[0] for arg in arguments] == [
         "--preset", "--train_tokens", "--train_files", "--val_files", "--sample_prompt"]
     config = train_gpt.parse_config(arguments)
-    _, passes, _ = tokens_and_passes(config)
+    _, passes, _ = tokens_and_passes(config, sorted((data / "m").glob("*_train_*")), available)
     assert 0.85 < passes < 1.1
     assert survey_training_data(config)[0] in out
     runtime = Runtime(0, 1, torch.device("cpu"))

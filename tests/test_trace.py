@@ -437,7 +437,7 @@ def check(shown, ranks):
     assert all(min(row) > 0 for row in places)
     forward, backward = map(sum, zip(*places))
     assert forward == pytest.approx(split["forward"], abs=0.01)
-    assert 0.5 * split["backward"] < backward <= split["backward"] + 0.01 and "aten::mm" in found
+    assert 0.8 * split["backward"] < backward <= split["backward"] + 0.01 and "aten::mm" in found
     return whole
 
 

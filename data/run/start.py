@@ -40,14 +40,16 @@ def require_torch():
                         " requirements.txt names, or use ./run.sh")
 
 
-def tokens_and_passes(config) -> tuple[int, float, int]:
-    """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits)."""
-    files = find_files(config.data.train_files)
+def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
+    """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits).
+
+    files: the training shards, which hold `available` tokens; reads the beginning of the first one.
+    """
     lengths, stages = Shard(files[0], config.model, 2**22).lengths, config.schedule.stages
     batches = np.array([stage.batch_tokens for stage in stages])
     kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
     trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
-    passes = required / sum(map(read_shard_header, files))
+    passes = required / available
     unit = 10 ** (math.floor(math.log10(trained / passes)) - 1)
     return trained, passes, math.floor(trained / passes / unit) * unit
 
@@ -67,12 +69,12 @@ def survey_training_data(config) -> tuple[str, bool]:
                         " --micro_batches")
     if config.schedule.minutes:
         return f"{len(files)} files, {available:,} tokens; --minutes will choose how many the run takes", True
-    trained, passes, one_pass = tokens_and_passes(config)
+    trained, passes, one_pass = tokens_and_passes(config, files, available)
     found = (f"{len(files)} files, {available:,} tokens; the run takes {trained:,}, with what is cut off long documents"
              f" about {passes * available:,.0f}: {passes:.2f} passes")
     if passes <= 1:
         return found, True
-    if config.data.data_end == "wrap":  # records/2026-11-27_learning
+    if config.data.data_end == "wrap":
         return f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}", True
     found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
     if trained > available:
