@@ -4,6 +4,7 @@ Contents: Batch; training shards; Loader; ValidationData.
 Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the quirks K1, K2.
 """
 
+import copy
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +164,7 @@ class RowRouter:
 class Batch(NamedTuple):
     """One micro-batch of packed documents, the input of a forward pass."""
 
+    buffer: Tensor  # (bytes,) uint8, the memory of all tensors below, but not of the exchange
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
@@ -171,17 +173,26 @@ class Batch(NamedTuple):
     pieces: dict[str, Tensor] = {}  # "tokens" or table -> int32, sorted_pieces of its ids; for training
     exchange: Exchange | None = None  # where the rows of the table of n-grams are; row_ids are then numbers in its list
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors on the device that a micro-step reads, in a fixed order."""
-        candidates = [] if self.candidates is None else [self.candidates]
-        return [self.tokens, self.targets, self.cu_seqlens, *self.row_ids.values(), *candidates, *self.pieces.values()]
-
     def clone(self):
-        """A batch whose tensors are copies."""
-        row_ids, pieces = ({name: x.clone() for name, x in part.items()} for part in (self.row_ids, self.pieces))
-        return Batch(self.tokens.clone(), self.targets.clone(), self.cu_seqlens.clone(), row_ids,
-                     None if self.candidates is None else self.candidates.clone(), pieces)
+        """A batch whose tensors are copies, at the same places of a buffer of its own; without the exchange."""
+        return copy.deepcopy(self._replace(exchange=None))  # copies memory once, and tensors share the copy
+
+
+def to_device(arrays, device) -> tuple[Tensor, list[Tensor]]:
+    """(buffer of bytes on the device, tensors of the arrays in it). The host launches one copy for all, since it takes
+    longer to launch a small copy than the GPU takes to make it. The copy does not block the host."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    # A tensor begins at a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
+    starts = [*accumulate((-(-x.nbytes // 16) * 16 for x in tensors), initial=0)]
+
+    def parts(buffer):
+        return [buffer[start:start + x.nbytes].view(x.dtype).view(x.shape) for start, x in zip(starts, tensors)]
+
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, tensor in zip(parts(buffer), tensors):
+        part.copy_(tensor)
+    buffer = buffer.to(device, non_blocking=True)
+    return buffer, parts(buffer)
 
 
 def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0,
@@ -195,20 +206,19 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-    inputs, targets, candidates = tokens[:-1], tokens[1:].astype(np.int64), None
-    if count and (sampled := sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)):
-        candidates, targets = map(on_device, sampled)
-    else:
-        targets = on_device(targets)
+    inputs, targets = tokens[:-1], tokens[1:].astype(np.int64)
+    sampled = count and sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)
+    *candidates, targets = sampled or [targets]
     hashed = inputs if hash_ids is None else hash_ids[inputs]
     rows, exchange = ngram_rows(hashed, config.model.ngrams), None
     if router is not None:
         rows, exchange = router(rows, on_device, row is not None)
-    row_ids = {config.model.ngram_table: rows}
-    pieces = {} if row is None else {name: on_device(sorted_pieces(ids)) for name, ids in (
-        ("tokens", inputs), *row_ids.items())}
-    return Batch(on_device(inputs.astype(np.int32)), targets, on_device(cu),
-                 {table: on_device(rows) for table, rows in row_ids.items()}, candidates, pieces, exchange)
+    pieces, table = [] if row is None else map(sorted_pieces, (inputs, rows)), config.model.ngram_table
+    # torch.compile gets cu_seqlens. It knows the alignment only of a tensor that is first in its memory.
+    buffer, (cu, inputs, targets, rows, *rest) = to_device(
+        [cu, inputs.astype(np.int32), targets, rows, *pieces, *candidates], device)
+    return Batch(buffer, inputs, targets, cu, {table: rows}, rest[2] if candidates else None,
+                 dict(zip(("tokens", table), rest)), exchange)
 
 
 def make_router(config, rt) -> RowRouter | None:
@@ -286,11 +296,11 @@ class Loader:
 
     def next_batch(self) -> Batch:
         batch, copied, self.state = self.ready.result()
-        if copied is not None:  # the copies ran on a side stream
+        if copied is not None:  # the copy ran on a side stream
             current = torch.cuda.current_stream()
             current.wait_event(copied)
             routed = [x for x in batch.exchange[2:] if x is not None] if batch.exchange else []
-            for tensor in [*batch.tensors, *routed]:
+            for tensor in [batch.buffer, *routed]:
                 tensor.record_stream(current)
         self.ready = self.builder.submit(next, self.batches, None)
         return batch

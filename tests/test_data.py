@@ -13,6 +13,7 @@ import oracles
 import train_gpt as T
 from data import loader as L
 from data.run.errors import UserError
+from data.run.graphs import MicroStepGraphs
 from data.run.machine import Runtime
 from data.shards import find_files, read_shard, read_shard_header
 from oracles import write_shard
@@ -87,6 +88,25 @@ def random_corpus(folder, seed, steps=24, **options):
     return Corpus(folder, shards, [SHAPES[i] for i in rng.integers(0, len(SHAPES), steps)], **options)
 
 
+def tensors(batch):
+    """All tensors of a batch but those of its exchange."""
+    candidates = [] if batch.candidates is None else [batch.candidates]
+    return [batch.tokens, batch.targets, batch.cu_seqlens, *batch.row_ids.values(), *candidates, *batch.pieces.values()]
+
+
+def layout(batch):
+    """(first byte, dtype, shape) of every tensor in the buffer, and the size of the buffer. Asserts that the tensors
+    lie one behind the other in this one memory, cu_seqlens first, each at the next multiple of 16 bytes."""
+    start, end = batch.buffer.data_ptr(), 0
+    ordered = sorted(tensors(batch), key=torch.Tensor.data_ptr)
+    assert ordered[0] is batch.cu_seqlens and start % 16 == 0
+    for x in ordered:
+        assert x.untyped_storage().data_ptr() == start and x.data_ptr() == start + end and x.is_contiguous()
+        end = -(-(end + x.nbytes) // 16) * 16
+    assert end == batch.buffer.untyped_storage().nbytes() == batch.buffer.nbytes
+    return [(x.data_ptr() - start, x.dtype, x.shape) for x in tensors(batch)], end
+
+
 def assert_batch(batch, row):
     """A batch equals the oracle's row (inputs, targets, document lengths or cu_seqlens, perhaps a sample), with dtypes.
     """
@@ -97,7 +117,8 @@ def assert_batch(batch, row):
     wanted = dict(tokens=inputs, targets=targets, cu_seqlens=cu, row_ids=rows)
     if sample and sample[0]:
         wanted["candidates"], wanted["targets"] = sample[0]
-    arrays = [tensor.cpu().numpy() for tensor in batch.tensors]
+    layout(batch)
+    arrays = [tensor.cpu().numpy() for tensor in tensors(batch)]
     if batch.pieces:
         *arrays, of_tokens, of_rows = arrays
         assert list(batch.pieces) == ["tokens", "bigram_embed"]
@@ -152,6 +173,26 @@ def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batch
     assert micro_batches < 8 or corpus.rows_before_the_end() < len(corpus.expected()) / 2
     for rank in range(world):
         corpus.assert_served(rank, world)
+
+
+def test_a_graph_gets_its_batch_by_one_copy(tmp_path):
+    """All batches with the key of a graph have the layout of the graph's own batch. Here, in place of a graph, a replay
+    calls the function again."""
+    corpus, layouts = random_corpus(tmp_path, 0, candidates=SOME), set()
+    loader, graphs = corpus.loader(), MicroStepGraphs(lambda batch, weights, attn: weights @ batch.tokens[-2:], False)
+    graphs.enabled, graphs.run_eagerly = True, lambda run, *args: run(*args)
+    graphs.capture = lambda run, *args: (SimpleNamespace(replay=lambda: run(*args)), None)
+    for i, row in enumerate(corpus.expected()):
+        batch, weights = loader.next_batch(), torch.tensor([1, i], dtype=torch.int32)
+        batch = batch._replace(exchange=L.Exchange([1], [1], batch.tokens[:1], None))
+        assert graphs(batch, weights, None, stage=len(batch.tokens)) == row[0][-2] + i * row[0][-1]
+        own = graphs.graphs[len(batch.tokens), 0 if row[3] is None else SOME][1]
+        assert own.exchange is None and own.buffer.data_ptr() != batch.buffer.data_ptr()
+        assert layout(own) == layout(batch)
+        layouts.add(str(layout(own)))
+        batch.buffer.zero_()
+        assert_batch(own, row)
+    assert len(SHAPES) < len(graphs.graphs) == len(layouts) < len(corpus.expected()) / 8
 
 
 def document(length, first):
@@ -590,7 +631,7 @@ def test_batches_on_the_gpu(tmp_path):
     loader, busy = corpus.loader(device=device), torch.randn(2000, 2000, device=device)
     for row in corpus.expected():
         batch = loader.next_batch()
-        assert {tensor.device for tensor in batch.tensors} == {device}
+        assert {tensor.device for tensor in (batch.buffer, *tensors(batch))} == {device}
         copy = batch.clone()  # in the main stream, before the host waits for anything
         del batch
         busy = (busy @ busy).clamp(-1, 1)

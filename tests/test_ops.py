@@ -189,18 +189,10 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
              for n in set(rows)}
     losses = []
     for i, n in enumerate(rows):
-        tokens = torch.randint(257, (n + 1,))
-        hashed = torch.from_numpy(L.ngram_rows(tokens[:-1].int().numpy(), config.ngrams))
-        cu = torch.tensor([0, 50 + 10 * i, n, n, n], dtype=torch.int32)
-        ids, sample = tokens[1:].numpy(), None
-        if n == 320:
-            sample = L.sample_candidates(ids, 384, 128 if i == 4 else 256, i, config.gate_id)
-        candidates, ids = sample or (None, ids)
-        pieces = {"tokens": tokens[:-1].numpy(), table: hashed.numpy()}
-        pieces = {name: torch.from_numpy(sorted_pieces(rows)).to(device) for name, rows in pieces.items()}
-        batch = L.Batch(*(x.to(device) for x in (tokens[:-1].int(), torch.from_numpy(ids), cu)),
-                        {table: hashed.to(device)},
-                        None if candidates is None else torch.from_numpy(candidates).to(device), pieces)
+        tokens = torch.randint(257, (n + 1,)).numpy()
+        cu = np.array([0, 50 + 10 * i, n, n, n], np.int32)
+        count = 0 if n != 320 else 128 if i == 4 else 256
+        batch = L.make_batch(tokens, cu, SimpleNamespace(model=config), device, row=i, count=count)
         assert (batch.candidates is None) == (i == 4 or n == 208)
         losses.append(step(batch, torch.tensor([1.0, 0.1 * i], device=device), views[n], stage=n).item())
         with torch.no_grad():

@@ -8,7 +8,8 @@ class MicroStepGraphs:
 
     The first call with a key also captures a graph, and later calls with this key replay it. A replay launches hundreds
     of kernels at once: the host would take 30 to 39 ms to launch them one by one, and the GPU takes 21 ms to run them
-    (stage 1, H200). A graph reads and writes fixed addresses, so its tensors are updated in place.
+    (stage 1, H200). A graph reads and writes fixed addresses, so its tensors are updated in place. It writes its loss to
+    one address, too, so the next call with its key changes the loss that this call returns.
     """
 
     def __init__(self, run, enabled):
@@ -43,18 +44,19 @@ class MicroStepGraphs:
         key = stage, 0 if batch.candidates is None else len(batch.candidates)
         if key not in self.graphs:
             # The first run compiles kernels, which a capture must not do.
-            first_loss = self.run_eagerly(self.run, batch, mtp_weights, attn)
+            loss = self.run_eagerly(self.run, batch, mtp_weights, attn)
             batch, mtp_weights = batch.clone(), mtp_weights.clone()
-            graph, loss = self.capture(self.run, batch, mtp_weights, attn)
+            # The graph writes into the first loss: the graph of an update may use the memory of its own.
+            graph, _ = self.capture(lambda *args: loss.copy_(self.run(*args)), batch, mtp_weights, attn)
             self.graphs[key] = graph, batch, mtp_weights, attn, loss
-            return first_loss
+            return loss
         graph, graph_batch, graph_weights, graph_attn, loss = self.graphs[key]
-        for target, value in zip((*graph_batch.tensors, graph_weights), (*batch.tensors, mtp_weights)):
-            target.copy_(value)
+        graph_batch.buffer.copy_(batch.buffer)  # the key decides the shapes, so all tensors have the same places
+        graph_weights.copy_(mtp_weights)
         if eager:
             return self.run_eagerly(self.run, graph_batch, graph_weights, graph_attn)
         graph.replay()
-        return loss.clone()  # the graph of an update may use the same memory
+        return loss
 
 
 class UpdateGraphs:
