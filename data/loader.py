@@ -47,6 +47,12 @@ def ngram_rows(tokens: np.ndarray, ngrams) -> np.ndarray:
 SWEEP_STRIDE = 20011  # a prime that divides no padded vocabulary, so a sweep in these steps visits every class
 
 
+@functools.cache
+def two_sweeps(classes: int) -> np.ndarray:
+    """All classes in steps of SWEEP_STRIDE, twice: a sweep that begins anywhere is a part of it."""
+    return np.arange(2 * classes) * SWEEP_STRIDE % classes
+
+
 def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None):
     """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
 
@@ -62,8 +68,8 @@ def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, g
         taken[gate] = True
     if len(ids) > count:
         return None
-    # The golden ratio spreads the starts evenly, for any number of rows.
-    sweep = (np.arange(classes) + row * (int(0.618 * classes) | 1)) * SWEEP_STRIDE % classes
+    start = row * (int(0.618 * classes) | 1) % classes  # the golden ratio spreads the starts evenly
+    sweep = two_sweeps(classes)[start:start + classes]
     ids = np.concatenate([ids, sweep[~taken[sweep]][:count - len(ids)]])
     positions = np.empty(classes, np.int64)
     positions[ids] = np.arange(count)
@@ -181,18 +187,15 @@ class Batch(NamedTuple):
 def to_device(arrays, device) -> tuple[Tensor, list[Tensor]]:
     """(buffer of bytes on the device, tensors of the arrays in it). The host launches one copy for all, since it takes
     longer to launch a small copy than the GPU takes to make it. The copy does not block the host."""
-    tensors = [torch.from_numpy(array) for array in arrays]
     # A tensor begins at a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
-    starts = [*accumulate((-(-x.nbytes // 16) * 16 for x in tensors), initial=0)]
-
-    def parts(buffer):
-        return [buffer[start:start + x.nbytes].view(x.dtype).view(x.shape) for start, x in zip(starts, tensors)]
-
+    starts = [*accumulate((-(-x.nbytes // 16) * 16 for x in arrays), initial=0)]
     buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, tensor in zip(parts(buffer), tensors):
-        part.copy_(tensor)
+    memory = buffer.numpy()
+    for start, x in zip(starts, arrays):  # in NumPy: PyTorch would wake its threads for each copy
+        memory[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[:] = x
     buffer = buffer.to(device, non_blocking=True)
-    return buffer, parts(buffer)
+    return buffer, [buffer[start:start + x.nbytes].view(torch.from_numpy(x).dtype).view(x.shape)
+                    for start, x in zip(starts, arrays)]
 
 
 def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None, row=None, count=0,
