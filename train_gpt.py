@@ -55,12 +55,12 @@ import math
 import os
 import sys
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -1050,32 +1050,58 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
         part.copy_(mixture.mul_(scale))
 
 
-class Replicated:
-    """The replicated parameters as one flat fp32 vector, so that one reduction and one Adam update serve all of them.
+def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps):
+    """`adam_update` of the vectors of Replicated. t: number of updates, this one included, 0-D."""
+    lr = lr * lr_mul
+    step_size = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+    adam_update(p, m, v, grad, step_size, lr * lr * adam_wd * wd_mul, beta1, beta2, eps)
 
-    params {label: parameter}; rows {label: Param}.
+
+class Replicated:
+    """The replicated parameters in one vector per dtype, so that few kernels and one reduction serve all of them.
+
+    params {label: parameter}, whose weights and gradients move into the vectors; rows {label: Param}.
     """
 
     def __init__(self, params, rows, device):
-        self.params, sizes = params, torch.tensor([p.numel() for p in params.values()])
-        self.state = {key: torch.zeros(int(sizes.sum()), device=device) for key in ("m", "v")}
-        columns = zip(*((*row.betas, row.lr_mul, row.wd_mul) for row in rows.values()))
+        params = dict(sorted(params.items(), key=lambda item: str(item[1].dtype)))
+        self.weights, self.grads = [], []
+        for dtype, group in groupby(params.items(), key=lambda item: item[1].dtype):
+            group = dict(group)
+            for vectors in self.weights, self.grads:
+                vectors.append(torch.zeros(sum(map(self.size, group.values())), dtype=dtype, device=device))
+            for label, part in self.split(self.weights[-1], group).items():
+                part.copy_(params[label].detach())
+                params[label].data = part
+            for label, part in self.split(self.grads[-1], group).items():
+                params[label].grad = part
+        sizes = torch.tensor(list(map(self.size, params.values())))
+        columns = zip(*((*row.betas, row.lr_mul, row.wd_mul) for row in map(rows.get, params)))
         self.coefficients = [torch.tensor(column).repeat_interleave(sizes).to(device) for column in columns]
+        self.vectors = {key: torch.zeros(int(sizes.sum()), device=device) for key in ("m", "v")}
+        # label -> {"m", "v"}, as in NorMuonAndAdam
+        parts = {key: self.split(vector, params) for key, vector in self.vectors.items()}
+        self.state = {label: {key: part[label] for key, part in parts.items()} for label in params}
 
-    def split(self, flat):
-        """{label: its part of a flat vector, a view in the shape of the parameter}."""
-        parts = flat.split([p.numel() for p in self.params.values()])
-        return {label: part.view_as(p) for part, (label, p) in zip(parts, self.params.items())}
+    @staticmethod
+    def size(p):
+        """Numbers of a parameter in a vector: the next one begins at a multiple of 16 bytes, as compilers expect."""
+        return -(-p.numel() // 8) * 8
+
+    def split(self, vector, params):
+        """{label: its part of the vector of these params, a view in the shape of the parameter}."""
+        parts = vector.split(list(map(self.size, params.values())))
+        return {label: part[:p.numel()].view_as(p) for part, (label, p) in zip(parts, params.items())}
 
     def pack_weights(self):
-        return torch.cat([p.detach().float().flatten() for p in self.params.values()])
+        return torch.cat([vector.float() for vector in self.weights])
 
     def pack_grads(self):
-        return torch.cat([p.grad.float().flatten() for p in self.params.values()])
+        return torch.cat([vector.float() for vector in self.grads])
 
-    def unpack_weights(self, flat):
-        for label, part in self.split(flat).items():
-            self.params[label].detach().copy_(part)
+    def unpack_weights(self, packed):
+        for vector, part in zip(self.weights, packed.split(list(map(len, self.weights)))):
+            vector.copy_(part)
 
 
 class SharedRows:
@@ -1180,8 +1206,8 @@ class NorMuonAndAdam:
         orders["replicated"] = REPLICATED_ORDER
         self.reduce_order, self.update_order = (sorted(orders, key=lambda name: orders[name][k]) for k in (0, 1))
         self.copies = {row.tied_to: label for label, row in self.table.items() if row.tied_to}  # parameter -> its copy
-        self.adam_update, self.nesterov_momentum, self.normuon_update = map(
-            compiler, (adam_update, kernels.nesterov_momentum, kernels.normuon_update))
+        self.adam_update, self.replicated_update, self.nesterov_momentum, self.normuon_update = map(
+            compiler, (adam_update, replicated_update, kernels.nesterov_momentum, kernels.normuon_update))
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
         # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
@@ -1200,6 +1226,8 @@ class NorMuonAndAdam:
                 self.few_rows[label] = kernels.FewRows(table, min(most, len(table)))
                 v = torch.zeros(len(table), 1, device=rt.device)
                 self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
+                continue
+            if not row.sharded:
                 continue
             param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
             self.buffers[label] = self._pad(label, full), self._pad(label, torch.zeros_like(full))
@@ -1224,9 +1252,7 @@ class NorMuonAndAdam:
 
         replicated = {label: row for label, row in self.table.items() if not row.sharded and row.optim == "adam"}
         self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
-        for key, flat in self.replicated.state.items():
-            for label, part in self.replicated.split(flat).items():
-                self.state[label][key] = part  # so that state_dict and load_state_dict see the flat vectors
+        self.state |= self.replicated.state
 
     def _as_matrices(self, label, tensor):
         """A view of a parameter-shaped tensor in the optimizer's shape: (n, R, C) for a bank, else unchanged."""
@@ -1307,6 +1333,8 @@ class NorMuonAndAdam:
             for label in self.buffers:
                 if has_turn(label) and label not in self.touched:  # update_rows zeroes those
                     self.params[label].grad.zero_()  # in place, because CUDA graphs add to this memory
+            for grad in self.replicated.grads if plan.adam else ():
+                grad.zero_()
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
             for key, part in self.state[copy].items():
                 part.copy_(self._shard(copy, self._unshard(name, self.state[name][key]).t()))
@@ -1348,11 +1376,9 @@ class NorMuonAndAdam:
     def _update_adam(self, name, grad, numbers, moves_average=False):
         eps = self.optim.adam_eps
         if name == "replicated":
-            p, state = self.replicated.pack_weights(), self.replicated.state
-            beta1, beta2, lr_mul, wd_mul = self.replicated.coefficients
-            lr, t = numbers["adam_lr"] * lr_mul, numbers["t"]
-            self.adam_update(p, state["m"], state["v"], grad, lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t),
-                             lr * lr * self.optim.adam_wd * wd_mul, beta1, beta2, eps)
+            p, state = self.replicated.pack_weights(), self.replicated.vectors
+            self.replicated_update(p, state["m"], state["v"], grad, number(numbers["adam_lr"]), number(numbers["t"]),
+                                   *self.replicated.coefficients, self.optim.adam_wd, eps)
             self.replicated.unpack_weights(p)
             return
         p, state, (beta1, beta2) = self.shards[name], self.state[name], adam_betas(self.table[name], self.optim)
@@ -1370,8 +1396,8 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def drop_gradients(self):
         """Zero all gradients, without an update."""
-        for buffer in self.buffers.values():
-            buffer[1].zero_()
+        for grad in (*(grad for _, grad in self.buffers.values()), *self.replicated.grads):
+            grad.zero_()
         for few in self.few_rows.values():
             few.load(few.rows[:0], few.grad[:0])
 
@@ -1598,6 +1624,20 @@ def require_finite(value, name):
         raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
+def add_gradients(loss, leaves):
+    """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
+
+    leaves: all that the loss depends on. The backward pass of `GPT.lookup` adds to the tables itself, so their
+    gradients are None here; it runs only if the tables are among the leaves.
+    """
+    groups = defaultdict(list)  # lists of (.grad, new gradient)
+    for leaf, new in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True)):
+        if new is not None:  # a list of several dtypes, or with unequal strides in a pair, takes a kernel for each pair
+            groups[new.dtype, new.stride() == leaf.grad.stride()].append((leaf.grad, new))
+    for pairs in groups.values():
+        torch._foreach_add_(*map(list, zip(*pairs)))
+
+
 class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
@@ -1747,7 +1787,7 @@ class Trainer:
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
         with trace_range("backward"):
-            loss.backward()
+            add_gradients(loss, [*self.model.parameters(), *(each.rows for each in self.model.shared_rows.values())])
         return loss.detach()
 
     def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):

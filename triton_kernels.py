@@ -2912,7 +2912,8 @@ class _HeadLoss(torch.autograd.Function):
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
         grad_w = grad_w.to(head.weight.dtype)
         if sampled:  # (P, D), rows of the tied embedding
-            head.embedding.grad.index_add_(0, candidates, grad_w)
+            # The candidates are distinct. index_add_ takes several times as long, because it expects them to repeat.
+            head.embedding.grad[candidates] += grad_w
             grad_w = None
         if dmass is not None:
             dmass, dsink_mass = upstream * dmass, upstream * dsink_mass

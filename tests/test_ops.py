@@ -181,7 +181,7 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     if few_rows:
         few = model.few_rows[table] = tk.FewRows(model.get_parameter(table).detach(), 2 * sum(rows))
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
-    trainer = SimpleNamespace(head=head, micro_steps=4)
+    trainer = SimpleNamespace(head=head, micro_steps=4, model=model)
     step = MicroStepGraphs(lambda *args: T.Trainer.micro_step(trainer, *args, model), record)
     frequencies, scale = T.rotary_states(config.head_dim, [128])[0]
     views = {n: T.AttentionSettings(T.rotary_table(frequencies, 640, device, dtype), torch.tensor(n // 10),
@@ -222,6 +222,15 @@ def test_micro_steps_add_up(pointer, few_rows, device):
     for name, wanted in apart.items():
         assert wanted.any() or name in ("smear_gate", "bigram_lambdas"), name  # these meet a zero at the start
         assert (together[name] - wanted).norm() <= 2**-8 * wanted.norm(), name
+
+
+@KINDS
+def test_gradients_are_those_of_autograd(pointer, few_rows, device, monkeypatch):
+    """Bit for bit, after micro-steps with a sample of the classes and with all classes."""
+    losses, grads = micro_steps(device, False, pointer, (320, 208), few_rows=few_rows)
+    monkeypatch.setattr(T, "add_gradients", lambda loss, leaves: loss.backward())
+    wanted_losses, wanted = micro_steps(device, False, pointer, (320, 208), few_rows=few_rows)
+    assert losses == wanted_losses and [name for name in wanted if not torch.equal(grads[name], wanted[name])] == []
 
 
 @gpu

@@ -349,8 +349,9 @@ def train(rt, steps, saved=None, head_pairs=False):
                     if label in optimizer.touched:
                         optimizer.touched[label] |= grad.any(1)
         optimizer.step(plan)
-    for label, param in model.named_parameters():  # what is behind a parameter
-        assert not any(buffer.flatten()[param.numel():].any() for buffer in optimizer.buffers[label]), label
+    for label, buffers in optimizer.buffers.items():  # what is behind a parameter
+        size = model.get_parameter(label).numel()
+        assert not any(buffer.flatten()[size:].any() for buffer in buffers), label
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
