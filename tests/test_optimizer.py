@@ -128,6 +128,19 @@ def make_model(config, seed=0):
     return model
 
 
+def test_replicated_parameters_share_their_memory():
+    """One vector per dtype has their weights, another one their gradients, and each begins where compilers expect it."""
+    model = make_model(small_config())
+    before = {label: param.detach().clone() for label, param in model.named_parameters()}
+    optimizer = T.NorMuonAndAdam(model.named_parameters(), small_config(), Runtime(0, 1, CPU), OPS)
+    parts = {label: model.get_parameter(label) for label in optimizer.replicated.state}
+    for vectors, tensors in ((optimizer.replicated.weights, [p.detach() for p in parts.values()]),
+                             (optimizer.replicated.grads, [p.grad for p in parts.values()])):
+        assert {x.data_ptr() for x in vectors} == {x.untyped_storage().data_ptr() for x in tensors}
+        assert len(vectors) == 2 and all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in tensors)
+    assert len(parts) > 10 and [label for label, p in parts.items() if not torch.equal(p, before[label])] == []
+
+
 @pytest.mark.parametrize("head_pairs, lazy_tables, slow_momentum, num_heads, adam_every", [
     (False, False, 0.0, 6, 2), (True, True, 0.5, 3, 2), (False, True, 0.0, 6, 1), (False, False, 0.0, 6, 1)])
 def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every,
