@@ -460,7 +460,7 @@ def optimizer_cases():
         optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops,
                                      lambda f: torch.compile(f, dynamic=False) if PEERS else f)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
-        states = optimizer.state | {"replicated": optimizer.replicated.state}
+        states = optimizer.state | {"replicated": optimizer.replicated.vectors}
         tables = {name: rand(*states[name]["v"].shape) for name in optimizer.update_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
                        + 2 * X.numel() * D for X in banks.values())  # of one iteration

@@ -108,6 +108,17 @@ def test_single_is_a_longer_short():
     assert T.parse_config(["--preset=short", "--train_tokens=340e6", *by_hand]).optim.table_beta2 == round(0.98**2, 4)
 
 
+def test_a_run_of_many_steps_updates_the_head_in_every_second_step():
+    steps = {}
+    for length in 2e7, 4.3e7, 8e7, 3.4e8:
+        config = T.parse_config(["--preset=short", f"--train_tokens={length}"])
+        steps[stage_starts(config.schedule)[-1]] = config.optim.adam_every
+        by_hand = T.parse_config(["--preset=short", f"--train_tokens={length}", "--adam_every=1"])
+        assert by_hand.optim.adam_every == 1 and by_hand.schedule == config.schedule
+    assert steps == {814: 1, 874: 1, 1628: 2, 2594: 2}
+    assert T.parse_config(["--preset=short", "--scheduled_steps=3000"]).optim.adam_every == 1  # a schedule by hand
+
+
 def test_pieces_set_by_hand_stay():
     s = schedule("--preset=short", "--train_tokens=50e6", "--stage2.batch_tokens=8192", "--stage3.lr_mul=0.123456",
                  "--extension_steps=6")

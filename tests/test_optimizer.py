@@ -129,7 +129,7 @@ def make_model(config, seed=0):
 
 
 def test_replicated_parameters_share_their_memory():
-    """One vector per dtype has their weights, another one their gradients, and each begins where compilers expect it."""
+    """One vector per dtype has their weights, another one their gradients; each lies as if it had its own memory."""
     model = make_model(small_config())
     before = {label: param.detach().clone() for label, param in model.named_parameters()}
     optimizer = T.NorMuonAndAdam(model.named_parameters(), small_config(), Runtime(0, 1, CPU), OPS)
@@ -137,7 +137,9 @@ def test_replicated_parameters_share_their_memory():
     for vectors, tensors in ((optimizer.replicated.weights, [p.detach() for p in parts.values()]),
                              (optimizer.replicated.grads, [p.grad for p in parts.values()])):
         assert {x.data_ptr() for x in vectors} == {x.untyped_storage().data_ptr() for x in tensors}
-        assert len(vectors) == 2 and all(x.data_ptr() % 16 == 0 and x.is_contiguous() for x in tensors)
+        starts = [x.storage_offset() * x.element_size() for x in tensors]
+        assert len(vectors) == 2 and all(start % 512 == 0 for start in starts)
+        assert all(x.is_contiguous() for x in tensors) and len(set(starts)) > len(starts) // 2
     assert len(parts) > 10 and [label for label, p in parts.items() if not torch.equal(p, before[label])] == []
 
 
