@@ -221,20 +221,17 @@ class Model:
         return "ngram_embed" if any(self.ngram_rows) else "bigram_embed"
 
     @property
-    def qk_banks(self) -> list[tuple[list[int], dict[str, tuple[int, ...]]]]:
-        """[(layers, {bank: shape of its part of a layer})] for the layers with whole and for those with narrow heads.
+    def qk_banks(self) -> list[tuple[list[int], str, tuple[int, ...]]]:
+        """[(layers, bank, shape of its part of a layer)] for the layers with whole and for those with narrow heads.
 
-        The shape is (2 for Q and K, matrices, rows, D). A matrix has two heads with head_pairs, else all heads. A last
-        odd head is a matrix of its own, in a bank of its own.
+        The shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one where their
+        number is odd; else it has all heads.
         """
-        banks, heads = [], 2 if self.head_pairs else self.num_heads
-        for name, narrow in ("", False), ("narrow_", True):
+        banks, heads = [], 2 - self.num_heads % 2 if self.head_pairs else self.num_heads
+        for label, narrow in ("qk_bank", False), ("narrow_qk_bank", True):
             layers = [i for i in self.layers_with("attention") if self.layers[i].narrow == narrow]
-            width, D = self.head_dim // (1 + narrow), self.model_dim
-            shapes = {f"{name}qk_bank": (2, self.num_heads // heads, heads * width, D),
-                      f"{name}odd_qk_bank": (2, self.num_heads % heads, width, D)}
-            shapes = {label: shape for label, shape in shapes.items() if math.prod(shape)}
-            banks += [(layers, shapes)] if layers else []
+            rows = heads * self.head_dim // (1 + narrow)
+            banks += [(layers, label, (2, self.num_heads // heads, rows, self.model_dim))] if layers else []
         return banks
 
     @property
@@ -545,7 +542,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
 
     table = [
         *(Param(label, (len(numbers), *shape), "normuon", (0, 5), average=0.12, codes=("fp8_qkv", 2.0))
-          for numbers, banks in model.qk_banks for label, shape in banks.items()),
+          for numbers, label, shape in model.qk_banks),
         # Each layer: V (H d, D) and O (D, H d); O has no codes.
         Param("vo_bank", (len(with_attention), 2, D, D), "normuon", (0, 5), average=0.12, codes=("fp8_qkv", 1.0)),
         # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
@@ -774,13 +771,10 @@ class GPT(nn.Module):
         drawn = torch.empty(len(self.with_attention), 4, H, d, D, device=self.embed.device)
         uniform(drawn, generator)
         self.vo_bank.copy_(drawn[:, 2:].flatten(2, 3))
-        for layers, banks in self.config.qk_banks:
-            qk, first = drawn[[self.with_attention.index(i) for i in layers], :2], 0
-            for label, (_, matrices, rows, _) in banks.items():
-                width = d // (1 + self.config.layers[layers[0]].narrow)
-                heads = matrices * rows // width
-                self.get_parameter(label).copy_(qk[:, :, first:first + heads, :width].reshape(-1, 2, matrices, rows, D))
-                first += heads
+        for layers, label, _ in self.config.qk_banks:
+            qk, bank = drawn[[self.with_attention.index(i) for i in layers], :2], self.get_parameter(label)
+            width = d // (1 + self.config.layers[layers[0]].narrow)
+            bank.copy_(qk[..., :width, :].reshape(bank.shape))
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
         """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch -> Output."""
@@ -825,9 +819,9 @@ class GPT(nn.Module):
         vs: the matrix V of each layer with attention.
         """
         vs, found = dict(zip(self.with_attention, vs)), []
-        for layers, banks in self.config.qk_banks:
-            qk = torch.cat([self.get_parameter(label).to(vs[layers[0]].dtype).flatten(2, 3) for label in banks], 2)
-            found.append((layers, torch.cat((qk.flatten(1, 2), torch.stack([vs[i] for i in layers])), 1)))
+        for layers, label, _ in self.config.qk_banks:
+            qk = self.get_parameter(label).to(vs[layers[0]].dtype).flatten(1, 3)
+            found.append((layers, torch.cat((qk, torch.stack([vs[i] for i in layers])), 1)))
         return found
 
     def weights_of_layers(self) -> list[LayerWeights]:

@@ -136,12 +136,10 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     window = S if window == "S" else L
     N, D = x.shape
     d = D // H
-    kind = "" if narrow is None else "narrow_"
-    banks = [params[label][row if number is None else number] for label in (f"{kind}qk_bank", f"{kind}odd_qk_bank")
-             if label in params]  # each (2, matrices, rows, D)
+    bank = params["qk_bank" if narrow is None else "narrow_qk_bank"][row if number is None else number]
     sa = params["sa_lambdas"][i]
 
-    q, k = (rms((x @ (sa[0] * torch.cat([bank[part].reshape(-1, D) for bank in banks])).T).reshape(N, H, -1))
+    q, k = (rms((x @ (sa[0] * bank[part].reshape(-1, D)).T).reshape(N, H, -1))
             for part in (0, 1))
     v = (x @ (sa[0] * params["vo_bank"][row, 0]).T).reshape(N, H, d)
     if narrow is not None:
@@ -522,8 +520,7 @@ ADAM_TABLE = {
 
 # label: learning-rate multipliers of the matrices of one bank, repeated along the bank
 NORMUON_TABLE = {
-    "qk_bank": (1,), "narrow_qk_bank": (1,), "odd_qk_bank": (1,), "narrow_odd_qk_bank": (1,),
-    "vo_bank": (1, 1), "mlp_bank": (2, 4),  # V, O; W1, W2
+    "qk_bank": (1,), "narrow_qk_bank": (1,), "vo_bank": (1, 1), "mlp_bank": (2, 4),  # V, O; W1, W2
 }
 
 

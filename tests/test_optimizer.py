@@ -147,7 +147,7 @@ def test_replicated_parameters_share_their_memory():
     (False, False, 0.0, 6, 2), (True, True, 0.5, 3, 2), (False, True, 0.0, 6, 1), (False, False, 0.0, 6, 1)])
 def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every,
                                                        monkeypatch):
-    """All parameters, also an odd head's, even and odd steps, tied, the split with its state transfer, untied; fp64
+    """All parameters, also of three heads, even and odd steps, tied, the split with its state transfer, untied; fp64
     oracle without bf16 rounding. Half of the rows of the tables have no gradient. Lazy tables have beta1 = 0. The slow
     averages have a time constant of 3 steps here, and NorMuon uses them from step 5 on."""
     config = small_config(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every)

@@ -10,7 +10,7 @@ from data.run.size import H100, Size, forecast, rank_sizes
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}  # roughly: `short` on one H200, `cpu` on two cores
 SHORTEST_RUN = 20  # steps
-# In a run of more steps, Adam updates nothing in every step: more updates than in every second step then raise the loss
+# A run of more steps has enough updates of the head: one in every step, not in every second one, raises its loss
 # (records/2026-11-27_learning).
 MANY_STEPS = 1200
 
