@@ -224,8 +224,8 @@ class Model:
     def qk_banks(self) -> list[tuple[list[int], str, tuple[int, ...]]]:
         """[(layers, bank, shape of its part of a layer)] for the layers with whole and for those with narrow heads.
 
-        The shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one where their
-        number is odd; else it has all heads.
+        The shape is (2 for Q and K, matrices, rows, D). With head_pairs a matrix has two heads, or one if the number of
+        heads is odd; else it has all heads.
         """
         banks, heads = [], 2 - self.num_heads % 2 if self.head_pairs else self.num_heads
         for label, narrow in ("qk_bank", False), ("narrow_qk_bank", True):
@@ -306,7 +306,7 @@ class Optim:
     adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
     adam_wd: float = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
     # 1: Adam updates head, embedding, gates and lambdas in every step; 2: in every second step, as always the tables of
-    # values and n-grams.
+    # values and n-grams. `fit_length` chooses 2 for long runs.
     adam_every: int = 2
     lazy_tables: bool = False  # Adam keeps no first moment of value and bigram tables, and skips rows without gradient
     table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
@@ -1080,7 +1080,7 @@ class Replicated:
     @staticmethod
     def size(p):
         """Numbers of a parameter in a vector: the next one begins at a multiple of 512 bytes, as tensors do on a GPU.
-        For less, cuBLAS may choose another product, which rounds otherwise."""
+        For less, cuBLAS may choose another product, which may round otherwise."""
         return -(-p.numel() // 256) * 256
 
     def split(self, vector, params):

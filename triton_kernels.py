@@ -2912,7 +2912,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
         grad_w = grad_w.to(head.weight.dtype)
         if sampled:  # (P, D), rows of the tied embedding
-            # The candidates are distinct. index_add_ takes several times as long, because it expects them to repeat.
+            # The candidates are distinct, so this needs no atomics, as index_add_ does.
             head.embedding.grad[candidates] += grad_w
             grad_w = None
         if dmass is not None:

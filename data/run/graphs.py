@@ -8,14 +8,15 @@ class MicroStepGraphs:
 
     The first call with a key also captures a graph, and later calls with this key replay it. A replay launches hundreds
     of kernels at once: the host would take 30 to 39 ms to launch them one by one, and the GPU takes 21 ms to run them
-    (stage 1, H200). A graph reads and writes fixed addresses, so its tensors are updated in place. It writes its loss to
-    one address, too, so the next call with its key changes the loss that this call returns.
+    (stage 1, H200). A graph reads and writes fixed addresses, so its tensors are updated in place. It writes its loss
+    to one address, too, so the next call with its key changes the loss that this call returns.
     """
 
     def __init__(self, run, enabled):
         self.run, self.enabled = run, enabled
         self.graphs = {}  # key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
-        # Autograd adds gradients on the stream that first used the parameter, so all micro-steps use one stream.
+        # A backward pass runs on the stream of its forward pass, and its caller adds the gradients on the current one,
+        # so all micro-steps use one stream.
         # Only one graph runs at a time, so the graphs share one memory pool.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if enabled else (None, None)
 

@@ -10,8 +10,8 @@ from data.run.size import H100, Size, forecast, rank_sizes
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}  # roughly: `short` on one H200, `cpu` on two cores
 SHORTEST_RUN = 20  # steps
-# A run of more steps has enough updates of the head: one in every step, not in every second one, raises its loss
-# (records/2026-11-27_learning).
+# Above so many steps the head has updates enough, and a run updates it in every second step. In 1628 steps, an update
+# in every step raised the loss (one pair, records/2026-11-27_learning).
 MANY_STEPS = 1200
 
 
@@ -78,9 +78,9 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
     time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
     root of tokens times fixed cost. The rates, lr_floor among them, grow with batch ** 0.35
-    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths and records/2026-11-25_length the checks at
-    three lengths and at 155M tokens). table_beta2 keeps its half-life in tokens (records/2026-11-22_lengths).
-    A run of more than MANY_STEPS has --adam_every=2.
+    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths and records/2026-11-25_length the checks
+    at three lengths and at 155M tokens). table_beta2 keeps its half-life in tokens (records/2026-11-22_lengths). A run
+    of more than MANY_STEPS, with --minutes by the estimate of its steps, has --adam_every=2.
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: an H200 with
