@@ -97,6 +97,7 @@ def gpus(check, folder, monkeypatch):
     monkeypatch.setattr(C, "ceilings", lambda: {"bf16": has.rate})
     for module in start, C:
         monkeypatch.setattr(module, "text_codec", lambda size: None)
+    monkeypatch.setattr(start, "tokens_and_passes", lambda *args: (10**8, 0.5, 10**8))  # as if the data were enough
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
     args = ["--preset=record", f"--train_files={folder}/gpt2.bin", "--val_tokens=65536", "--val_batch_tokens=65536"]
 
@@ -147,6 +148,7 @@ CASES = {"check": [
     ("--train_files={d}/other.bin", "training data", "no", ".*other.bin.*no document separator.*256.*"),
     ("--train_files={d}/below_*.bin", "training data", "no", ".*below_.*.bin.* 1024 tokens.* 1025:.*--micro_batches"),
     ("--data_end=stop", "training data", "no", "the .* 2 files, 3,000 tokens.* 736.46 passes;.*--data_end=wrap"),
+    ("--scheduled_steps=12000", "training data", "maybe", ".* passes; a second pass raises the validation loss: .*"),
     # Whole documents would be enough, cut ones are not.
     (f"--data_end=stop {STEPS_20}", "training data", "maybe", ".* 3,000 tokens; the run takes 2,560, .*"),
     ("--minutes=1 --data_end=stop", "training data", "yes",

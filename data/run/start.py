@@ -55,7 +55,8 @@ def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
 
 
 def survey_training_data(config) -> tuple[str, bool]:
-    """(a line about the training data, whether the data certainly lasts for the run).
+    """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million
+    tokens or more, for one pass).
 
     Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
     """
@@ -75,7 +76,8 @@ def survey_training_data(config) -> tuple[str, bool]:
     if passes <= 1:
         return found, True
     if config.data.data_end == "wrap":
-        return f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}", True
+        found = f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}"
+        return found, trained < 1e7
     found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
     if trained > available:
         raise UserError(found)
