@@ -1,7 +1,6 @@
 """The size that suits the length of a run, and what its choice is told about the GPU."""
 
 import dataclasses
-import functools
 import re
 import runpy
 import shutil
@@ -120,8 +119,11 @@ def test_a_width_alone_keeps_the_width_of_a_head(preset, width, heads):
         T.parse_config([f"--preset={preset}", "--model_dim=100"])
 
 
-def parse(size, gpu, words=("--preset=short", "--minutes=60"), world=1):
-    return T.parse_config([*words, *size.knobs], world, gpu)
+def fitted(*words, world=1):
+    """What `fit_size` returns, and the function that makes the config of a size."""
+    def parse(size, gpu):
+        return T.parse_config(["--preset=short", *words, *size.knobs], world, gpu)
+    return *fit_size(parse(SIZES[4], None).schedule, parse, T.param_table, world, H100, torch.device("cpu")), parse
 
 
 @pytest.mark.parametrize("free, world, chosen", [(80000, 1, 4), (7000, 1, 2), (1000, 1, 0), (1000, 2, 4)])
@@ -135,11 +137,8 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
 
     for name in "memory.memory_report", "start.memory_report":
         monkeypatch.setattr(f"data.run.{name}", report)
-    parse_ = functools.partial(parse, world=world)
-    config, line, time = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, world, H100,
-                                  torch.device("cpu"))
-    assert time == 3600
-    assert config == parse_(chosen, H100) and config.schedule.minutes == 60
+    config, line, time, parse = fitted("--minutes=60", world=world)
+    assert time == 3600 and config == parse(chosen, H100) and config.schedule.minutes == 60
     assert (config.model.model_dim, len(config.model.layers)) == chosen and config.model.head_dim == 128
     assert line.startswith(f"size: {chosen} (channels x layers) for 60 min, about ") and "extrapolated" in line
     assert ("does not fit the memory" in line) == (world == 1 and chosen != SIZES[4])
@@ -153,11 +152,10 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
     ("--train_tokens=130e6", "512 x 6 (channels x layers) for 130M tokens, about 5"),
     ("--scheduled_steps=10000", "640 x 8 (channels x layers) for ")])
 def test_the_length_has_many_names(words, found):
-    parse_ = functools.partial(parse, words=("--preset=short", *words.split()))
-    config, line, time = fit_size(parse_(SIZES[4], None).schedule, parse_, T.param_table, 1, H100, torch.device("cpu"))
+    config, line, time, parse = fitted(*words.split())
     assert time == 30 if "minutes" in words else f", about {time:.3g} s;" in line
     assert line.startswith("size: " + found) and ("extrapolated" in line) == ("10000" in words)
-    assert config == parse_(next(size for size in SIZES if found.startswith(str(size))), H100)
+    assert config == parse(next(size for size in SIZES if found.startswith(str(size))), H100)
 
 
 @pytest.mark.parametrize("world", [1, 4])
