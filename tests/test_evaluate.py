@@ -28,7 +28,7 @@ from data.run.sample import generate, sample
 from data.tokenizer import text_codec
 from records import evaluate as E
 from test_checkpoint import train
-from test_run import FINAL_WINDOW, STAGES, VAL_TOKENS, corpus  # noqa: F401, a fixture
+from test_run import STAGES, VAL_TOKENS, corpus, final_view  # noqa: F401 (corpus is a fixture)
 
 RECENT = STAGES[-1][1] - 1  # tokens that a continuation sees, beside the separator
 
@@ -59,14 +59,9 @@ def eloquent(trained):
 def oracle(model, *rows):
     """Softcapped logits (N, V) of documents in one packed sequence, with the windows of the final validation."""
     params = {name: tensor.float() for name, tensor in model.state_dict().items()}
-    freqs, scale = oracles.base_freqs(48 // 6 // 4), 0.1
-    for old, new in zip(STAGES, STAGES[1:]):
-        freqs, scale = oracles.yarn(freqs, scale, old[3], new[3])
     tokens, cu = sum(rows, []), np.cumsum([0, *map(len, rows)]).tolist()
     hashed = oracles.bigram_hash(tokens, len(params["bigram_embed"]))
-    h = oracles.model_hidden(params, tokens, cu, hashed, S=STAGES[-1][2], L=FINAL_WINDOW, H=6, freqs=freqs,
-                             attn_scale=scale, lambda_dtype=torch.bfloat16)
-    return oracles.softcapped_logits(params, h)
+    return oracles.softcapped_logits(params, oracles.model_hidden(params, tokens, cu, hashed, **final_view()))
 
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
