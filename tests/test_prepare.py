@@ -435,6 +435,24 @@ def test_the_shard_of_the_readme(tmp_path, monkeypatch):
     assert documents == [b"The first document.\n" * 90, b"The second.\n" * 90]
 
 
+def test_own_text_to_a_sample(data, tmp_path, capsys):
+    """With the command that prepare.py prints, and a small model."""
+    words = random.Random(0).choices(["the", "cat", "sat", "on", "a", "mat", "and", "slept.\n"], k=60_000)
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(" ".join(words[3000 * i:3000 * (i + 1)]))
+    assert prepare.main(["text", *map(str, tmp_path.glob("*.txt")), "--out", "mine"]) == 0
+    _, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    small = ["--model_dim=32", "--num_heads=2", "--layers=2", "--backout_layer=none", "--scheduled_steps=6",
+             *(f"--stage{i}.batch_tokens=1024" for i in (1, 2, 3, 4)), "--sample_tokens=30",
+             "--sample_prompt=Once upon", f"--log_dir={tmp_path}/logs"]
+    assert train_gpt.main([*arguments, *small]) == 0
+    out = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"^step:\d+/\d+ val_loss:([0-9.]+)", out, re.M)]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.1
+    sample = out.partition("\nsample:\n")[2].partition("\nfinal_val_loss:")[0]
+    assert sample.startswith("Once upon") and len(sample) > 10
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
 def test_a_full_disk_names_the_file():
     with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\)"):
