@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,11 +19,13 @@ from torch.utils._pytree import tree_leaves
 import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
-from data.run import machine, memory, start
+from data.run import machine, start
 from data.run.arguments import leaves_rows_open
 from data.run.disk import keep_compiled
 from data.run.errors import UserError
-from data.run.memory import estimate_memory, state_bytes
+from data.run.memory import (
+    VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,
+    restart_with_more_micro_batches, state_bytes)
 from data.shards import read_shard
 from forks import Forks, rank_variables
 from oracles import write_shard
@@ -157,14 +159,16 @@ CASES = {"check": [
      " the validation; 2 files, 65,537 tokens, 65,537 of them used"),  # through a link
     ("--log_dir={d}/val_1.bin", "disk", "no",
      "cannot write a log in /.*/val_1.bin; choose another --log_dir .Not a directory."),
+    ("--log_dir=/proc/x/logs", "disk", "no",
+     "cannot write a log in /proc/x/logs; choose another --log_dir .No such file or directory."),
     ("--kernels=attention:flash", "kernels", "no", ".*attention:flash.*"),
     ("--compile=true", "caches", "yes", "{d}/new/caches", {CACHES: "{d}/new/caches"}),  # made when needed
     ("--compile=true", "caches", "no", "{d}/val_1.bin/caches cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder"
      " for compiled code", {CACHES: "{d}/val_1.bin/caches"}),
     *(("", "versions", "no", f"PyTorch {re.escape(old)}: 2.11 or newer is needed; install the packages that"
        " requirements.txt names, or use ./run.sh", {TORCH: old}) for old in ("2.10.1", "2.9.0+cu128")),
-    ("", "versions", "yes", r"Python .*, PyTorch 2.11.0a0\+cu130, CUDA .*", {TORCH: "2.11.0a0+cu130"}),
-    ("", "versions", "yes", "Python .*, PyTorch 3.0, CUDA .*", {TORCH: "3.0"}),
+    *(("", "versions", "yes", f"Python .*, PyTorch {re.escape(new)}, CUDA .*", {TORCH: new})
+      for new in ("2.11.0+cu130", "2.12.0a0+git123", "3.0")),
     # A test that ran before on a machine with a GPU may have initialised CUDA.
     ("--device=cuda --dtype=bfloat16", "device", "no", ".* no usable GPU .The NVIDIA driver on your system is old.*", {
         "torch.cuda.init": Mock(side_effect=RuntimeError("The NVIDIA driver on\nyour system is old")),
@@ -184,6 +188,7 @@ CASES = {"check": [
     ("", "tokenizer", "no", "no GPT-2 tokenizer .*", {"data.run.start.text_codec": OFFLINE,
                                                       "records.check.text_codec": OFFLINE}),
     # Rows of a table take 1.5 KB each, and there are 140000 MiB.
+    ("--preset=single --ngram_rows=4e7", "memory", "yes", "140000 MiB of the GPU are free, .*"),
     ("--preset=single --ngram_rows=1e8", "memory", "no", "140000 MiB of the GPU are free, but weights, gradients and"
      r" optimizer state alone take 1(4[7-9]|5[0-4])\d\d\d: use fewer --ngram_rows .*")]}
 
@@ -236,7 +241,12 @@ def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
     assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].model, 700).lengths.tolist() == [600, 100]
 
 
-def test_without_triton(check):
+def test_one_minimum_of_torch():
+    """That of the script which installs PyTorch."""
+    assert re.search(r'version < \(2, 11\):\n.*"torch-old"', (ROOT / "run.sh").read_text())
+
+
+def test_without_triton(folder):
     """macOS and Windows: imports, runs on the CPU; a GPU would be refused in one line. `resource` is missing on
     Windows, too."""
     code = """import sys; sys.modules.update(triton=None, resource=None)
@@ -244,8 +254,12 @@ import torch, train_gpt as T, triton_kernels as tk
 try: tk.choose_ops(torch.device('cuda'))
 except ValueError as error: print(error)
 sys.exit(T.main(sys.argv[1:]))"""
-    args = f"{STEPS_20} --micro_batches=1 --val_tokens=512 --val_batch_tokens=512 --sample_tokens=0".split()
-    result = subprocess.run([sys.executable, "-c", code, *check.args, *args], text=True, capture_output=True, cwd=ROOT)
+    args = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_1.bin",
+            f"--log_dir={folder}/logs", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4)), "--micro_batches=1",
+            "--scheduled_steps=3", "--extension_steps=1", "--cooldown_frac=1", "--val_tokens=512",
+            "--val_batch_tokens=512", "--sample_tokens=0"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code, *args], text=True, capture_output=True, cwd=folder, env=env)
     assert result.returncode == 0, result.stderr
     assert re.match(r"a GPU needs Triton \(.*\): install what requirements.txt names, .*\n", result.stdout)
     assert re.search(r"final_val_loss: \d\.\d+\n", result.stdout)
@@ -254,16 +268,18 @@ sys.exit(T.main(sys.argv[1:]))"""
 # ---- Several ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_one_table_for_two_ranks(check):
-    ranks = Forks("import sys, train_gpt as T; sys.exit(T.main(sys.argv[1:]))",
-                  ["--check", *check.args, "--val_tokens=131072"], rank_variables(2))
+@pytest.mark.parametrize("extra, status", [([], 0), (["--val_tokens=131072"], 1)])
+def test_one_table_for_two_ranks(check, folder, extra, status):
+    ranks = Forks("import sys, train_gpt as T; sys.exit(T.main(sys.argv[1:]))", ["--check", *check.args, *extra],
+                  rank_variables(2))
     out, err = ranks.communicate(60)
-    assert ranks.returncode == 1 and out.count("\nversions ") == 1 and ", ranks 2, " in out and err == ""
+    assert ranks.returncode == status and out.count("\nversions ") == 1 and ", ranks 2, " in out
+    assert err == "" and not (folder / "new").exists()
 
 
 def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys):
     """Its own GPU, for example: no table, one line, as in a start."""
-    for key, value in rank_variables(2)[1].items():
+    for key, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     args = ["--check", *check.args]
@@ -357,13 +373,20 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, known):
         super().__init__()
-        self.known, self.live, self.peak = {x.untyped_storage() for x in known}, WeakSet(), 0
+        self.now, self.peak, self.sizes = 0, 0, {x.untyped_storage()._cdata: 0 for x in known}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.live |= {x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)} - self.known
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.live))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if torch.is_tensor(x)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage._cdata)
         return result
+
+    def free(self, storage):
+        self.now -= self.sizes.pop(storage)
 
 
 @pytest.mark.parametrize("arguments, streams", [
@@ -384,7 +407,7 @@ def test_streams_of_a_validation(monkeypatch, arguments, streams):
     with torch.no_grad(), LiveBytes([*gpt.parameters(), *gpt.buffers()]) as live:
         gpt(ids, cu, {model.ngram_table: rows}, attn)
     counted = live.peak / (2 * N * model.model_dim)
-    assert counted == pytest.approx(streams, abs=0.1) and counted < memory.VALIDATION_STREAMS + 0.1
+    assert counted == pytest.approx(streams, abs=0.1) and counted < VALIDATION_STREAMS + 0.1
 
 
 @pytest.mark.parametrize("free, micro_batches, times", [
@@ -398,10 +421,13 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
     found, ok = rows["memory"]
     needed = re.match(rf"{free} MiB .* free, about \d+ to (\d+) needed \(estimate\) with {chosen}", found)[1]
     assert status == 0 and (int(needed) <= free, ok) == ((True, "yes") if free > 8000 else (False, "maybe"))
-    assert gpus.check(*args, *chosen.split())[1]["memory"] == (found, ok)
+    assert rows["time"][0].startswith("about ") and gpus.check(*args, *chosen.split())[1]["memory"] == (found, ok)
     gpus.start(*args)
     started = T.init_runtime.call_args.args[0]
     assert (started.system.micro_batches, started.model.ngram_rows) == (micro_batches, (times * 5e5, times * 5e5))
+    config = T.parse_config(["--preset=single"])
+    chosen = choose_micro_batches(config, sizes(config), GPU, 1)
+    assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):
@@ -412,7 +438,7 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
         rows = gpus.check(*args)[1]
         assert rows["memory"][0].endswith(end) and ("tokenizer" in rows) == ("--preset=record74" not in args)
     config = T.parse_config(["--preset=single"], 2)
-    assert memory.fit_memory(config, T.param_table, GPU, 2, True)[0].model == config.model
+    assert fit_memory(config, T.param_table, GPU, 2, True)[0].model == config.model
     assert not leaves_rows_open(["--preset=single", "--resume=x.pt"]) and leaves_rows_open(["--preset=single"])
 
 
@@ -422,7 +448,7 @@ def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches
     commands, gpus.free, gpus.own = [], free, free - 600
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-1]))
     config = T.parse_config(["--preset=short", "--micro_batches=1"])
-    memory.restart_with_more_micro_batches(config, sizes(config), GPU)
+    restart_with_more_micro_batches(config, sizes(config), GPU)
     assert commands == [f"--micro_batches={micro_batches}"]
 
 
@@ -430,13 +456,13 @@ def test_micro_batches_that_divide():
     """Rows of up to 49152 tokens, in multiples of 16, for every stage."""
     def possible(*batches, world=1):
         stages = (f"--stage{i}.batch_tokens={tokens}" for i, tokens in enumerate(batches, 1))
-        return memory.possible_micro_batches(T.parse_config(["--preset=short", *stages], world), world)
+        return possible_micro_batches(T.parse_config(["--preset=short", *stages], world), world)
 
     assert possible(*[131072] * 4) == [4, 8, 16, 32, 64, 128]
     assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert possible(32, 64, 96, 96) == [1, 2] and possible(32, 64, 96, 96, world=2) == [2]
     assert possible(*[131072] * 4, world=16) == [16, 32, 64, 128]
-    assert memory.choose_micro_batches(T.parse_config(["--preset=short"], 4), None, None, 4).system.micro_batches == 4
+    assert choose_micro_batches(T.parse_config(["--preset=short"], 4), None, None, 4).system.micro_batches == 4
     with pytest.raises(UserError, match="^--micro_batches=0: no number up to 128 .*393216,393224 "):
         possible(131072, 262144, 393216, 393224)
 
@@ -469,7 +495,8 @@ def test_memory_of_the_ranks_for_few_rows():
         table = torch.empty(math.ceil(rows / ranks), 768, dtype=torch.bfloat16, device="meta")
         gradients = kernels.FewRows(table, min(2 * 393216, len(table))).grad.nbytes
         own = state_bytes(config, T.param_table(config.model), ranks)
-        assert own[3] == gradients > 0
+        none = state_bytes(config, [p for p in T.param_table(config.model) if p.optim != "rows"], ranks)
+        assert own[3] - none[3] == gradients > 0 == none[3]
         free = estimate_memory(config, (*own[:3], 0), ranks)
         assert estimate_memory(config, own, ranks) == pytest.approx([x + gradients / MiB for x in free])
         # Ranks also hold rows of two micro-batches and gradients of one. Copies that travel count beside the graphs.

@@ -74,6 +74,12 @@ def differing(path, other):
 
 def test_a_plot_at_the_end(corpus, tmp_path, monkeypatch):
     """A picture with a point for each validation; if it cannot be drawn, the results are there and one line says so."""
+    def plot(path, groups, target):
+        ((run,),) = groups.values()
+        assert run.finished and run.losses and target == 3.28
+        draw(path, groups, target)
+    draw = compare.plot
+    monkeypatch.setattr(compare, "plot", plot)
     run = train(corpus, tmp_path / "a", "--plot=true", "--val_every=4")
     picture = run.path.with_suffix(".svg").read_text()
     assert picture.startswith("<svg ") and len(re.search('points="(.*?)"', picture)[1].split()) == len(run.val) == 4
@@ -101,13 +107,14 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
+    steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_time", run.text, re.M)]
+    assert steps == list(range(step + 1, STEPS + 1))
     # The clock goes on, and the log says where.
     seconds = torch.load(base.saved[step], weights_only=True)["seconds"]
     path = published(str(base.saved[step]))
     assert f"\nresumed: step {step}, {seconds:.3f} s inside the clock, from {path}\n" in run.text
     assert 0 < seconds and float(re.search(r"^train_seconds: (.*)$", run.text, re.M)[1]) >= round(seconds, 3)
-    read = compare.read_run(run.path)
-    assert read.finished and read.notes == [] and [*read.ms] == list(range(step + 1, STEPS + 1))
+    assert compare.read_run(run.path).notes == [] and compare.read_run(run.path).finished
 
 
 def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monkeypatch):
