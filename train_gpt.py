@@ -1004,6 +1004,12 @@ def all_reduce(x, rt, op=dist.ReduceOp.SUM):
         dist.all_reduce(x, op=op)
 
 
+def adam_step_size(lr, t, beta1, beta2):
+    """The factor of m / sqrt(v) in update number t, from 1: the rate, and what corrects the zeros that both moments
+    begin with."""
+    return lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+
+
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=None):
     """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. The numbers may be tensors of p's shape.
 
@@ -1047,8 +1053,7 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
 def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps):
     """`adam_update` of the vectors of Replicated. t: number of updates, this one included, 0-D."""
     lr = lr * lr_mul
-    step_size = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-    adam_update(p, m, v, grad, step_size, lr * lr * adam_wd * wd_mul, beta1, beta2, eps)
+    adam_update(p, m, v, grad, adam_step_size(lr, t, beta1, beta2), lr * lr * adam_wd * wd_mul, beta1, beta2, eps)
 
 
 class Replicated:
@@ -1062,13 +1067,14 @@ class Replicated:
         self.weights, self.grads = [], []
         for dtype, group in groupby(params.items(), key=lambda item: item[1].dtype):
             group = dict(group)
-            for vectors in self.weights, self.grads:
-                vectors.append(torch.zeros(sum(map(self.size, group.values())), dtype=dtype, device=device))
-            for label, part in self.split(self.weights[-1], group).items():
-                part.copy_(params[label].detach())
-                params[label].data = part
-            for label, part in self.split(self.grads[-1], group).items():
-                params[label].grad = part
+            weights, grads = (torch.zeros(sum(map(self.size, group.values())), dtype=dtype, device=device)
+                              for _ in range(2))
+            for p, weight, grad in zip(*(part.values() for part in (
+                    group, self.split(weights, group), self.split(grads, group)))):
+                weight.copy_(p.detach())
+                p.data, p.grad = weight, grad
+            self.weights.append(weights)
+            self.grads.append(grads)
         sizes = torch.tensor(list(map(self.size, params.values())))
         columns = zip(*((*row.betas, row.lr_mul, row.wd_mul) for row in map(rows.get, params)))
         self.coefficients = [torch.tensor(column).repeat_interleave(sizes).to(device) for column in columns]
@@ -1175,7 +1181,7 @@ def update_numbers(config, plan) -> dict[str, float]:
         elif row.sharded or row.optim == "rows":
             (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
             lr *= row.lr_mul
-            numbers[f"{row.label} step_size"] = lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+            numbers[f"{row.label} step_size"] = adam_step_size(lr, t, beta1, beta2)
             decay = lr * lr * optim.adam_wd * row.wd_mul
         else:
             continue  # Replicated has vectors

@@ -2912,7 +2912,7 @@ class _HeadLoss(torch.autograd.Function):
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
         grad_w = grad_w.to(head.weight.dtype)
         if sampled:  # (P, D), rows of the tied embedding
-            # The candidates are distinct, so this needs no atomics, as index_add_ does.
+            # No two candidates are equal, so each row is written once. index_add_ would add with atomics.
             head.embedding.grad[candidates] += grad_w
             grad_w = None
         if dmass is not None:

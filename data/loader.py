@@ -206,8 +206,7 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     in the run; count: number of candidates (0: all classes). router: RowRouter, where several ranks share the table.
     """
     def on_device(array):
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return to_device([array], device)[1][0]
 
     inputs, targets = tokens[:-1], tokens[1:].astype(np.int64)
     sampled = count and sample_candidates(targets, config.model.padded_vocab, count, row, config.model.gate_id)

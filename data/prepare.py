@@ -5,8 +5,8 @@
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
-Texts are cut at line ends into documents of about 1000 tokens, or 400 bytes, since the loader uses the beginning of a
-document and drops the rest. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of
+prepare.py cuts texts at line ends into documents of about 1000 tokens or 400 bytes, because the loader uses only the
+beginning of a longer document. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of
 DATA_PATH. A shard gets its name when it is finished and verified. After an interruption or damage, run the same command
 again.
 """
@@ -159,8 +159,8 @@ def training_arguments(name: str, separator: int) -> list[str]:
                "sample_tokens": 200, "sample_prompt": ""}
     defaults = flatten(config)
     arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
-    # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run, on a
-    # GPU with `short`, whose length also chooses the size of the model.
+    # A second pass raises the validation loss (records/2026-11-27_learning). So a smaller text gets a shorter run. On a
+    # GPU this run has the preset `short`, because the length of `short` also chooses the size of the model.
     knobs = [f"--{key}={value}" for key, value in arguments.items()]
     tokens = sum(map(read_shard_header, train_files))
     _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(knobs), train_files, tokens)

@@ -146,9 +146,9 @@ def tell_apart(groups, whole):
 
     groups: the kernels of each micro-step or of each update, in order; whole: the region of those that a graph
     launched. The kernels of a graph have the names and the order of the launches from which the graph was recorded;
-    only copies and memory sets have other names, such as memcpy32_post. The copies of its inputs before the recorded
-    launches, and of its loss after them, keep the region `whole`. So do all kernels of a graph if no earlier group has the same,
-    since libraries choose other kernels for other lengths.
+    only copies and memory sets have other names, such as memcpy32_post. Before these kernels the host copies the inputs
+    of the graph, and after them its loss; such copies keep the region `whole`. So do all kernels of a graph if no
+    earlier group has the same, since libraries choose other kernels for other lengths.
     """
     def names(items):
         return [re.sub(r"(?i)^mem(cpy|set).*", r"mem\1", i.name) for i in items]

@@ -45,7 +45,7 @@ FEATURES = {
                  pointer=(120, POINTER_WINDOW)))}
 
 
-# Sizes of `short`. With an odd number of heads Muon takes each head as a matrix, and a layer has no pairs.
+# Sizes of `short`. If the number of heads is odd, each head is a matrix for Muon, and no layer pairs its heads.
 SHAPES = {"odd": "--model_dim=96 --num_heads=3", "one head": "--model_dim=32 --num_heads=1",
           "deep": "--model_dim=96 --num_heads=6 --depth=14", "deep and slim": "--model_dim=32 --num_heads=1 --depth=14",
           "slim": "--model_dim=32 --num_heads=2", "shallow": "--model_dim=96 --num_heads=6 --depth=3"}

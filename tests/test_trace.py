@@ -448,7 +448,8 @@ def test_a_profiled_run(small, tmp_path, monkeypatch, capsys):
     assert shown.startswith("steps 4 to 5, rank 0 of 1 ")
     assert f"{shown}\n\ntrace, beside this log: {file.name}\n" in body
     result, run = check(file, 1), compare.read_run(log)
-    # A busy machine may stop the process between the trace's clock and the log's, but not for 50 s per step.
+    # The trace and the log read two clocks, and a busy machine may stop the process between the two readings. A wrong
+    # unit would make seconds of milliseconds.
     assert run.notes == [] and result["ms"] <= 1.01 * (run.ms[6] - run.ms[4]) / 2 + 1000
     assert run.time < 100 < float(re.search(r"^profile_seconds: (.*)", body, re.M)[1])
     assert T.main([*small, f"--log_dir={tmp_path}/again"]) == 0

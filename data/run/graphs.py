@@ -15,8 +15,8 @@ class MicroStepGraphs:
     def __init__(self, run, enabled):
         self.run, self.enabled = run, enabled
         self.graphs = {}  # key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
-        # A backward pass runs on the stream of its forward pass, and its caller adds the gradients on the current one,
-        # so all micro-steps use one stream.
+        # Autograd runs a backward pass on the stream of the forward pass, and `add_gradients` runs on the current
+        # stream. So all micro-steps use one stream.
         # Only one graph runs at a time, so the graphs share one memory pool.
         self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if enabled else (None, None)
 
@@ -47,7 +47,8 @@ class MicroStepGraphs:
             # The first run compiles kernels, which a capture must not do.
             loss = self.run_eagerly(self.run, batch, mtp_weights, attn)
             batch, mtp_weights = batch.clone(), mtp_weights.clone()
-            # The graph writes into the first loss: the graph of an update may use the memory of its own.
+            # The graph copies its loss to the first loss, because the graph of an update may use the memory in which
+            # the graph computes its loss.
             graph, _ = self.capture(lambda *args: loss.copy_(self.run(*args)), batch, mtp_weights, attn)
             self.graphs[key] = graph, batch, mtp_weights, attn, loss
             return loss

@@ -10,8 +10,8 @@ from data.run.size import H100, Size, forecast, rank_sizes
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}  # roughly: `short` on one H200, `cpu` on two cores
 SHORTEST_RUN = 20  # steps
-# Above so many steps the head has updates enough, and a run updates it in every second step. In 1628 steps, an update
-# in every step raised the loss (one pair, records/2026-11-27_learning).
+# In a run of more steps than this, Adam updates the head in every second step. In a run of 1628 steps, an update of the
+# head in every step raised the loss (one pair, records/2026-11-27_learning).
 MANY_STEPS = 1200
 
 
