@@ -1280,11 +1280,20 @@ class NorMuonAndAdam:
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     @torch.no_grad()
-    def step(self, plan, numbers=None, after_rows=lambda: None):
-        """Update the parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their gradients.
+    def step_rows(self, plan, numbers=None):
+        """The update of the tables in self.few_rows, in which all ranks then find the rows of their next micro-batch. No
+        CUDA graph can hold that exchange, nor the plain update, which asks the GPU for the number of rows."""
+        numbers = numbers or update_numbers(self.config, plan)
+        for label in self.few_rows if plan.tables else ():
+            with trace_range(f"update {label}"):
+                self._update_few_rows(label, numbers)
 
-        numbers: `update_numbers` of the step, also as 0-D tensors on the GPU (None: computed here). after_rows is
-        called when the rows in self.few_rows have their new values, before the large updates.
+    @torch.no_grad()
+    def step(self, plan, numbers=None):
+        """Update the other parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their
+        gradients. Call it after `step_rows`.
+
+        numbers: `update_numbers` of the step, also as 0-D tensors on the GPU (None: computed here).
         """
         copies, numbers = self.copies if plan.tied else {}, numbers or update_numbers(self.config, plan)
 
@@ -1301,12 +1310,6 @@ class NorMuonAndAdam:
                 if name in copies:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
                 reductions[name] = self._start_reduction(name)
-
-        if plan.tables and self.few_rows:
-            for name in self.few_rows:
-                with trace_range(f"update {name}"):
-                    self._update_few_rows(name, numbers)
-            after_rows()
 
         # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
         gathers = {}
@@ -1404,10 +1407,9 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def compile_kernels(self, plan, numbers=None):
-        """Launch the Triton kernels of `step`, for `only_compiling` of data/run/warmup.py."""
+        """Launch the Triton kernels of an update, for `only_compiling` of data/run/warmup.py."""
         numbers = numbers or update_numbers(self.config, plan)
-        for label in self.few_rows if plan.tables else ():
-            self._update_few_rows(label, numbers)
+        self.step_rows(plan, numbers)
         for name, copy in self.copies.items() if plan.adam and plan.tied else ():
             self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
             self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
@@ -1675,11 +1677,7 @@ class Trainer:
         self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
         self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
         self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
-        # A graph cannot hold the exchange of several ranks, nor the plain update of few rows, which asks the GPU for
-        # their number.
-        waits = self.optimizer.few_rows and ops.update_few_rows is kernels.update_few_rows_ref
-        self.update_graphs = UpdateGraphs(self.update, has_graphs and rt.world == 1 and not waits, self.graphs,
-                                          update_numbers(config, self.plans[0]))
+        self.update_graphs = UpdateGraphs(self.update, has_graphs, self.graphs, update_numbers(config, self.plans[0]))
         self.model.fp8_head = config.system.fp8
         longest = max(max(plan.micro_batch_tokens for plan in self.plans), config.data.val_batch_tokens)
         for label, few in self.optimizer.few_rows.items() if rt.world > 1 else ():
@@ -1760,12 +1758,16 @@ class Trainer:
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
             with trace_range("update"):
-                self.update_graphs(plan, self.number_table[plan.step], lambda: self.fetch_ahead(loader), eager)
+                self.update_graphs.set_numbers(self.number_table[plan.step])
+                self.optimizer.step_rows(plan, self.update_graphs.numbers)
+                if plan.tables:
+                    self.fetch_ahead(loader)
+                self.update_graphs(plan, eager)
         return loss
 
-    def update(self, plan, numbers=None, after_rows=lambda: None):
+    def update(self, plan, numbers=None):
         """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
-        self.optimizer.step(plan, numbers, after_rows)
+        self.optimizer.step(plan, numbers)
         if plan.adam:
             with trace_range("update head codes"):
                 self.head.refresh()
@@ -1969,6 +1971,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
+    trainer.update_graphs.drop()
     seconds |= clock.paused_seconds
     if rt.rank == 0:
         error = digests.exception()  # such as a shard deleted during the run: the results must still be logged

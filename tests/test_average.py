@@ -105,7 +105,7 @@ def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     assert resumed.val[str(STEPS)] == final
 
     capsys.readouterr()
-    assert evaluate.main([str(whole.saved[STEPS])]) == 0
+    assert evaluate.main([str(whole.saved[STEPS]), "--device=cpu"]) == 0
     assert f"val_loss: {final}" in capsys.readouterr().out
 
 
@@ -124,5 +124,5 @@ def test_tied_to_the_end(corpus, tmp_path, capsys, longer):
     run = train(corpus, tmp_path, "--average_blend=1", "--split_stage=4", "--extension_steps=0", "--save=true")
     assert T.make_plan(T.parse_config([*corpus.args, "--split_stage=4", "--extension_steps=0"]), 9).tied
     capsys.readouterr()
-    assert evaluate.main([str(run.saved[9])]) == 0
+    assert evaluate.main([str(run.saved[9]), "--device=cpu"]) == 0
     assert f"val_loss: {run.val['9']}" in capsys.readouterr().out

@@ -13,6 +13,8 @@ constant does not, and whoever means to change what is learned stores the curve 
 """
 
 import json
+import re
+import subprocess
 import sys
 import tempfile
 from itertools import islice
@@ -20,7 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 from data import require_packages
 
 require_packages("numpy", "torch", "pytest")
@@ -154,6 +157,21 @@ def test_gpu(corpus, name, graphs):
         pytest.skip("its curve is that of another preset")
     args = [*corpus, *GPU, f"--cuda_graphs={graphs}", *CURVES[name]]
     assert leaves(curve(args), name, "gpu_tolerance") is None
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["record74", "record", "short"])
+def test_two_gpus(corpus, tmp_path, name):
+    """The loss of one GPU; and the processes end, although NCCL waits for graphs that hold its collectives."""
+    losses = []
+    for ranks in 1, 2:
+        launcher = ["-m", "data.run.launch", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [sys.executable, *launcher, "train_gpt.py", f"--preset={name}", *GUARD, *GPU, *corpus,
+                   f"--log_dir={tmp_path}", "--val_every=0"]
+        run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=200)
+        assert run.returncode == 0, run.stderr
+        losses.append(float(re.search("^final_val_loss: (.*)$", run.stdout, re.M)[1]))
+    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
 
 
 def attention(position, change):

@@ -215,7 +215,9 @@ def test_tables_are_updated_in_two_steps_whatever_the_head():
                     param.grad += grad
                     if label in optimizer.touched:
                         optimizer.touched[label].fill_(True)
-            optimizer.step(T.make_plan(config, step))
+            plan = T.make_plan(config, step)
+            optimizer.step_rows(plan)
+            optimizer.step(plan)
             assert few.count[0] == (20 if step % 2 == 0 else 0)
         got.append({label: param.detach().clone() for label, param in model.named_parameters()})
     same = {label for label in got[0] if torch.equal(got[0][label], got[1][label])}
@@ -299,7 +301,9 @@ def test_numbers_of_a_step_as_tensors(ngrams, device):
         numbers = T.update_numbers(with_tensors.config, plan)
         for steps, given in (with_numbers, None), (with_tensors, numbers):
             steps.gradients(plan)
-            steps.optimizer.step(plan, given and {k: torch.tensor(float(x), device=device) for k, x in given.items()})
+            given = given and {name: torch.tensor(float(x), device=device) for name, x in given.items()}
+            steps.optimizer.step_rows(plan, given)
+            steps.optimizer.step(plan, given)
     for label, x in with_numbers.model.state_dict().items():
         other = with_tensors.model.state_dict()[label].double()
         moved = (x.double() - start[label].double()).norm()
@@ -321,7 +325,9 @@ def test_replayed_updates_are_those_of_the_host(ngrams, device):
         for plan in steps.plans:
             steps.gradients(plan)
             values = torch.tensor([*T.update_numbers(steps.config, plan).values()], device=device)
-            graphs(plan, values, lambda: None, eager=not enabled)
+            graphs.set_numbers(values)
+            steps.optimizer.step_rows(plan, graphs.numbers)
+            graphs(plan, eager=not enabled)
         keys = {plan.update_key for plan in steps.plans if not plan.split}
         assert graphs.graphs.keys() == keys and len(keys) < len(steps.plans)
         states.append(steps.state())

@@ -62,10 +62,11 @@ class MicroStepGraphs:
 
 
 class UpdateGraphs:
-    """run(plan, numbers, after_rows): the update of a step; as a CUDA graph for each key, if `enabled`.
+    """run(plan, numbers): the update of a step; as a CUDA graph for each key, if `enabled`.
 
     The update of a small model has hundreds of kernels, and the host takes 12 ms to launch them one by one, longer than
-    the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own.
+    the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own. It
+    holds the exchange of several ranks, too, who all capture and replay in the same order.
 
     micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: of the numbers.
     """
@@ -77,12 +78,16 @@ class UpdateGraphs:
             self.values = torch.zeros(len(names), 4, device="cuda")[:, 0]
             self.numbers = dict(zip(names, self.values.unbind()))
 
-    def __call__(self, plan, values, after_rows, eager=False):
-        """values (len(names),): the numbers of this step. eager: as in MicroStepGraphs."""
+    def set_numbers(self, values):
+        """values (len(names),): the numbers of the next update."""
+        if self.enabled:
+            self.values.copy_(values)
+
+    def __call__(self, plan, eager=False):
+        """eager: as in MicroStepGraphs."""
         if not self.enabled:
-            self.run(plan, None, after_rows)
+            self.run(plan, None)
             return
-        self.values.copy_(values)
         key = plan.update_key
         if key in self.graphs and not eager:
             self.graphs[key].replay()
@@ -90,3 +95,7 @@ class UpdateGraphs:
         self.micro_steps.run_eagerly(self.run, plan, self.numbers)
         if key not in self.graphs and not plan.split:  # the split happens once
             self.graphs[key], _ = self.micro_steps.capture(self.run, plan, self.numbers)
+
+    def drop(self):
+        """Free the graphs. NCCL would wait for them without end when its group of processes ends."""
+        self.graphs.clear()
