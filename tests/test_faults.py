@@ -98,6 +98,19 @@ def test_a_signal_as_each_python_spells_it():
     assert as_run_sh_shows(err.format("15")) == ["run.sh: ended by signal 15, from outside"]
 
 
+def test_a_process_that_hangs_on_gpus():
+    """One line in place of the stack traces of NCCL, whose thread ends the process that waits."""
+    nccl = "[rank0]:[E1127 15:33:30.858602164 ProcessGroupNCCL.cpp:{}] [Rank 0] {}\n"
+    err = (nccl.format(1914, "Received a dump signal due to a collective timeout from this local rank and we will try")
+           + nccl.format(689, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=742, OpType=ALLREDUCE)")
+           + "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout\nterminate called\n"
+           + "E1127 15:34:31.1 9 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -6) local_rank: 0"
+           + " (pid: 17934) of binary: python3\n")
+    assert as_run_sh_shows("warning: first\n" + err) == [
+        "warning: first", "run.sh: a process hangs: the others have waited for it until their time was over",
+        "run.sh: process 0 was ended by signal 6"]
+
+
 @pytest.mark.parametrize("impatient", [False, True])
 def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatient):
     """By SIGTERM at once, although the main thread waits in the collective; by the timeout in any case. Without
