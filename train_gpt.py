@@ -464,7 +464,7 @@ GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 
 DYNAMIC_WIDTH = 64  # hidden width of the networks of `dynamic` layers
 NARROW_SCALE = 0.13  # attention scale of narrow layers in the first stage
 POINTER_WIDTH = 128  # width of the queries and keys of the pointer head
-SIGN_ROWS = 8192  # rows of signs that tell apart the bigrams that share a row of the table
+SIGN_ROWS = 8192  # rows of signs, a power of two, that tell apart the n-grams that share a row of the table
 
 
 class Param(NamedTuple):
@@ -715,13 +715,18 @@ def mixture(factors, sources):
     return sum(factor * source for factor, source in zip(columns, sources, strict=True))
 
 
-SIGN_FACTORS = 1, 1, 20011, 30011  # for each token of an n-gram, the last one first
+SIGN_FACTORS = 1, 20011, 30011  # for the tokens before the last one of an n-gram, the nearest first
 
 
-def sign_rows(ids, order):
-    """The row of signs of the n-gram that ends at each of the ids (N,) int32; without a whole n-gram, row 0."""
-    parts = (factor * ids[order - 1 - i:len(ids) - i] for i, factor in enumerate(SIGN_FACTORS[:order]))
-    return F.pad(functools.reduce(torch.bitwise_xor, parts), (order - 1, 0))[:len(ids)] % SIGN_ROWS
+def sign_rows(ids, orders):
+    """For each order, the row of signs of the n-gram that ends at each of the ids (N,) int32; without a whole n-gram,
+    row 0. Returns (orders · N,)."""
+    rows, mixed = ids.new_zeros(len(orders), len(ids)), ids
+    for before, factor in enumerate(SIGN_FACTORS[:max(orders) - 1], 1):
+        mixed = mixed[1:] ^ factor * ids[:-before]
+        if before + 1 in orders:
+            torch.bitwise_and(mixed, SIGN_ROWS - 1, out=rows[orders.index(before + 1), before:])
+    return rows.flatten()
 
 
 class GPT(nn.Module):
@@ -805,7 +810,7 @@ class GPT(nn.Module):
         table, orders, signs = self.config.ngram_table, [order for order, _ in self.config.ngrams], ()
         if self.config.bigram_signs:
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
-            signs = self.signs, torch.cat([sign_rows(ids, order) for order in orders])
+            signs = self.signs, sign_rows(ids, orders)
         [token_embed] = rows("embed", 1, token_ids)
         [ngrams] = rows(table, 1, kernels.SortedIds(row_ids[table], pieces.get(table)), len(orders), signs)
         values = ()
@@ -1334,11 +1339,11 @@ class NorMuonAndAdam:
             with trace_range(f"wait gather {name}"):
                 work.wait()
         with trace_range("zero gradients"):
-            for label in self.buffers:
-                if has_turn(label) and label not in self.touched:  # update_rows zeroes those
-                    self.params[label].grad.zero_()  # in place, because CUDA graphs add to this memory
-            for grad in self.replicated.grads if plan.adam else ():
-                grad.zero_()
+            # In place, because CUDA graphs add to this memory. update_rows zeroes the gradients of its tables.
+            torch._foreach_zero_([self.params[label].grad for label in self.buffers
+                                  if has_turn(label) and label not in self.touched])
+            if plan.adam:
+                torch._foreach_zero_(self.replicated.grads)
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
             for key, part in self.state[copy].items():
                 part.copy_(self._shard(copy, self._unshard(name, self.state[name][key]).t()))
