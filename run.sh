@@ -246,7 +246,7 @@ errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
   reason = number[1] == 9 ? ": by hand, or no memory left" : ""
   print "run.sh: process " number[2] " was ended by signal " number[1] reason
 }
-/ProcessGroupNCCL.* collective .*timeout/ {
+/^\[rank[0-9]+\]:\[E.*ProcessGroupNCCL.* collective .*timeout/ {
   if (!over) print "run.sh: a process hangs: the others have waited for it until their time was over"
   over = 1; next
 }

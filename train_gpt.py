@@ -54,6 +54,7 @@ import hashlib
 import math
 import os
 import sys
+import traceback
 from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -1286,8 +1287,11 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def step_rows(self, plan, numbers=None):
-        """The update of the tables in self.few_rows, in which all ranks then find the rows of their next micro-batch. No
-        CUDA graph can hold that exchange, nor the plain update, which asks the GPU for the number of rows."""
+        """The update of the tables in self.few_rows, where all ranks then find the rows of their next micro-batch.
+
+        No CUDA graph can hold that exchange, since the number of rows changes from batch to batch, nor the plain
+        update, which asks the GPU for it.
+        """
         numbers = numbers or update_numbers(self.config, plan)
         for label in self.few_rows if plan.tables else ():
             with trace_range(f"update {label}"):
@@ -1632,6 +1636,18 @@ def require_finite(value, name):
         raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
+def wait_for(event, world, limit=600):
+    """Wait until the GPU has passed an event. Raises RuntimeError after `limit` seconds, with several ranks: NCCL's own
+    limit does not see the collectives of a CUDA graph, which wait for a rank that hangs."""
+    if world == 1:
+        event.synchronize()
+    end = time.monotonic() + limit
+    while not event.query():
+        if time.monotonic() > end:
+            raise RuntimeError(f"timed out waiting for {limit} s for a step of the GPUs")
+        time.sleep(0.0002)
+
+
 def add_gradients(loss, leaves):
     """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
 
@@ -1719,9 +1735,9 @@ class Trainer:
                 self.optimizer.blend(plan)
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
             if validates or saves:
+                self.check_losses(keep=0)
                 self.synchronize()
                 with clock.paused("validation") as seconds:
-                    self.check_losses(keep=0)
                     if validates:
                         loss = self.validate(step, plan, seconds)
                     if saves:
@@ -1762,11 +1778,11 @@ class Trainer:
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
+            self.update_graphs.set_numbers(self.number_table[plan.step])
+            self.optimizer.step_rows(plan, self.update_graphs.numbers)
+            if plan.tables:
+                self.fetch_ahead(loader)
             with trace_range("update"):
-                self.update_graphs.set_numbers(self.number_table[plan.step])
-                self.optimizer.step_rows(plan, self.update_graphs.numbers)
-                if plan.tables:
-                    self.fetch_ahead(loader)
                 self.update_graphs(plan, eager)
         return loss
 
@@ -1815,7 +1831,8 @@ class Trainer:
         """Begin to bring the rows of the next micro-batch. All ranks must call this."""
         for shared in self.model.shared_rows.values():
             if exchange := loader.next_exchange():
-                shared.start(exchange)
+                with trace_range("fetch rows"):
+                    shared.start(exchange)
 
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
@@ -1839,7 +1856,7 @@ class Trainer:
         while len(self.losses) > keep:
             step, copied, loss = self.losses.popleft()
             if copied is not None:
-                copied.synchronize()
+                wait_for(copied, self.rt.world)
             require_finite(loss.item(), f"training loss of step {step}")
 
     def synchronize(self):
@@ -2070,7 +2087,11 @@ def main(argv) -> int:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    status = main(sys.argv[1:])
+    try:
+        status = main(sys.argv[1:])
+    except Exception:  # a bug
+        traceback.print_exc()
+        status = 1
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # do not wait for other ranks, which may hang in a collective after an error

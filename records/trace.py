@@ -21,6 +21,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from records.work import WORK, calls, describe, plain
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
 RANGES = re.compile(r"(step|layer) \d+|data|micro-step|forward|loss|backward|(reduce|wait|update|gather) .+"
-                    r"|update|zero gradients")
+                    r"|update|zero gradients|fetch rows|send gradients of rows")
 NODE = "autograd::engine::evaluate_function"
 BLOCK = re.compile(r"speedrun::(attention|mlp)")  # our operators; a pass calls one for each block of a layer
 
@@ -201,8 +202,8 @@ def analyse(trace):
     for item in items:
         item.region = host.at(item.launched)
     if gpu:
-        for whole in "micro-step", "update":
-            tell_apart([[i for i in items if i.kind == "compute" and start <= i.launched < end]
+        for whole, kind in product(("micro-step", "update"), ("compute", "communication")):
+            tell_apart([[i for i in items if i.kind == kind and start <= i.launched < end]
                         for start, end, name in host.ranges if name == whole], whole)
     left_out = []  # items of the steps with launches kernel by kernel
     if run.get("cuda_graphs") and len(steps) > 1:

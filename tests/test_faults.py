@@ -11,11 +11,13 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import train_gpt as T
 from data.run import log
+from data.run.errors import error_message
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
 
@@ -101,14 +103,25 @@ def test_a_signal_as_each_python_spells_it():
 def test_a_process_that_hangs_on_gpus():
     """One line in place of the stack traces of NCCL, whose thread ends the process that waits."""
     nccl = "[rank0]:[E1127 15:33:30.858602164 ProcessGroupNCCL.cpp:{}] [Rank 0] {}\n"
-    err = (nccl.format(1914, "Received a dump signal due to a collective timeout from this local rank and we will try")
+    err = (nccl.format(1914, "Received a dump signal due to a collective timeout from this local rank and we will")
            + nccl.format(689, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=742, OpType=ALLREDUCE)")
            + "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout\nterminate called\n"
-           + "E1127 15:34:31.1 9 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -6) local_rank: 0"
-           + " (pid: 17934) of binary: python3\n")
+           + "E1127 15:34:31.1 9 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -6) local_rank:"
+           + " 0 (pid: 17934) of binary: python3\n")
     assert as_run_sh_shows("warning: first\n" + err) == [
         "warning: first", "run.sh: a process hangs: the others have waited for it until their time was over",
         "run.sh: process 0 was ended by signal 6"]
+
+
+def test_a_step_that_does_not_end():
+    """NCCL does not watch the collectives of a CUDA graph, so the host does, with several ranks."""
+    event = SimpleNamespace(query=lambda: False)
+    with pytest.raises(RuntimeError) as error:
+        T.wait_for(event, world=2, limit=0.01)
+    assert error_message(error.value).startswith("lost the connection to another process")
+    T.wait_for(SimpleNamespace(query=lambda: True), world=2, limit=0)
+    event.synchronize = lambda: setattr(event, "query", lambda: True)
+    T.wait_for(event, world=1, limit=0)
 
 
 @pytest.mark.parametrize("impatient", [False, True])

@@ -1,6 +1,8 @@
 """The model against the plain, unbanked implementation in oracles.py: loss and every gradient."""
 
 import dataclasses
+import functools
+import operator
 
 import numpy as np
 import pytest
@@ -273,6 +275,18 @@ def test_signs_of_bigrams():
     torch.nn.init.normal_(model.bigram_embed)
     ids = [0] + [(a ^ b) % 8192 for a, b in zip(tokens.tolist(), tokens.tolist()[1:])]
     assert torch.equal(model.lookup(tokens, {"bigram_embed": rows})[1], model.bigram_embed[rows] * signs[ids])
+
+
+@pytest.mark.parametrize("orders", [[2], [2, 3], [2, 4], [3, 4]])
+@pytest.mark.parametrize("length", [1, 2, 3, 50])
+def test_rows_of_signs(length, orders):
+    """Of the exclusive or of the ids, each times the factor of its distance from the last one."""
+    ids = torch.randint(2**31 - 1, (length,), dtype=torch.int32).tolist()
+    wanted = [t + 1 >= order and functools.reduce(operator.xor, (
+        id * factor for id, factor in zip(ids[t::-1], (1, 1, 20011, 30011)[:order]))) % 8192
+        for order in orders for t in range(length)]
+    found = T.sign_rows(torch.tensor(ids, dtype=torch.int32), orders)
+    assert found.dtype == torch.int32 and found.tolist() == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -169,6 +169,21 @@ def test_graphs_of_other_kernels():
     assert rec.regions() == as_ms(rec.truth, 2)
 
 
+def test_regions_of_several_ranks():
+    """Collectives in the graph of an update have regions, and what is launched beside it has its own."""
+    rec = Recorder()
+    rows, fetched = ("update ngram_embed", "update ngram_embed: rows"), ("fetch rows", "fetch rows: ncclSendRecv")
+    update = ("update", ("reduce mlp_bank", "reduce mlp_bank: ncclReduceScatter"), MUON,
+              ("wait gather mlp_bank", "wait gather mlp_bank: ncclAllGather"), ZERO)
+    for number in range(3):
+        if number == 2:
+            rec.truth.clear()
+        rec.play((f"step {number}", rows, fetched, update if number < 2 else rec.graph(update)))
+    collectives = {"reduce mlp_bank", "wait gather mlp_bank", "fetch rows"}
+    for column, names in (0, rec.truth.keys() - collectives), (1, collectives):
+        assert rec.regions(column, cuda_graphs=True) == as_ms({name: rec.truth[name] for name in names})
+
+
 def test_layers_of_compiled_code():
     """Our operators tell the layers. The second layer has no attention."""
     rec = Recorder()

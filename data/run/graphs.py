@@ -65,8 +65,8 @@ class UpdateGraphs:
     """run(plan, numbers): the update of a step; as a CUDA graph for each key, if `enabled`.
 
     The update of a small model has hundreds of kernels, and the host takes 12 ms to launch them one by one, longer than
-    the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own. It
-    holds the exchange of several ranks, too, who all capture and replay in the same order.
+    the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own. The
+    graphs of several ranks also hold their exchange, so all ranks capture and replay in the same order.
 
     micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: of the numbers.
     """
