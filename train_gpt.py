@@ -436,7 +436,7 @@ PRESETS = {
                 Stage(1024, 512, 48, 112, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,)),
                 Stage(1024, 512, 80, 176, 0.75, (1.0,), (1.0,), share=0.0))),
-        Optim(adam_lr=0.012, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
+        Optim(adam_lr=0.012, adam_every=1, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
         System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=440,

@@ -117,6 +117,8 @@ def test_a_run_of_many_steps_updates_the_head_in_every_second_step():
         assert by_hand.optim.adam_every == 1 and by_hand.schedule == config.schedule
     assert steps == {814: 1, 1198: 1, 1202: 2, 2594: 2}
     assert T.parse_config(["--preset=short", "--scheduled_steps=3000"]).optim.adam_every == 1  # a schedule by hand
+    for minutes, every in (3, 1), (9, 2):  # of `cpu`, which has 1760 steps
+        assert T.parse_config(["--preset=cpu", f"--minutes={minutes}"]).optim.adam_every == every
 
 
 def test_pieces_set_by_hand_stay():

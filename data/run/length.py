@@ -10,8 +10,8 @@ from data.run.size import H100, Size, forecast, rank_sizes
 
 SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}  # roughly: `short` on one H200, `cpu` on two cores
 SHORTEST_RUN = 20  # steps
-# In a run of more steps than this, Adam updates the head in every second step. In a run of 1628 steps, an update of the
-# head in every step raised the loss (one pair, records/2026-11-27_learning).
+# In a run of more steps than this and than its preset has, Adam updates the head in every second step. In a run of 1628
+# steps, an update of the head in every step raised the loss (one pair, records/2026-11-27_learning).
 MANY_STEPS = 1200
 
 
@@ -80,7 +80,8 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     root of tokens times fixed cost. The rates, lr_floor among them, grow with batch ** 0.35
     (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths and records/2026-11-25_length the checks
     at three lengths and at 155M tokens). table_beta2 keeps its half-life in tokens (records/2026-11-22_lengths). A run
-    of more than MANY_STEPS, with --minutes by the estimate of its steps, has --adam_every=2.
+    of more than MANY_STEPS and more than its preset has, with --minutes by the estimate of its steps, has
+    --adam_every=2.
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: an H200 with
@@ -121,7 +122,7 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
             knob = "minutes" if schedule.minutes else "train_tokens"
             raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps"
                             f" of {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
-    if "adam_every" not in by_hand and stage_starts(schedule)[-1] > MANY_STEPS:
+    if "adam_every" not in by_hand and stage_starts(schedule)[-1] > max(MANY_STEPS, stage_starts(native)[-1]):
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, adam_every=2))
     for key in {"muon_warmup", "muon_cooldown"} - by_hand:
         if (steps := getattr(schedule, key)) >= 1:  # as a part of the run it fits the steps of `with_minutes`, too
