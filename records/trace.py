@@ -340,7 +340,7 @@ def table(result, top=25):
                 f"{rate / 1e12:.2f} T{unit}", f"{part:.1%}")))
             for name, count, time, rate, unit, part in result["rates"]])
         limits = "{bf16:.3g} FLOP/s and bytes / {copy:.3g} B/s".format(**run["limits"])
-        lines.append(f"limit: the larger of operations / {limits}")
+        lines.append(f"limit: the larger of operations / {limits}; an operation in FP8 counts as half of one")
     return "\n".join(lines).rstrip()
 
 

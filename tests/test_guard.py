@@ -161,7 +161,8 @@ def test_gpu(corpus, name, graphs):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name, args", [
-    ("record74", []), ("record", []), ("short", ["--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true"])])
+    ("record74", []), ("record", []),
+    ("short", ["--model_dim=256", "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true"])])
 def test_two_gpus(corpus, tmp_path, name, args):
     """With graphs as without, and nearly the loss of one GPU. And the processes end, although NCCL waits for graphs that
     hold its collectives."""
