@@ -1778,15 +1778,15 @@ class Trainer:
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
-            self.update_graphs.set_numbers(self.number_table[plan.step])
-            self.optimizer.step_rows(plan, self.update_graphs.numbers)
+            numbers = self.update_graphs.set_numbers(self.number_table[plan.step]) or update_numbers(self.config, plan)
+            self.optimizer.step_rows(plan, numbers)
             if plan.tables:
                 self.fetch_ahead(loader)
             with trace_range("update"):
-                self.update_graphs(plan, eager)
+                self.update_graphs(plan, numbers, eager)
         return loss
 
-    def update(self, plan, numbers=None):
+    def update(self, plan, numbers):
         """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
         self.optimizer.step(plan, numbers)
         if plan.adam:

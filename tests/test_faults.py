@@ -106,8 +106,8 @@ def test_a_process_that_hangs_on_gpus():
     err = (nccl.format(1914, "Received a dump signal due to a collective timeout from this local rank and we will")
            + nccl.format(689, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=742, OpType=ALLREDUCE)")
            + "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout\nterminate called\n"
-           + "E1127 15:34:31.1 9 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -6) local_rank:"
-           + " 0 (pid: 17934) of binary: python3\n")
+           + "E1127 15:34:31.1 9 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -6) local_rank"
+           + ": 0 (pid: 17934) of binary: python3\n")
     assert as_run_sh_shows("warning: first\n" + err) == [
         "warning: first", "run.sh: a process hangs: the others have waited for it until their time was over",
         "run.sh: process 0 was ended by signal 6"]

@@ -164,8 +164,8 @@ def test_gpu(corpus, name, graphs):
     ("record74", []), ("record", []),
     ("short", ["--model_dim=256", "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true"])])
 def test_two_gpus(corpus, tmp_path, name, args):
-    """With graphs as without, and nearly the loss of one GPU. And the processes end, although NCCL waits for graphs that
-    hold its collectives."""
+    """Graphs do not change the loss, which is nearly that of one GPU. All processes end, although NCCL waits for graphs
+    that hold its collectives."""
     losses = []
     for ranks, graphs in (1, "true"), (2, "false"), (2, "true"):
         launcher = ["-m", "data.run.launch", "--standalone", f"--nproc_per_node={ranks}"]

@@ -325,9 +325,9 @@ def test_replayed_updates_are_those_of_the_host(ngrams, device):
         for plan in steps.plans:
             steps.gradients(plan)
             values = torch.tensor([*T.update_numbers(steps.config, plan).values()], device=device)
-            graphs.set_numbers(values)
-            steps.optimizer.step_rows(plan, graphs.numbers)
-            graphs(plan, eager=not enabled)
+            numbers = graphs.set_numbers(values)
+            steps.optimizer.step_rows(plan, numbers)
+            graphs(plan, numbers, eager=not enabled)
         keys = {plan.update_key for plan in steps.plans if not plan.split}
         assert graphs.graphs.keys() == keys and len(keys) < len(steps.plans)
         states.append(steps.state())

@@ -79,22 +79,23 @@ class UpdateGraphs:
             self.numbers = dict(zip(names, self.values.unbind()))
 
     def set_numbers(self, values):
-        """values (len(names),): the numbers of the next update."""
+        """values (len(names),): the numbers of the next update. Returns them as `self.numbers`."""
         if self.enabled:
             self.values.copy_(values)
+        return self.numbers
 
-    def __call__(self, plan, eager=False):
-        """eager: as in MicroStepGraphs."""
+    def __call__(self, plan, numbers, eager=False):
+        """numbers: those of `set_numbers`, or of the host if not `enabled`. eager: as in MicroStepGraphs."""
         if not self.enabled:
-            self.run(plan, None)
+            self.run(plan, numbers)
             return
         key = plan.update_key
         if key in self.graphs and not eager:
             self.graphs[key].replay()
             return
-        self.micro_steps.run_eagerly(self.run, plan, self.numbers)
+        self.micro_steps.run_eagerly(self.run, plan, numbers)
         if key not in self.graphs and not plan.split:  # the split happens once
-            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, self.numbers)
+            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, numbers)
 
     def drop(self):
         """Free the graphs. NCCL would wait for them without end when its group of processes ends."""
