@@ -9,7 +9,7 @@ each idea.
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
     torchrun --nnodes=2 --nproc_per_node=8 ... train_gpt.py  16 GPUs of two machines; records/guide.md has the rest
-    python train_gpt.py --preset=cpu                         the same model in small: minutes on a laptop
+    python train_gpt.py --preset=cpu                         a small model of bytes: minutes on a laptop
     python train_gpt.py --check                              check whether a run with these knobs would start here
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
     python train_gpt.py --help                               list every knob; set a knob with --key=value
