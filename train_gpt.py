@@ -92,8 +92,8 @@ from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, shards_line, write_header
-from data.run.machine import agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env
-from data.run.memory import restart_with_more_micro_batches, state_bytes
+from data.run.machine import PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env
+from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
 from data.run.trial import is_tested, replace_faulty_kernels
@@ -458,7 +458,6 @@ def parse_config(argv, world=1, gpu=None) -> Config:
     return arguments.parse_config(argv, world, arguments.Presets(PRESETS, MADE_FOR, wire), gpu)
 
 
-
 # ---- Model -----------------------------------------------------------------------------------------------------------
 
 GATE_CHANNELS = 12  # the gates read only the first channels of their input (PR 117, classiclarryd)
@@ -477,7 +476,8 @@ class Param(NamedTuple):
     # `steps_per_update` says how often
     optim: str
     # (place in the order of the reductions, place in the order of the updates): every rank updates its part of the
-    # rows. None: every rank updates the whole parameter, and all such parameters share one reduction and one update.
+    # rows. None: of a parameter of `rows`, too, every rank has and updates a part; every rank updates the whole of each
+    # other one, and these share one reduction and one update.
     sharded: tuple[int, int] | None = None
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
     betas: tuple[float, float | None] | None = None  # adam; None stands for table_beta2 of Optim
@@ -558,7 +558,7 @@ def param_table(model: Model) -> tuple[Param, ...]:
         Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12,
               tied_to="lm_head"),
         Param("bigram_embed", ngram_shape, "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True)
-        if model.ngram_table == "bigram_embed" else
+        if not any(model.ngram_rows) else
         Param("ngram_embed", ngram_shape, "rows", betas=(0.0, None), lr_mul=75.0, wd_mul=5.0),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
@@ -1075,10 +1075,10 @@ class Replicated:
             group = dict(group)
             weights, grads = (torch.zeros(sum(map(self.size, group.values())), dtype=dtype, device=device)
                               for _ in range(2))
-            for p, weight, grad in zip(*(part.values() for part in (
-                    group, self.split(weights, group), self.split(grads, group)))):
-                weight.copy_(p.detach())
-                p.data, p.grad = weight, grad
+            parts = self.split(weights, group), self.split(grads, group)
+            for label, p in group.items():
+                parts[0][label].copy_(p.detach())
+                p.data, p.grad = (part[label] for part in parts)
             self.weights.append(weights)
             self.grads.append(grads)
         sizes = torch.tensor(list(map(self.size, params.values())))
@@ -1100,11 +1100,10 @@ class Replicated:
         parts = vector.split(list(map(self.size, params.values())))
         return {label: part[:p.numel()].view_as(p) for part, (label, p) in zip(parts, params.items())}
 
-    def pack_weights(self):
-        return torch.cat([vector.float() for vector in self.weights])
-
-    def pack_grads(self):
-        return torch.cat([vector.float() for vector in self.grads])
+    @staticmethod
+    def pack(vectors):
+        """One fp32 vector of self.weights or self.grads."""
+        return torch.cat([vector.float() for vector in vectors])
 
     def unpack_weights(self, packed):
         for vector, part in zip(self.weights, packed.split(list(map(len, self.weights)))):
@@ -1130,8 +1129,9 @@ class SharedRows:
         """Begin to bring the rows of a micro-batch, while the GPU works on."""
         if self.under_way:  # rows that nobody has taken: a validation came between
             self.under_way[-1].wait()
-        given, count = self.table.index_select(0, exchange.rows), sum(exchange.takes)
-        work = dist.all_to_all_single(self.next_rows[:count], given, exchange.takes, exchange.gives, async_op=True)
+        with trace_range("fetch rows"):
+            given, count = self.table.index_select(0, exchange.rows), sum(exchange.takes)
+            work = dist.all_to_all_single(self.next_rows[:count], given, exchange.takes, exchange.gives, async_op=True)
         self.under_way = exchange, given, work
 
     @torch.no_grad()
@@ -1139,9 +1139,10 @@ class SharedRows:
         """Bring the rows of a micro-batch, which may be under way."""
         if not self.under_way or self.under_way[0] is not exchange:
             self.start(exchange)
-        self.under_way[-1].wait()
-        self.under_way, count = None, sum(exchange.takes)
-        self.rows[:count] = self.next_rows[:count]
+        with trace_range("fetch rows"):
+            self.under_way[-1].wait()
+            self.under_way, count = None, sum(exchange.takes)
+            self.rows[:count] = self.next_rows[:count]
 
     @torch.no_grad()
     def send_gradients(self, exchange):
@@ -1227,10 +1228,8 @@ class NorMuonAndAdam:
         self.tables = {label for label, row in self.table.items() if row.lazy or row.optim == "rows"}
         for label, row in self.table.items():
             if row.optim == "rows":
-                table, each_token = self.params[label].detach(), len(config.model.ngrams)
-                # of two steps; one rank may get the gradients of all
-                most = 2 * each_token * max(stage.batch_tokens for stage in config.schedule.stages)
-                self.few_rows[label] = kernels.FewRows(table, min(most, len(table)))
+                table = self.params[label].detach()
+                self.few_rows[label] = kernels.FewRows(table, min(most_few_rows(config), len(table)))
                 v = torch.zeros(len(table), 1, device=rt.device)
                 self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
                 continue
@@ -1286,25 +1285,24 @@ class NorMuonAndAdam:
         return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
 
     @torch.no_grad()
-    def step_rows(self, plan, numbers=None):
+    def step_rows(self, plan, numbers):
         """The update of the tables in self.few_rows, where all ranks then find the rows of their next micro-batch.
 
-        No CUDA graph can hold that exchange, since the number of rows changes from batch to batch, nor the plain
-        update, which asks the GPU for it.
+        No CUDA graph can hold that exchange, since the number of rows changes from batch to batch. Nor can a graph hold
+        the plain update, whose host reads the number of rows from the GPU.
         """
-        numbers = numbers or update_numbers(self.config, plan)
         for label in self.few_rows if plan.tables else ():
             with trace_range(f"update {label}"):
                 self._update_few_rows(label, numbers)
 
     @torch.no_grad()
-    def step(self, plan, numbers=None):
+    def step(self, plan, numbers):
         """Update the other parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their
         gradients. Call it after `step_rows`.
 
-        numbers: `update_numbers` of the step, also as 0-D tensors on the GPU (None: computed here).
+        numbers: `update_numbers` of the step, also as 0-D tensors on the GPU.
         """
-        copies, numbers = self.copies if plan.tied else {}, numbers or update_numbers(self.config, plan)
+        copies = self.copies if plan.tied else {}
 
         def has_turn(name):
             return name in self.matrix_lr or (plan.tables if name in self.tables else plan.adam)
@@ -1354,7 +1352,7 @@ class NorMuonAndAdam:
 
     def _start_reduction(self, name):
         """Start averaging a gradient over the ranks. Returns a function that waits and gives this rank's part."""
-        part = grad = self.replicated.pack_grads() if name == "replicated" else self.buffers[name][1]
+        part = grad = self.replicated.pack(self.replicated.grads) if name == "replicated" else self.buffers[name][1]
         if self.rt.world == 1:
             return lambda: grad
         if name == "replicated":
@@ -1389,7 +1387,7 @@ class NorMuonAndAdam:
     def _update_adam(self, name, grad, numbers, moves_average=False):
         eps = self.optim.adam_eps
         if name == "replicated":
-            p, state = self.replicated.pack_weights(), self.replicated.vectors
+            p, state = self.replicated.pack(self.replicated.weights), self.replicated.vectors
             self.replicated_update(p, state["m"], state["v"], grad, number(numbers["adam_lr"]), number(numbers["t"]),
                                    *self.replicated.coefficients, self.optim.adam_wd, eps)
             self.replicated.unpack_weights(p)
@@ -1409,8 +1407,7 @@ class NorMuonAndAdam:
     @torch.no_grad()
     def drop_gradients(self):
         """Zero all gradients, without an update."""
-        for grad in (*(grad for _, grad in self.buffers.values()), *self.replicated.grads):
-            grad.zero_()
+        torch._foreach_zero_([*(grad for _, grad in self.buffers.values()), *self.replicated.grads])
         for few in self.few_rows.values():
             few.load(few.rows[:0], few.grad[:0])
 
@@ -1428,7 +1425,7 @@ class NorMuonAndAdam:
                 scale = torch.ones(len(grad), device=grad.device)
                 kernels.polar_express(torch.zeros_like(grad), scale, self.ops, self.optim.polar_steps)
             elif "last" in state and plan.tables:
-                self._update_adam(label, grad, numbers, label in plan.average_rates)
+                self._update_adam(label, grad, numbers)
 
     @torch.no_grad()
     def blend(self, plan):
@@ -1556,7 +1553,7 @@ def average_rates(config, step, total) -> dict[str, float]:
     for param in param_table(config.model) if config.optim.average_blend else ():
         period, tau = steps_per_update(param, config.optim), max(1.0, param.average * total)
         start = max(0.0, total - 3 * tau)
-        if param.average and step >= start and (period == 1 or step % 2 == 1):
+        if param.average and step >= start and step % period == period - 1:
             # Its first update makes an average a copy of the weights.
             rates[param.label] = 1.0 if step - period < start else 1 - (1 - 1 / tau) ** period
     return rates
@@ -1636,11 +1633,11 @@ def require_finite(value, name):
         raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
-def wait_for(event, world, limit=600):
+def wait_for(event, world, limit=PATIENCE):
     """Wait until the GPU has passed an event. Raises RuntimeError after `limit` seconds, with several ranks: NCCL's own
     limit does not see the collectives of a CUDA graph, which wait for a rank that hangs."""
     if world == 1:
-        event.synchronize()
+        return event.synchronize()
     end = time.monotonic() + limit
     while not event.query():
         if time.monotonic() > end:
@@ -1710,8 +1707,7 @@ class Trainer:
             self.model.fp8_projections = kernels.Fp8Projections(
                 lambda: self.model.projections(self.model.vo_bank.detach()[:, 0]), 1 / self.micro_steps)
         # The Triton attention is opaque to the compiler. The compiler traces the plain attention, with Python numbers.
-        self.static_settings = ops.attention is not kernels.attention_block
-        make = (lambda x: x) if self.static_settings else torch.tensor
+        make = torch.tensor if ops.attention is kernels.attention_block else lambda x: x
         self.attn = attention_settings(config, rt.device, self.dtype, make)
         self.profiler = profiler and profiler(self)
         self.synchronize()
@@ -1719,12 +1715,12 @@ class Trainer:
 
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
-        system, clock = self.config.system, Clock(self.seconds_before)
+        system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # an even and an odd step
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
-        clock.start()  # the first batch is ready and, with --compile, all graphs
+        clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step == system.profiled.stop:
                 with clock.paused("profile"):
@@ -1824,15 +1820,13 @@ class Trainer:
     def fetch_rows(self, batch):
         """Bring the rows of n-grams that this rank reads in a micro-batch. All ranks must call this."""
         for shared in self.model.shared_rows.values() if batch.exchange else ():
-            with trace_range("fetch rows"):
-                shared.fetch(batch.exchange)
+            shared.fetch(batch.exchange)
 
     def fetch_ahead(self, loader):
         """Begin to bring the rows of the next micro-batch. All ranks must call this."""
         for shared in self.model.shared_rows.values():
             if exchange := loader.next_exchange():
-                with trace_range("fetch rows"):
-                    shared.start(exchange)
+                shared.start(exchange)
 
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
@@ -1861,6 +1855,7 @@ class Trainer:
 
     def synchronize(self):
         if self.rt.device.type == "cuda":
+            wait_for(torch.cuda.current_stream().record_event(), self.rt.world)
             torch.cuda.synchronize()
 
     def sync_ranks(self):
@@ -1991,10 +1986,10 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     elif initial:
         trainer.load_weights(initial)
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
-    seconds = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
+    phases = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     trainer.update_graphs.drop()
-    seconds |= clock.paused_seconds
+    phases |= clock.paused_seconds
     if rt.rank == 0:
         error = digests.exception()  # such as a shard deleted during the run: the results must still be logged
         log.line(f"warning: {one_line(error)}" if error else digests.result(), console=error is not None)
@@ -2005,26 +2000,26 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             if trainer.model.shared_rows:
                 raise UserError("this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
             log.line("sample:\n" + "".join(sample(trainer.model, config, trainer.attn[-1])))
-        except (UserError, RuntimeError) as error:  # such as out of memory: the results must still be logged
+        except Exception as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
     now, gpus = time.perf_counter(), rt.world if rt.device.type == "cuda" else 0
     # gpu: of all ranks, from the imports to now
-    seconds |= {"total": trainer.seconds_before + now - watch.start, "gpu": gpus * (now - started)}
+    phases |= {"total": trainer.seconds_before + now - watch.start, "gpu": gpus * (now - started)}
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
-    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in seconds.items()}
+    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in phases.items()}
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
+    if system.save or system.save_every:
+        trainer.save(trainer.total, clock.counted)
     if system.plot and rt.rank == 0:
         from records import compare
         picture = log.path.with_suffix(".svg")
         try:
             compare.plot(picture, compare.read_groups([str(log.path)]), compare.TARGET)
             log.line(f"plot: {published(str(picture))}")
-        except UserError as error:
+        except compare.UserError as error:
             log.line(f"warning: no plot: {error}")
-    if system.save or system.save_every:
-        trainer.save(trainer.total, clock.counted)
 
 
 def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:

@@ -225,7 +225,7 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
 
 def make_router(config, rt) -> RowRouter | None:
     """The router of a run on several ranks with a table of n-grams that they share."""
-    if rt.world == 1 or config.model.ngram_table != "ngram_embed":
+    if rt.world == 1 or not any(config.model.ngram_rows):
         return None
     return RowRouter(rt, sum(rows for _, rows in config.model.ngrams))
 

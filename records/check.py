@@ -19,10 +19,11 @@ import triton_kernels as kernels
 from data.run import start
 from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.errors import UserError
+from data.run.knobs import with_system
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
-from data.run.size import Gpu, Size, seconds_per_token
+from data.run.size import SIZE_KNOBS, Gpu, Size, seconds_per_token
 from data.tokenizer import text_codec
 
 
@@ -90,8 +91,8 @@ def caches(run):
 
 
 def expected_time(run):
-    """From what was measured for the choice of the size (data/run/size.py), from the seconds per token of an H200 (790
-    TFLOP/s in bf16; records), or from those of two cores (records/guide.md)."""
+    """The expected training time. It comes from what was measured for the choice of the size (data/run/size.py), from
+    the seconds per token of an H200 (790 TFLOP/s in bf16; records), or from those of two cores (records/guide.md)."""
     device, schedule = find_device(run.config), run.config.schedule
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
@@ -99,7 +100,7 @@ def expected_time(run):
     model, timed = run.config.model, [x for name, x in run.models.items() if (name == "cpu") == (device.type == "cpu")]
     timed = [dataclasses.replace(x, ngram_rows=model.ngram_rows) if any(x.ngram_rows) else x for x in timed]
     if run.gpu:
-        size = {key: getattr(model, key) for key in ("model_dim", "num_heads", "depth", "layers", "backout_layer")}
+        size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")}
         timed = [dataclasses.replace(x, **size) for x in timed]
     if model not in timed or run.config.system.kernels != "auto":
         return "not known for this model or these kernels"
@@ -162,7 +163,14 @@ def check_table(config, world, param_table, models, fit, rows_open, show) -> int
         checks["size"] = lambda run: size
     with suppress(UserError):  # the row "kernels" reports it
         config = choose_kernels(config, device)[0]
-    config, _ = fit_memory(config, param_table, device, world, rows_open)
+    try:
+        config, _ = fit_memory(config, param_table, device, world, rows_open)
+    except UserError as error:
+        why = str(error)
+
+        def fails(run):
+            raise UserError(why)
+        checks["memory"], config = fails, with_system(config, micro_batches=world)  # the other checks need a number
     run = Run(config, world, param_table(config.model), models, gpu)
     checks |= {"checkpoint": checkpoint} if config.system.resume or config.system.init_from else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}

@@ -22,12 +22,11 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.run.disk import compiled_folder
+from data.run.disk import ROOT, compiled_folder
 
-ROOT = Path(__file__).resolve().parents[1]
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
-# Arguments that tell ./run.sh which data the run reads.
-DATA = "--preset=", "--train_files=", "--resume=", "--init_from="
+# Arguments that tell ./run.sh which data the run reads, and how much.
+DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stage\w*\.share|\S*tokens|\S*steps)=")
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
@@ -43,7 +42,7 @@ def die(text):
 
 
 def joined(argv) -> list[str]:
-    """The arguments with `--key value` as `--key=value`. data.knobs.read_arguments would merge the labels' settings."""
+    """The arguments with `--key value` as `--key=value`. data.run.knobs.read_arguments would merge the labels' settings."""
     arguments = []
     for argument in argv:
         key = arguments[-1] if arguments else ""
@@ -123,7 +122,7 @@ def environment(gpus, index) -> dict[str, str]:
 
 def get_data(labels, env) -> int:
     """Gets the data of all runs once, since runs that start together would all fetch it; returns the exit status."""
-    choices = (tuple(text for text in arguments if text.startswith(DATA)) for arguments in labels.values())
+    choices = (tuple(filter(DATA.match, arguments)) for arguments in labels.values())
     for choice in dict.fromkeys(choices):
         if status := subprocess.call(["./run.sh", "data", *choice], cwd=ROOT, env=env):
             return status

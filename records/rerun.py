@@ -26,12 +26,13 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.run.disk import ROOT
 from data.run.errors import UserError
 from data.run.knobs import read_arguments
 from records import compare
 from records.compare import Run
 
-ROOT, SCRIPT = Path(__file__).resolve().parents[1], "train_gpt.py"
+SCRIPT = "train_gpt.py"
 SHARDS = "train_shards", "val_shards", "train_sha256", "val_sha256"  # older logs lack the last two
 REQUIRED = "ranks", "command", "sources", *SHARDS[:2], "run_label", "device"
 NAME = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*")  # a dumped file stays in the folder: no absolute path, no ..
@@ -86,7 +87,8 @@ def settings(run: Run, overrides) -> dict[str, str]:
     knobs = {key: run.facts[key] for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
     knobs = {key: value for key, value in knobs.items() if key not in LEFT_OUT and key not in overrides} | overrides
-    return knobs | {"log_dir": str(ROOT / knobs["log_dir"])}  # a relative path would be in the temporary folder
+    # A relative path would lead into the temporary folder.
+    return knobs | {key: str(ROOT / knobs[key]) for key in ("log_dir", "init_from") if knobs.get(key)}
 
 
 def environment(run: Run) -> dict[str, str]:

@@ -21,7 +21,6 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +201,7 @@ def analyse(trace):
     for item in items:
         item.region = host.at(item.launched)
     if gpu:
-        for whole, kind in product(("micro-step", "update"), ("compute", "communication")):
+        for whole, kind in ("micro-step", "compute"), ("update", "compute"), ("update", "communication"):
             tell_apart([[i for i in items if i.kind == kind and start <= i.launched < end]
                         for start, end, name in host.ranges if name == whole], whole)
     left_out = []  # items of the steps with launches kernel by kernel

@@ -84,7 +84,7 @@ def test_a_plot_at_the_end(corpus, tmp_path, monkeypatch):
     picture = run.path.with_suffix(".svg").read_text()
     assert picture.startswith("<svg ") and len(re.search('points="(.*?)"', picture)[1].split()) == len(run.val) == 4
     assert f"\nplot: {published(str(run.path.with_suffix('.svg')))}\n" in run.text
-    monkeypatch.setattr(compare, "plot", Mock(side_effect=UserError("no room")))
+    monkeypatch.setattr(compare, "plot", Mock(side_effect=compare.UserError("no room")))
     run = train(corpus, tmp_path / "b", "--plot=true", "--val_every=4")
     assert "\nwarning: no plot: no room\n" in run.text and "\nfinal_val_loss: " in run.text
 

@@ -194,6 +194,8 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
     "--stages=2": "--split_stage=4: there are 2 stages, so it must be 1 to 2",
+    "--preset=cpu --model_dim=8 --num_heads=1": "--model_dim=8: at least 16, as the gates read 12 channels",
+    "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
     "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
     "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",

@@ -164,8 +164,8 @@ def test_gpu(corpus, name, graphs):
     ("record74", []), ("record", []),
     ("short", ["--model_dim=256", "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true"])])
 def test_two_gpus(corpus, tmp_path, name, args):
-    """Graphs do not change the loss, which is nearly that of one GPU. All processes end, although NCCL waits for graphs
-    that hold its collectives."""
+    """Graphs change the loss by rounding alone, since they read their numbers in fp32; it is nearly that of one GPU. All
+    processes end, although NCCL waits for graphs that hold its collectives."""
     losses = []
     for ranks, graphs in (1, "true"), (2, "false"), (2, "true"):
         launcher = ["-m", "data.run.launch", "--standalone", f"--nproc_per_node={ranks}"]
@@ -175,7 +175,7 @@ def test_two_gpus(corpus, tmp_path, name, args):
         assert run.returncode == 0, run.stderr
         losses.append(float(re.search("^final_val_loss: (.*)$", run.stdout, re.M)[1]))
     one, launched, replayed = losses
-    assert replayed == pytest.approx(launched, abs=1.5e-4) and replayed == pytest.approx(one, abs=2e-3)
+    assert replayed == pytest.approx(launched, abs=5e-4) and replayed == pytest.approx(one, abs=2e-3)
 
 
 def attention(position, change):

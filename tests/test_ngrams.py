@@ -341,7 +341,7 @@ def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
     grad = torch.zeros_like(grad)
     grad[occurred] = few.grad[few.place[occurred].long()].double()
     assert trainer.plans[1].adam and not trainer.plans[0].adam
-    trainer.optimizer.step_rows(trainer.plans[1])
+    trainer.optimizer.step_rows(trainer.plans[1], T.update_numbers(trainer.config, trainer.plans[1]))
     assert few.count.item() == 0
     optim, lr = trainer.config.optim, trainer.config.optim.adam_lr * trainer.plans[1].lr_factor * 75
     v = (1 - beta2) * grad.square().mean(1, keepdim=True)

@@ -178,7 +178,7 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
             param.grad += grads[label]
             if label in optimizer.touched:
                 optimizer.touched[label] |= grads[label].any(1)
-        optimizer.step(plan)
+        optimizer.step(plan, T.update_numbers(config, plan))
         oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
                     slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share),
                     every=adam_every)
@@ -216,8 +216,9 @@ def test_tables_are_updated_in_two_steps_whatever_the_head():
                     if label in optimizer.touched:
                         optimizer.touched[label].fill_(True)
             plan = T.make_plan(config, step)
-            optimizer.step_rows(plan)
-            optimizer.step(plan)
+            numbers = T.update_numbers(config, plan)
+            optimizer.step_rows(plan, numbers)
+            optimizer.step(plan, numbers)
             assert few.count[0] == (20 if step % 2 == 0 else 0)
         got.append({label: param.detach().clone() for label, param in model.named_parameters()})
     same = {label for label in got[0] if torch.equal(got[0][label], got[1][label])}
@@ -299,9 +300,9 @@ def test_numbers_of_a_step_as_tensors(ngrams, device):
     assert len(names) == 1
     for plan in with_numbers.plans:
         numbers = T.update_numbers(with_tensors.config, plan)
-        for steps, given in (with_numbers, None), (with_tensors, numbers):
+        tensors = {name: torch.tensor(float(x), device=device) for name, x in numbers.items()}
+        for steps, given in (with_numbers, numbers), (with_tensors, tensors):
             steps.gradients(plan)
-            given = given and {name: torch.tensor(float(x), device=device) for name, x in given.items()}
             steps.optimizer.step_rows(plan, given)
             steps.optimizer.step(plan, given)
     for label, x in with_numbers.model.state_dict().items():
@@ -377,7 +378,7 @@ def train(rt, steps, saved=None, head_pairs=False):
                     param.grad += grad
                     if label in optimizer.touched:
                         optimizer.touched[label] |= grad.any(1)
-        optimizer.step(plan)
+        optimizer.step(plan, T.update_numbers(config, plan))
     for label, buffers in optimizer.buffers.items():  # what is behind a parameter
         size = model.get_parameter(label).numel()
         assert not any(buffer.flatten()[size:].any() for buffer in buffers), label

@@ -25,9 +25,6 @@ class Clock:
     def __init__(self, seconds=0.0):
         self.counted, self.paused_seconds, self.began = seconds, {}, time.perf_counter()
 
-    def start(self):
-        self.began = time.perf_counter()
-
     def seconds(self) -> float:
         return self.counted + time.perf_counter() - self.began
 
@@ -36,7 +33,7 @@ class Clock:
         """Context manager: a pause. Yields the training time until now; inside the pause, `seconds` is wrong."""
         self.counted, pause = self.seconds(), time.perf_counter()
         yield self.counted
-        self.start()
+        self.began = time.perf_counter()
         self.paused_seconds[phase] = self.paused_seconds.get(phase, 0.0) + self.began - pause
 
 

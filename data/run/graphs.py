@@ -68,7 +68,7 @@ class UpdateGraphs:
     the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own. The
     graphs of several ranks also hold their exchange, so all ranks capture and replay in the same order.
 
-    micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: of the numbers.
+    micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: those of the numbers.
     """
 
     def __init__(self, run, enabled, micro_steps, names):
@@ -85,7 +85,7 @@ class UpdateGraphs:
         return self.numbers
 
     def __call__(self, plan, numbers, eager=False):
-        """numbers: those of `set_numbers`, or of the host if not `enabled`. eager: as in MicroStepGraphs."""
+        """numbers: of the host, if not `enabled`; else those of `set_numbers` count. eager: as in MicroStepGraphs."""
         if not self.enabled:
             self.run(plan, numbers)
             return
@@ -93,9 +93,9 @@ class UpdateGraphs:
         if key in self.graphs and not eager:
             self.graphs[key].replay()
             return
-        self.micro_steps.run_eagerly(self.run, plan, numbers)
+        self.micro_steps.run_eagerly(self.run, plan, self.numbers)
         if key not in self.graphs and not plan.split:  # the split happens once
-            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, numbers)
+            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, self.numbers)
 
     def drop(self):
         """Free the graphs. NCCL would wait for them without end when its group of processes ends."""

@@ -55,7 +55,7 @@ def parse_value(key, text, kind, example):
     try:
         if dataclasses.is_dataclass(kind):
             words, hints = (word.partition("=") for word in text.split() if word != "default"), get_type_hints(kind)
-            return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], True)
+            return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], vars(kind())[word])
                            for word, _, value in words})
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]

@@ -84,8 +84,8 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     --adam_every=2.
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
-    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: an H200 with
-    768 channels in 11 layers).
+    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come
+    from SECONDS_PER_TOKEN).
     """
     schedule, (native, gpus) = config.schedule, made_for
     if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
@@ -161,7 +161,7 @@ def seconds_per_step(schedule, plans, time_steps) -> list[float]:
         stage = plans[start:start + steps]
         counts = sorted({plan.candidates for plan in stage})  # steps with a sampled softmax are faster
         kinds = [[plan.step for plan in stage if plan.candidates == count] for count in counts]
-        middles = [kind[len(kind) // 2] // 2 * 2 for kind in kinds]  # of this step and the next, one has Adam
+        middles = [kind[len(kind) // 2] // 2 * 2 for kind in kinds]  # one of this step and the next updates the tables
         total = sum(len(kind) * time_steps(plans[step:step + 2]) for kind, step in zip(kinds, middles))
         seconds.append(total / max(1, steps))
     return seconds

@@ -72,6 +72,7 @@ def check_model(model):
     layers, paired = model.layers, tuple(model.layers_with("paired"))
     require(model.model_dim % (8 * model.num_heads) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the width of a head must be a multiple of 8")
+    require(model.model_dim >= 16, f"--model_dim={model.model_dim}: at least 16, as the gates read 12 channels")
     require(model.num_heads % 2 == 0 or not paired,
             f"--num_heads={model.num_heads}: the paired layers {render(paired)} need an even number of heads;"
             " --layer0.paired=false makes another layer of the first")

@@ -137,7 +137,7 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict)
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
-    except FileNotFoundError:
+    except OSError:
         gpus = "nvidia-smi: not found"
     triton = sys.modules.get("triton")
     facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),

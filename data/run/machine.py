@@ -15,6 +15,8 @@ from data.run.errors import UserError, one_line, user_error
 from data.run.knobs import with_system
 from data.run.size import Gpu
 
+PATIENCE = 600  # seconds that a rank waits for the others, one of which may find nothing in its compile cache
+
 
 class Runtime(NamedTuple):
     """This process: its rank, the number of ranks, its device."""
@@ -38,6 +40,9 @@ def hide_other_gpus(local_rank):
     """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
     which is then the same in all ranks, so they can share one compile cache."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+    # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of memory,
+    # but a large one in expandable segments has several (Megatron-LM refuses the two together).
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if processes > count > 0:
         raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
@@ -75,10 +80,9 @@ def init_runtime(config) -> Runtime:
     with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
         if world > 1:
             socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
-        # A rank that finds nothing in its compile cache may keep the other ranks waiting for minutes.
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world,
                                 store=dist.HashStore() if world == 1 else None,
-                                timeout=timedelta(minutes=10), device_id=device if device.type == "cuda" else None)
+                                timeout=timedelta(seconds=PATIENCE), device_id=device if device.type == "cuda" else None)
         dist.barrier()
     return Runtime(rank, world, device)
 

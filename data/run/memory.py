@@ -22,6 +22,11 @@ VALIDATION_STREAMS = 18.5
 MOST_ROWS = 4_000_000  # of n-grams that a run gets unasked: 16 million gain little (records/2026-11-26_ngrams)
 
 
+def most_few_rows(config) -> int:
+    """The most rows of n-grams with gradients before an update: those of two steps. One rank may have them all."""
+    return 2 * len(config.model.ngrams) * max(stage.batch_tokens for stage in config.schedule.stages)
+
+
 def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
     """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and on each
     rank of the FP8 codes of banks and of the gradients of few rows.
@@ -33,9 +38,8 @@ def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
         size = math.prod(param.shape)
         if param.optim == "rows":  # 12: v, last and place of every row
             rows, width = param.shape
-            most = 2 * len(config.model.ngrams) * max(stage.batch_tokens for stage in config.schedule.stages)
             state += size * param.dtype.itemsize + 12 * rows
-            few += min(most, -(-rows // world)) * width * param.dtype.itemsize
+            few += min(most_few_rows(config), -(-rows // world)) * width * param.dtype.itemsize
             continue
         weights += size * param.dtype.itemsize
         # Adam keeps m and v in fp32, and only v for a lazy table. NorMuon keeps m in fp32, a mantissa of 16 bits, and
@@ -67,7 +71,7 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
     fixed, sent = 430 * 2**20 + codes + few, 0  # 430 MiB: rotary tables, FP8 codes of the head, workspaces
     if world > 1 and any(config.model.ngram_rows):
         rows = len(config.model.ngrams) * activation * max(N, config.data.val_batch_tokens)
-        fixed += 3 * rows  # that a micro-batch has from the ranks, their gradients, and rows of the next micro-batch
+        fixed += 3 * rows  # rows from all ranks, their gradients, rows of the next micro-batch
         sent = 4 * rows  # gradients to and from the ranks, and their sums in fp32
     allocated = 2 * weights + state / world + fixed + max(training, validation, sent)  # 2: weights and their gradients
     return allocated / 2**20, (allocated + system.cuda_graphs * (training + sent)) / 2**20  # graphs keep their memory
