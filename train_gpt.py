@@ -2016,7 +2016,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         from records import compare
         picture = log.path.with_suffix(".svg")
         try:
-            compare.plot(picture, compare.read_groups([str(log.path)]), compare.TARGET)
+            groups = compare.read_groups([str(log.path)])
+            compare.plot(picture, groups, compare.track_target(groups))
             log.line(f"plot: {published(str(picture))}")
         except compare.UserError as error:
             log.line(f"warning: no plot: {error}")

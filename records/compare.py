@@ -541,19 +541,19 @@ def main_effects(used, rate):
 
 
 def report(groups, target, markdown, names=None) -> str:
-    """All tables, lists and warnings. names: the two labels of --exchange."""
+    """All tables, lists and warnings. target: None, or a loss. names: the two labels of --exchange."""
     used = {label: [run for run in runs if run.finished] for label, runs in groups.items()}
     finals = {"time s": (3, {label: [run.time for run in runs] for label, runs in used.items()}),  # digits, values
               "loss": (4, {label: [run.loss for run in runs] for label, runs in used.items()})}
     warnings = [f"{label}, {run.name}: {note}" for label, runs in groups.items() for run in runs for note in run.notes]
 
     columns = [head for what in finals for head in (what, "sd", "±")]
-    summary = [["", "runs", "steps", *columns, f"p(loss ≤ {target:g})"]]
+    summary = [["", "runs", "steps", *columns, *([f"p(loss ≤ {target:g})"] if target else [])]]
     for label, runs in used.items():
         loss = sample(finals["loss"][1][label])
-        p, totals = p_below(loss, target), "/".join(map(str, sorted({run.total for run in runs})))
+        p, totals = target and p_below(loss, target), "/".join(map(str, sorted({run.total for run in runs})))
         cells = (number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:])
-        summary.append([label, str(loss.n), totals, *cells, chance(p)])
+        summary.append([label, str(loss.n), totals, *cells, *([chance(p)] if target else [])])
         unlike = {key for run in runs[1:] for key in unlike_settings(runs[0], run)}
         if unlike:
             warnings.append(f"{label}: its runs are not alike, they differ in {', '.join(sorted(unlike))}")
@@ -561,7 +561,7 @@ def report(groups, target, markdown, names=None) -> str:
             warnings.append(f"{label}: n = {loss.n} says nothing about chance")
         elif loss.sd == 0:
             warnings.append(f"{label}: equal losses (one seed?) say nothing about chance")
-        elif loss.mean < target and p >= RECORD_P:
+        elif target and loss.mean < target and p >= RECORD_P:
             required = enough(lambda n: p_below(loss._replace(n=n), target), RECORD_P)
             warnings.append(f"{label}: n = {loss.n} is too small to tell that the loss is below {target:g}"
                             f" (p = {p:.4f}; p < {RECORD_P} would take {required} of this mean and sd)")
@@ -599,9 +599,10 @@ def report(groups, target, markdown, names=None) -> str:
         ranges = [f", {start + 1} to {end}" for part, (start, end) in parts if part == name]
         cells = [[step_ms(run, *spans(run)[name]) for run in runs if name in spans(run)] for runs in used.values()]
         clock.append([name + ranges[0] * (len(ranges) == 1), *(spread(cell, 2) for cell in cells)])
-    cells = [[seconds_to(run, target) for run in runs] for runs in used.values()]
-    clock.append([f"seconds to loss {target:g}", *(spread(cell, 2) if all(map(math.isfinite, cell)) else
-                                                   f"{sample(cell).n} of {len(cell)} runs" for cell in cells)])
+    if target:
+        cells = [[seconds_to(run, target) for run in runs] for runs in used.values()]
+        clock.append([f"seconds to loss {target:g}", *(spread(cell, 2) if all(map(math.isfinite, cell)) else
+                                                       f"{sample(cell).n} of {len(cell)} runs" for cell in cells)])
 
     raw = [f"{label}, {what}: {', '.join(f'{x:.{digits}f}' for x in values[label])}"
            for label, (what, (digits, values)) in product(used, finals.items()) if values[label]]
@@ -683,6 +684,12 @@ AXES = "step", "seconds inside the clock"
 TARGET = 3.28  # loss of the track on FineWeb
 
 
+def track_target(groups) -> float | None:
+    """TARGET, if all runs have GPT-2's tokens: a loss per byte cannot be compared with it."""
+    sizes = {run.facts.get("vocab_size", "50257") for runs in groups.values() for run in runs}
+    return TARGET if sizes == {"50257"} else None
+
+
 def plot_lines(groups) -> list[tuple[str, str, list]]:
     """(label, colour, points) of every run (label ""), then of the mean of each group's finished runs.
 
@@ -730,7 +737,7 @@ def draw_svg(path: Path, lines, box, target):
         for x in ticks(start, end):
             text(place(x, low)[0], bottom + 20, f"{x:g}")
         text(left + width / 2, bottom + 42, AXES[axis])
-        if low < target < high:
+        if target and low < target < high:
             path_data = f"M{left} {place(start, target)[1]:.1f}h{width}"
             out.append(f'<path d="{path_data}" stroke="black" stroke-dasharray="6 4"/>')
         for label, colour, points in lines:
@@ -781,8 +788,8 @@ class Parser(argparse.ArgumentParser):
 def parse(argv):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("logs", nargs="+", metavar="[label=]log", help="file, folder or pattern")
-    parser.add_argument("--target", type=float, default=TARGET,
-                        help=f"target loss ({TARGET}): for p, for the time to reach it, and as a line in the plot")
+    parser.add_argument("--target", type=float, help="target loss: for p, for the time to reach it, and as a line in"
+                        f" the plot; {TARGET} for GPT-2's tokens")
     parser.add_argument("--markdown", action="store_true", help="tables for the README of a record")
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
@@ -811,11 +818,12 @@ def main(argv) -> int:
     try:
         args = parse(argv)
         groups = read_groups(args.logs)
-        text = diff(groups, args.markdown) if args.diff else report(groups, args.target, args.markdown, args.exchange)
+        target = args.target or track_target(groups)
+        text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
         if args.folder:
-            write_folder(args.folder, groups, args.target)
+            write_folder(args.folder, groups, args.target or TARGET)
         if args.plot:
-            plot(args.plot, groups, args.target, args.dot)
+            plot(args.plot, groups, target, args.dot)
         print(text, flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -76,7 +76,7 @@ def test_a_plot_at_the_end(corpus, tmp_path, monkeypatch):
     """A picture with a point for each validation; if it cannot be drawn, the results are there and one line says so."""
     def plot(path, groups, target):
         ((run,),) = groups.values()
-        assert run.finished and run.losses and target == 3.28
+        assert run.finished and run.losses and target is None  # the tokens are bytes
         draw(path, groups, target)
     draw = compare.plot
     monkeypatch.setattr(compare, "plot", plot)

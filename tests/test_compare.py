@@ -295,6 +295,17 @@ def test_seconds_to_a_loss():
             "* warning: none: n = 0 says nothing about chance"} <= {*lines}
 
 
+def test_the_target_of_the_track_is_not_one_for_bytes(capsys):
+    for size, has_target in (50257, True), (257, False):
+        for i, loss in enumerate((1.1, 1.2)):
+            Path(f"{i}.txt").write_text(header(vocab_size=size) + steps({0: 5.0, 4: 2.0, 8: loss}))
+        for option, shown in ((), has_target and "3.28"), (("--target=1.5",), "1.5"):
+            assert compare.main(["0.txt", "1.txt", *option, "--plot=x.svg"]) == 0
+            out = capsys.readouterr().out
+            assert re.findall("loss ≤ (.*?)\\)|seconds to loss ([^ ]*)", out) == [(shown, ""), ("", shown)] * bool(shown)
+            assert ("stroke-dasharray" in Path("x.svg").read_text()) == (option == ("--target=1.5",))  # 3.28 is above
+
+
 # ---- Exchange of loss for tokens -------------------------------------------------------------------------------------
 
 
