@@ -426,7 +426,7 @@ PRESETS = {
     # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
     # tried.
     "cpu": Config(
-        Model(vocab_size=257, model_dim=96, depth=4, ngram_rows=(6e4, 2e5, 4e5), bigram_signs=True,
+        Model(vocab_size=257, model_dim=96, depth=4, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
               head_pairs=True, pointer=True, backout_layer=2, layers=wire(4, narrow=False)),
         Schedule(
             scheduled_steps=1704, extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7,
@@ -716,7 +716,8 @@ def mixture(factors, sources):
     return sum(factor * source for factor, source in zip(columns, sources, strict=True))
 
 
-SIGN_FACTORS = 1, 20011, 30011  # for the tokens before the last one of an n-gram, the nearest first
+# For the tokens before the last one of an n-gram, the nearest first.
+SIGN_FACTORS = 1, 20011, 30011, 44021, 52609, 37013, 28001
 
 
 def sign_rows(ids, orders):

@@ -36,9 +36,9 @@ def test_rows_of_all_orders():
     """Against sums over Python's numbers. Parts of the table lie one below the other, and the last row of each is for
     the tokens without a whole n-gram."""
     tokens = np.random.default_rng(0).integers(0, 65536, 500).astype(np.uint16)
-    for rows in (300, 0, 70), (0, 1000), (10**6,), (2**30, 2**20, 2**10):
+    for rows in (300, 0, 70), (0, 1000), (10**6,), (2**30, 2**20, 2**10), (0, 0, 0, 90, 0, 0, 10**6):
         ngrams = T.Model(ngram_rows=rows).ngrams
-        assert ngrams == [(order, count) for order, count in zip((2, 3, 4), rows) if count]
+        assert ngrams == [(order, count) for order, count in zip(range(2, 9), rows) if count]
         got, start = L.ngram_rows(tokens, ngrams).reshape(len(ngrams), -1), 0
         assert got.dtype == np.int32
         for (order, count), part in zip(ngrams, got):
@@ -50,24 +50,26 @@ def test_rows_of_all_orders():
             if count > 10**5:
                 assert len(np.unique(part)) > 490
     for n in 1, 2, 3:
-        assert L.ngram_rows(tokens[:n], [(2, 9), (4, 5)]).tolist()[n:] == [13] * n
+        assert L.ngram_rows(tokens[:n], [(2, 9), (4, 5), (8, 3)]).tolist()[n:] == [13] * n + [16] * n
 
 
 def test_embedding_of_a_token():
     """The sum over the orders of a row times its signs; tokens without a whole n-gram have the signs of row 0."""
-    config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, ngram_rows=(100, 0, 50), bigram_signs=True)
+    config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, bigram_signs=True,
+                     ngram_rows=(100, 0, 50, 0, 0, 0, 30))
     assert config.ngram_table == "ngram_embed" and not any(p.label == "bigram_embed" for p in T.param_table(config))
     ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
     model = T.GPT(config, ops, torch.float32, torch.device("cpu"))
-    assert model.ngram_embed.shape == (150, 16)
+    assert model.ngram_embed.shape == (180, 16)
     torch.nn.init.normal_(model.ngram_embed)
     tokens = torch.randint(50257, (40,), dtype=torch.int32)
     rows = torch.from_numpy(L.ngram_rows(tokens.numpy(), config.ngrams))
-    a, b, c, d = ([0] * i + tokens.tolist()[:40 - i] for i in range(4))
-    bigrams = [0, *((x ^ y) % 8192 for x, y in zip(a[1:], b[1:]))]
-    fours = [0] * 3 + [(x ^ y ^ 20011 * z ^ 30011 * w) % 2**32 % 8192 for x, y, z, w in zip(a, b, c, d)][3:]
-    wanted = sum(model.ngram_embed[part] * model.signs[signs]
-                 for part, signs in zip(rows.view(2, -1), (bigrams, fours)))
+    signs, ids = [], tokens.tolist()
+    for order in 2, 4, 8:
+        mixed = (functools.reduce(int.__xor__, (a * b for a, b in zip((1, *T.SIGN_FACTORS), ids[end::-1][:order])))
+                 for end in range(order - 1, 40))
+        signs.append([0] * (order - 1) + [each % 8192 for each in mixed])
+    wanted = sum(model.ngram_embed[part] * model.signs[some] for part, some in zip(rows.view(3, -1), signs))
     torch.testing.assert_close(model.lookup(tokens, {"ngram_embed": rows})[1], wanted)
     one = model.lookup(tokens[:1], {"ngram_embed": torch.from_numpy(L.ngram_rows(tokens[:1].numpy(), config.ngrams))})
     assert torch.isfinite(one[1]).all() and one[1].shape == (1, 16)
@@ -393,10 +395,10 @@ def test_memory(corpus):  # noqa: F811
 
 
 @pytest.mark.parametrize("args, message", [
-    ("--ngram_rows=1", "--ngram_rows=1.0: up to 3 numbers, each 0 or at least 2"),
-    ("--ngram_rows=9,9,9,9", "--ngram_rows=9.0,9.0,9.0,9.0: up to 3 numbers"),
+    ("--ngram_rows=1", "--ngram_rows=1.0: up to 7 numbers, each 0 or at least 2"),
+    ("--ngram_rows=9,9,9,9,9,9,9,9", "--ngram_rows=9.0,.*9.0: up to 7 numbers"),
     ("--ngram_rows=2e9,2e9", "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows"),
-    ("--ngram_rows=-5", "--ngram_rows=-5.0: up to 3 numbers, each 0 or at least 2")])
+    ("--ngram_rows=-5", "--ngram_rows=-5.0: up to 7 numbers, each 0 or at least 2")])
 def test_refused(args, message):
     with pytest.raises(UserError, match=message):
         T.parse_config(args.split())
