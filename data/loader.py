@@ -30,7 +30,8 @@ def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:
     The first order - 1 tokens have the last row.
     """
     hashed, tokens = np.full(len(tokens), rows - 1, np.int32), tokens.astype(np.int64)
-    parts = (factor * tokens[order - 1 - i:len(tokens) - i] for i, factor in enumerate(NGRAM_FACTORS[:order]))
+    whole = max(0, len(tokens) - order + 1)  # n-grams
+    parts = (factor * tokens[order - 1 - i:][:whole] for i, factor in enumerate(NGRAM_FACTORS[:order]))
     hashed[order - 1:] = functools.reduce(np.bitwise_xor, parts) % (rows - 1)
     return hashed
 

@@ -649,11 +649,11 @@ def rules(runs, target) -> list[list[str]]:
     return rows
 
 
-def write_folder(path: Path, groups, target):
+def write_folder(path: Path, groups, target=None):
     """Writes the folder of a record, complete or not at all. Raises UserError."""
     (first, baseline), (label, runs) = list(groups.items())[0], list(groups.items())[-1]
     parts = [f"# {path.name}", "What this record changes, and why: **write it here, in a few sentences.**",
-             table(rules(runs, target), True), report(groups, target, True)]
+             table(rules(runs, target or TARGET), True), report(groups, target, True)]
     if label != first:
         parts += [f"## What differs between {first} and {label}", diff({first: baseline[:1], label: runs[:1]}, True)]
     parts += ["## Logs", "\n".join(f"* `{name}/{run.path.name}`" for name, group in groups.items() for run in group)]
@@ -821,7 +821,7 @@ def main(argv) -> int:
         target = args.target or track_target(groups)
         text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
         if args.folder:
-            write_folder(args.folder, groups, args.target or TARGET)
+            write_folder(args.folder, groups, target)
         if args.plot:
             plot(args.plot, groups, target, args.dot)
         print(text, flush=True)

@@ -26,7 +26,7 @@ from data.run.disk import ROOT, compiled_folder
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 # Arguments that tell ./run.sh which data the run reads, and how much.
-DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stage\w*\.share|\S*tokens|\S*steps)=")
+DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stages|stage\w*\.share|\S*tokens|\S*steps)=")
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
@@ -42,7 +42,8 @@ def die(text):
 
 
 def joined(argv) -> list[str]:
-    """The arguments with `--key value` as `--key=value`. data.run.knobs.read_arguments would merge the labels' settings."""
+    """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/knobs.py would merge the labels'
+    settings."""
     arguments = []
     for argument in argv:
         key = arguments[-1] if arguments else ""
@@ -122,9 +123,9 @@ def environment(gpus, index) -> dict[str, str]:
 
 def get_data(labels, env) -> int:
     """Gets the data of all runs once, since runs that start together would all fetch it; returns the exit status."""
-    choices = (tuple(filter(DATA.match, arguments)) for arguments in labels.values())
-    for choice in dict.fromkeys(choices):
-        if status := subprocess.call(["./run.sh", "data", *choice], cwd=ROOT, env=env):
+    choices = {tuple(filter(DATA.match, arguments)): arguments for arguments in labels.values()}
+    for arguments in choices.values():
+        if status := subprocess.call(["./run.sh", "data", *arguments], cwd=ROOT, env=env):
             return status
     return 0
 

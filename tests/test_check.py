@@ -161,7 +161,8 @@ CASES = {"check": [
      "cannot write a log in /.*/val_1.bin; choose another --log_dir .Not a directory."),
     ("--log_dir=/proc/x/logs", "disk", "no",
      "cannot write a log in /proc/x/logs; choose another --log_dir .No such file or directory."),
-    ("--micro_batches=0 --stage1.batch_tokens=1000", "memory", "no", "--micro_batches=0: no number up to 128 divides .*"),
+    ("--micro_batches=0 --stage1.batch_tokens=1000", "memory", "no",
+     "--micro_batches=0: no number up to 128 divides .*"),
     ("--kernels=attention:flash", "kernels", "no", ".*attention:flash.*"),
     ("--compile=true", "caches", "yes", "{d}/new/caches", {CACHES: "{d}/new/caches"}),  # made when needed
     ("--compile=true", "caches", "no", "{d}/val_1.bin/caches cannot be written: set TORCHINDUCTOR_CACHE_DIR to a folder"

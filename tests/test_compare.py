@@ -302,7 +302,8 @@ def test_the_target_of_the_track_is_not_one_for_bytes(capsys):
         for option, shown in ((), has_target and "3.28"), (("--target=1.5",), "1.5"):
             assert compare.main(["0.txt", "1.txt", *option, "--plot=x.svg"]) == 0
             out = capsys.readouterr().out
-            assert re.findall("loss ≤ (.*?)\\)|seconds to loss ([^ ]*)", out) == [(shown, ""), ("", shown)] * bool(shown)
+            found = re.findall("loss ≤ (.*?)\\)|seconds to loss ([^ ]*)", out)
+            assert found == [(shown, ""), ("", shown)] * bool(shown)
             assert ("stroke-dasharray" in Path("x.svg").read_text()) == (option == ("--target=1.5",))  # 3.28 is above
 
 

@@ -12,12 +12,15 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 
 import train_gpt as T
 from data.run import log
 from data.run.errors import error_message
+from data.run.machine import Runtime
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
 
@@ -122,6 +125,15 @@ def test_a_step_that_does_not_end():
     T.wait_for(SimpleNamespace(query=lambda: True), world=2, limit=0)
     event.synchronize = lambda: setattr(event, "query", lambda: True)
     T.wait_for(event, world=1, limit=0)
+
+
+def test_waiting_for_all_work_of_a_gpu_has_a_limit(monkeypatch):
+    calls = Mock()
+    monkeypatch.setattr(T, "wait_for", calls.wait_for)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: "event"))
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
+    T.Trainer.synchronize(SimpleNamespace(rt=Runtime(0, 2, torch.device("cuda"))))
+    assert calls.mock_calls == [call.wait_for("event", 2), call.synchronize()]
 
 
 @pytest.mark.parametrize("impatient", [False, True])

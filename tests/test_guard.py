@@ -164,8 +164,8 @@ def test_gpu(corpus, name, graphs):
     ("record74", []), ("record", []),
     ("short", ["--model_dim=256", "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true"])])
 def test_two_gpus(corpus, tmp_path, name, args):
-    """Graphs change the loss by rounding alone, since they read their numbers in fp32; it is nearly that of one GPU. All
-    processes end, although NCCL waits for graphs that hold its collectives."""
+    """With graphs, which read their numbers in fp32, the loss differs by the bound of bf16 in test_gpu at most; it is
+    nearly that of one GPU. All processes end, although NCCL waits for graphs that hold its collectives."""
     losses = []
     for ranks, graphs in (1, "true"), (2, "false"), (2, "true"):
         launcher = ["-m", "data.run.launch", "--standalone", f"--nproc_per_node={ranks}"]

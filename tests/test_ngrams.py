@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,9 @@ def test_rows_of_all_orders():
                 assert len(np.unique(part)) > 490
     for n in 1, 2, 3:
         assert L.ngram_rows(tokens[:n], [(2, 9), (4, 5), (8, 3)]).tolist()[n:] == [13] * n + [16] * n
+    for n, order in product(range(1, 9), range(2, 9)):
+        rows = L.ngram_hash(tokens[:n], order, 1000)
+        assert len(rows) == n and (rows[:order - 1] == 999).all() and (rows[order - 1:] < 999).all()
 
 
 def test_embedding_of_a_token():

@@ -132,12 +132,13 @@ step     log   rerun  difference
     # Arguments after the log replace its settings.
     _, out, _, _, (argv, *_) = again(log, "--seed=5", "--run_label", "mine", "--shards=a.bin:8")
     assert argv[-3:] == ["--seed=5", "--run_label=mine", "--shards=a.bin:8"] and "--seed=3" not in argv
-    *_, (argv, *_) = again(log, "--init_from=logs/a.pt")  # its folder is not the one in which the code runs
-    assert f"--init_from={tmp_path}/logs/a.pt" in argv
     assert "\n\nother data: train_shards is 'a.bin:9' in the log, 'a.bin:8' in the rerun\n\n" in out
     assert out.endswith("\n\nthe largest difference is 0.0200 at step 0\n")
     _, out, *_ = again(log, "--sha256=0b")  # another text of the same size
     assert "\n\nother data: train_sha256 is '0a' in the log, '0b' in the rerun\n\n" in out
+    # The folder of a checkpoint is not the one in which the code runs.
+    *_, (argv, *_) = again(edit(log, "\nseed: 3\n", "\nseed: 3\ninit_from: logs/a.pt\n"))
+    assert f"--init_from={tmp_path}/logs/a.pt" in argv
 
 
 @pytest.mark.parametrize("old, new, verdict", [

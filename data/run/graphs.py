@@ -85,7 +85,7 @@ class UpdateGraphs:
         return self.numbers
 
     def __call__(self, plan, numbers, eager=False):
-        """numbers: of the host, if not `enabled`; else those of `set_numbers` count. eager: as in MicroStepGraphs."""
+        """numbers: used only if not `enabled`; a graph reads those of `set_numbers`. eager: as in MicroStepGraphs."""
         if not self.enabled:
             self.run(plan, numbers)
             return

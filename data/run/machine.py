@@ -40,8 +40,8 @@ def hide_other_gpus(local_rank):
     """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
     which is then the same in all ranks, so they can share one compile cache."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-    # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of memory,
-    # but a large one in expandable segments has several (Megatron-LM refuses the two together).
+    # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of
+    # memory, but a large one in expandable segments has several (Megatron-LM refuses the two together).
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if processes > count > 0:
@@ -81,8 +81,8 @@ def init_runtime(config) -> Runtime:
         if world > 1:
             socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world,
-                                store=dist.HashStore() if world == 1 else None,
-                                timeout=timedelta(seconds=PATIENCE), device_id=device if device.type == "cuda" else None)
+                                store=dist.HashStore() if world == 1 else None, timeout=timedelta(seconds=PATIENCE),
+                                device_id=device if device.type == "cuda" else None)
         dist.barrier()
     return Runtime(rank, world, device)
 
