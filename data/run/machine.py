@@ -40,9 +40,6 @@ def hide_other_gpus(local_rank):
     """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
     which is then the same in all ranks, so they can share one compile cache."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-    # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of
-    # memory, but a large one in expandable segments has several (Megatron-LM refuses the two together).
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if processes > count > 0:
         raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
@@ -76,6 +73,9 @@ def init_runtime(config) -> Runtime:
     (rank, world, _), device = rank_from_env(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # more OpenMP threads slow down the kernel launches
+        # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of
+        # memory, but a large one in expandable segments has several (Megatron-LM refuses the two together).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     master = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
     with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
         if world > 1:
