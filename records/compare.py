@@ -649,7 +649,7 @@ def rules(runs, target) -> list[list[str]]:
     return rows
 
 
-def write_folder(path: Path, groups, target=None):
+def write_folder(path: Path, groups, target):
     """Writes the folder of a record, complete or not at all. Raises UserError."""
     (first, baseline), (label, runs) = list(groups.items())[0], list(groups.items())[-1]
     parts = [f"# {path.name}", "What this record changes, and why: **write it here, in a few sentences.**",

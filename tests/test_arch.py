@@ -2,7 +2,7 @@
 and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
-    python tests/test_arch.py ahead FOLDER traced --model_dim=256    print the kernels that a start forgets to
+    python tests/test_arch.py ahead FOLDER --model_dim=256 --num_heads=2    print the kernels that a start forgets to
                                     compile; writes shards
 
 No GPU is necessary, because Triton contains its assembler and the test launches nothing. The test does not show speed.
@@ -88,14 +88,12 @@ def compile_all(arch):
     return [(name, kernel.metadata.shared / 1024, launch) for name, kernel, launch in launched]
 
 
-def compile_ahead(folder, layers, *sizes):
+def compile_ahead(folder, *sizes):
     """The names of the kernels that `compile_ahead` leaves to the steps of a run on an H200.
 
-    layers: whether they are "traced", which takes long, or run as they are. sizes: arguments that choose the size of
-    the model.
+    sizes: arguments that choose the size of the model.
     """
     pretend_gpu(90)
-    traces = int(layers == "traced")
     import oracles
     import train_gpt as T
     import triton_kernels as tk
@@ -111,8 +109,7 @@ def compile_ahead(folder, layers, *sizes):
     compile = torch.compile  # without Inductor, which has no such GPU; the optimizer has no kernels to compile in it
 
     def compile_layers(function, options, **others):
-        traced = traces and function.__name__ == "layers"
-        return compile(function, backend="aot_eager", **others) if traced else function
+        return compile(function, backend="aot_eager", **others) if function.__name__ == "layers" else function
     torch.compile = compile_layers
     tokens = np.random.default_rng(0).integers(0, 512, 40000)
     tokens[::300] = 512
@@ -133,11 +130,11 @@ def compile_ahead(folder, layers, *sizes):
         assert torch.equal(param, old) and (param.grad is None or not param.grad.any())  # no kernel has run
     compiled = []
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traces
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
         trainer.step(trainer.loader, trainer.plans[step], 1)
     T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traces  # which the steps have found
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # which the steps have found
     return compiled
 
 
@@ -168,12 +165,12 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     assert max(float(shared) for _, shared, _ in rows) <= SHARED_KIB[arch]
 
 
-@pytest.mark.parametrize("layers, sizes", [
-    ("run", "--model_dim=256 --num_heads=2 --depth=6"), ("run", "--model_dim=384 --num_heads=3 --depth=4"),
-    ("traced", "--model_dim=192 --num_heads=3 --depth=3")])
-def test_a_start_compiles_all_kernels(tmp_path, layers, sizes):
+@pytest.mark.parametrize("sizes", [
+    "--model_dim=256 --num_heads=2 --depth=6", "--model_dim=384 --num_heads=3 --depth=4",
+    "--model_dim=192 --num_heads=3 --depth=3"])
+def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
-    program = start_program("ahead", tmp_path, layers, *sizes.split())
+    program = start_program("ahead", tmp_path, *sizes.split())
     out, err = program.communicate()
     assert program.returncode == 0, err[-2000:]
     assert out == ""

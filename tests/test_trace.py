@@ -452,7 +452,8 @@ def check(path, ranks):
                               for place in ("embed", "layer 0", "layer 1", "layer 2", "loss")]
                              for way in ("forward", "backward"))
         assert min(forward + backward) > 0 and sum(forward) == pytest.approx(split["forward"])
-    assert 0.8 * split["backward"] < sum(backward) < 1.0001 * split["backward"]  # in ticks
+        assert sum(backward) < 1.0001 * split["backward"]
+    assert 0.8 * split["backward"] < sum(backward)  # in ticks
     regions, split = result["regions"], result["split"]
     assert (split["exposed communication"] > 0) == (ranks > 1) and result["ms"] == pytest.approx(sum(split.values()))
     assert "aten::mm" in {name for name, *_ in result["names"]}
