@@ -2072,7 +2072,7 @@ def main(argv) -> int:
         train(config, rt, Log(config, rt), argv, watch, automatic, size, seconds)
         dist.destroy_process_group()
         return 0
-    except (UserError, RuntimeError) as error:
+    except (UserError, RuntimeError, OSError) as error:
         if (message := error_message(error)) is None:
             raise
     finally:

@@ -198,6 +198,14 @@ def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch
           "cannot write .*run_full.txt.*--log_dir .No space left")
 
 
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device", "/cache/kernel"), RuntimeError("OSError: [Errno 122] Disk quota exceeded")])
+def test_a_disk_without_room_for_compiled_kernels(corpus, tmp_path, fails, monkeypatch, error):
+    """Triton lets the error through, PyTorch's compiler puts it into its own."""
+    monkeypatch.setattr(T, "Trainer", Mock(side_effect=error))
+    fails([*corpus.args, f"--log_dir={tmp_path}"], "a disk is full.*TRITON_CACHE_DIR.*(/cache/kernel|quota exceeded)")
+
+
 ROOM = """import resource
 header = T.write_header
 def limited(log, *args):
