@@ -89,6 +89,7 @@ from data.run.checkpoint import check_weights, load_checkpoint, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
 from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
+from data.run.kept import KeptFunction
 from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, shards_line, write_header
@@ -1690,6 +1691,11 @@ class Trainer:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
         self.compiled_layers = compiler(self.model.layers)
+        if sources and config.system.compile and rt.device.type == "cuda" and rt.world == 1:  # several are not tried
+            system = [getattr(config.system, name) for name in ("dtype", "fp8", "fp8_mlp", "fp8_qkv", "combo_kernels")]
+            chosen = {name: op.__qualname__ for name, op in vars(ops).items()}
+            key = sources, config.model, system, chosen, self.micro_steps, str(rt.device)
+            self.compiled_layers = functools.partial(KeptFunction(GPT.layers, key, options), self.model)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
                                      self.model.embed, ops.pointer, config.model.gate_id)
         has_graphs = config.system.cuda_graphs and rt.device.type == "cuda"

@@ -16,6 +16,7 @@ import train_gpt as T
 import triton_kernels as tk
 from data.run.clock import Stopwatch
 from data.run.errors import UserError
+from data.run.kept import KeptFunction
 from data.run.machine import Runtime
 from data.run.warmup import can_only_compile, compile_ahead, require_codes, steps_with_new_keys
 
@@ -121,3 +122,34 @@ def test_layers_are_compiled_ahead(make_trainer):
     trainer.validate(0, trainer.plans[0], 0.0)
     assert lowered == {"forward": 1, "backward": 1}
     assert all(param.grad.any() for param in (trainer.model.mlp_bank, trainer.model.embed))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
+    """The next process loads it and does not compile; it serves other lengths, and its backward pass. Other keys and
+    damaged files are compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # else the compiler tries what a CPU can do
+
+    def function(w, x, scale):
+        return torch.tanh(x @ w) * scale, None
+
+    def check(kept, length):
+        w, x = torch.randn(4, 4, device=device, requires_grad=True), torch.randn(length, 4, device=device)
+        torch._dynamo.mark_dynamic(x, 0)
+        results = [f(w, x, torch.tensor(length / 4))[0] for f in (kept, function)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(result.sum(), w) for result in results))
+
+    check(first := KeptFunction(function, ("code", 1)), 6)
+    compile, calls = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: calls.append(args) or compile(*args, **options))
+    for length in 6, 9:
+        check(KeptFunction(function, ("code", 1)), length)
+    assert not calls
+    first.path.write_bytes(first.path.read_bytes()[:1000])
+    check(KeptFunction(function, ("code", 1)), 6)
+    check(KeptFunction(function, ("code", 2)), 6)
+    assert len(calls) == 2 and len(list(first.path.parent.iterdir())) == 2
+    monkeypatch.setattr("pathlib.Path.write_bytes", lambda *args: 1 / 0)
+    check(KeptFunction(function, ("code", 3)), 6)

@@ -1,0 +1,61 @@
+"""A compiled function that is kept on disk between starts."""
+
+import functools
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+
+class KeptFunction:
+    """torch.compile(function, fullgraph=True, dynamic=False, options=options), whose first call loads what an earlier
+    process compiled, or compiles and writes the file.
+
+    The caches of PyTorch hold the kernels. None holds the trace of the function, which takes 6 to 11 s of a start. The
+    file holds both. PyTorch refuses a file of another version of itself or of Triton, or of another kind of GPU. All
+    else that the trace depends on must be in `key`, since no guard compares it: the code, the settings, the device.
+
+    A file that cannot be used, or written, costs the time of the trace and nothing else.
+    """
+
+    def __init__(self, function, key, options=None):
+        self.function, self.options, self.compiled = function, options or {}, None
+        self.name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+    def __call__(self, *args):
+        if self.compiled is None:
+            self.compiled = self.loaded() or self.new(args)
+        return self.compiled(*args)
+
+    @property
+    def path(self) -> Path:
+        """The file, in the folder of the compiler's own caches."""
+        from torch._inductor.runtime.cache_dir_utils import cache_dir  # it imports the compiler, which takes a second
+        return Path(cache_dir(), "kept", self.name)
+
+    def loaded(self):
+        """The function of the file, or None."""
+        with suppress(Exception), open(self.path, "rb") as file:  # whatever a damaged file raises
+            found = torch.compiler.load_compiled_function(file)
+            found.disable_guard_check()
+            return found
+
+    def new(self, args):
+        """The compiled function, also written to the file."""
+        compile = functools.partial(torch.compile, self.function, fullgraph=True, dynamic=False)
+        unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        try:
+            with torch._dynamo.config.patch(enable_aot_compile=True):
+                compiled = compile(options=self.options | unguarded).aot_compile((args, {}))
+        except Exception:  # PyTorch calls this experimental; what is really wrong fails again
+            return compile(options=self.options or None)
+        compiled.disable_guard_check()
+        with suppress(Exception):  # a full disk, or an operation that PyTorch cannot write
+            data = type(compiled).serialize(compiled).serialized_data
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self.path.with_suffix(f".{os.getpid()}")  # two runs may start at once
+            partial.write_bytes(data)
+            partial.replace(self.path)
+        return compiled
