@@ -1647,6 +1647,13 @@ def wait_for(event, world, limit=PATIENCE):
         time.sleep(0.0002)
 
 
+def may_keep_layers(config, rt, ops) -> bool:
+    """Whether a KeptFunction, which checks no guards, may serve the layers. Plain attention has a graph for each stage,
+    which only guards tell apart. Nobody has tried it with several ranks."""
+    one_graph = ops.attention is kernels.IMPLEMENTATIONS["attention"]["triton"]
+    return config.system.compile and rt.device.type == "cuda" and rt.world == 1 and one_graph
+
+
 def add_gradients(loss, leaves):
     """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
 
@@ -1691,7 +1698,7 @@ class Trainer:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
         self.compiled_layers = compiler(self.model.layers)
-        if sources and config.system.compile and rt.device.type == "cuda" and rt.world == 1:  # several are not tried
+        if sources and may_keep_layers(config, rt, ops):
             system = [getattr(config.system, name) for name in ("dtype", "fp8", "fp8_mlp", "fp8_qkv", "combo_kernels")]
             chosen = {name: op.__qualname__ for name, op in vars(ops).items()}
             key = sources, config.model, system, chosen, self.micro_steps, str(rt.device)

@@ -153,3 +153,13 @@ def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
     assert len(calls) == 2 and len(list(first.path.parent.iterdir())) == 2
     monkeypatch.setattr("pathlib.Path.write_bytes", lambda *args: 1 / 0)
     check(KeptFunction(function, ("code", 3)), 6)
+
+
+@pytest.mark.parametrize("argument, device, world, kept", [
+    ("--seed=1", "cuda", 1, True), ("--compile=false", "cuda", 1, False), ("--seed=1", "cpu", 1, False),
+    ("--seed=1", "cuda", 2, False), ("--kernels=attention:torch", "cuda", 1, False)])
+def test_layers_that_are_kept(argument, device, world, kept):
+    """Those with one graph: in plain attention the windows are constants of the graph."""
+    config = T.parse_config(["--preset=short", "--kernels=attention:triton", argument])
+    ops, _ = tk.choose_ops(CPU, config.system.kernels)
+    assert T.may_keep_layers(config, Runtime(0, world, torch.device(device)), ops) is kept
