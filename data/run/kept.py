@@ -13,9 +13,10 @@ class KeptFunction:
     """torch.compile(function, fullgraph=True, dynamic=False, options=options), whose first call loads what an earlier
     process compiled, or compiles and writes the file.
 
-    The caches of PyTorch hold the kernels. None holds the trace of the function, which takes about half of a start
-    with full caches (records/2026-11-27_start). The file holds both. PyTorch refuses a file of another version of itself or of Triton, or of another kind of GPU. All
-    else that the trace depends on must be in `key`, since no guard compares it: the code, the settings, the device.
+    The caches of PyTorch hold the kernels. None holds the trace of the function, which takes about half of the warm-up
+    with full caches (records/2026-11-27_start). The file holds both. PyTorch refuses a file of another version of
+    itself or of Triton, or of another kind of GPU. All else that the trace depends on must be in `key`, since no guard
+    compares it: the code, the settings, the device.
 
     A file that cannot be used, or written, costs the time of the trace and nothing else.
     """
