@@ -39,7 +39,10 @@ def patch_once_per_launch():
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_anew
 
 
-def pytest_configure():
+def pytest_configure(config):
+    # pytest-xdist begins with the files of the most tests. Two of the longest files have few, and one core would wait
+    # for the other at the end. An xdist without this option keeps its order.
+    config.option.loadscopereorder = False
     # These names are not public: without them the tests are only slower.
     with suppress(ImportError, AttributeError):
         if os.environ.get("TRITON_INTERPRET") == "1":
