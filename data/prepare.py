@@ -166,12 +166,13 @@ def training_arguments(name: str, separator: int) -> list[str]:
     _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(knobs), train_files, tokens)
     if passes <= 1:
         return knobs
-    shorter = ["--preset=short" if preset == "single" else knobs[0], f"--train_tokens={one_pass}", *knobs[1:]]
+    shorter = ["--preset=short" if preset == "single" else knobs[0], *knobs[1:]]
+    once = [shorter[0], f"--train_tokens={one_pass}", *shorter[1:]]
     try:
-        train_gpt.parse_config(shorter)
-    except UserError:  # not even the shortest run
-        return knobs
-    return shorter
+        train_gpt.parse_config(once)
+    except UserError:  # even the shortest run goes through the text more than once
+        return shorter
+    return once
 
 
 def report_command(name: str, separator: int) -> None:

@@ -290,16 +290,19 @@ def test_tokenizers(data, corpus, monkeypatch, capsys):
     assert one_line(capsys) == f"error: {none}; or use --tokenizer bytes\n"
 
 
-def test_a_text_for_any_number_of_micro_batches(data, tmp_path, monkeypatch, capsys):
-    """Its longest shard fills a row of the largest batch, so the command leaves the number to the GPU."""
-    gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [int(text)] * 1000)
+@pytest.mark.parametrize("texts, length, chosen", [
+    (500, 1000, "--preset=short --train_tokens="),  # a shard fills a row of the largest batch: the GPU has the choice
+    (100, 50, "--preset=short '--train_files="),  # less than the shortest run
+])
+def test_the_command_for_large_and_small_texts(data, tmp_path, monkeypatch, capsys, texts, length, chosen):
+    gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [int(text)] * length)
     monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get))
     (tmp_path / "texts").mkdir()
-    for i in range(500):
+    for i in range(texts):
         (tmp_path / "texts" / f"{i}.txt").write_text(str(i))
     assert prepare_text(tmp_path / "texts", "--out", "n", tokenizer="gpt2") == 0
     command = capsys.readouterr().out.splitlines()[-1]
-    assert "/run.sh --preset=short --train_tokens=" in command and "micro_batches" not in command
+    assert f"/run.sh {chosen}" in command and ("micro_batches" in command) is (texts < 500)
 
 
 def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
