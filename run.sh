@@ -158,7 +158,7 @@ for argument in "$@"; do
   case "$argument" in
     --preset | --train_files | --resume | --init_from) key=$argument= ;;
     --preset=*) preset=${argument#*=} ;;
-    --train_files=*) data=given ;;
+    --train_files=* | --check) data=given ;;  # a check downloads nothing
     --resume=?* | --init_from=?*) checkpoint=yes ;;  # an empty value, as in a log, means none
   esac
 done

@@ -166,7 +166,8 @@ class Run:
         new = set((ROOT / self.folder).glob("*.txt")) - self.before if code == 0 else ()
         for path in new:  # another program may train this label with other seeds
             text = path.read_text(errors="replace")
-            if {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines()):
+            started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
+            if started and "\nfinal_val_loss: " in text:  # else it ran out of memory and started again
                 self.log = self.folder / path.name
                 results = re.findall(r"^((?:final_val_loss|train_seconds): .*)$", text, re.M)
         if self.log or stopped:

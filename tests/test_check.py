@@ -446,12 +446,13 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
 def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches):
-    """At least twice as many micro-batches; what this process holds will be free."""
+    """At least twice as many micro-batches, and no more rows of n-grams than now; what this process holds will be
+    free."""
     commands, gpus.free, gpus.own = [], free, free - 600
-    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-1]))
-    config = T.parse_config(["--preset=short", "--micro_batches=1"])
+    monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-2:]))
+    config = T.parse_config(["--preset=short", "--micro_batches=1", "--ngram_rows=5e5,5e5"])
     restart_with_more_micro_batches(config, sizes(config), GPU)
-    assert commands == [f"--micro_batches={micro_batches}"]
+    assert commands == [[f"--micro_batches={micro_batches}", "--ngram_rows=500000.0,500000.0"]]
 
 
 def test_micro_batches_that_divide():

@@ -146,7 +146,7 @@ def gpus(count) -> dict:
     (8, ["--preset", "cpu"], STDLIB, 1, ""), (0, ["--preset=cpu", "--preset"], STDLIB, 1, ""),
     (8, ["--preset", "record", "--train_files", "x"], "", 8, ""), (4, ["--train_files=x*.bin"], "", 4, "record"),
     (2, ["--resume", "logs/a.pt"], "", 2, ""),  # the checkpoint has the preset and the data
-    (2, ["--init_from=logs/a.pt"], "", 2, ""),
+    (2, ["--init_from=logs/a.pt"], "", 2, ""), (1, ["--check", "--minutes=2"], "", 1, "single"),  # it downloads nothing
     (0, ["--resume="], STDLIB, 1, "cpu")])  # a log has it without a value
 def test_gpus_and_arguments_decide(machine, count, arguments, data, procs, preset):
     """Processes, preset and data. The arguments arrive unchanged."""
@@ -301,7 +301,7 @@ def test_repeated_runs_are_runs_of_their_own(machine):
     """Each label with its own preset and data. --repeat may stand anywhere."""
     argv = "--seed 3 --repeat 1 --label a --preset cpu --label b --train_files=x".split()
     log = r"""mkdir -p logs; for a in "$@"; do
-      case "$a" in --run_label=*) a=${a#*=}; printf "run_label: $a\nseed: 3\n" >"logs/$a.txt" ;; esac; done"""
+      case "$a" in --run_label=*) a=${a#*=}; printf "run_label: $a\nseed: 3\nfinal_val_loss: 3\n" >"logs/$a.txt" ;; esac; done"""
     assert machine.run(*argv, TRAIN=log, **gpus(2)) == [
         "|".join(["system/python3|records/repeat.py", *argv]), STDLIB,
         train(1, "--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"),

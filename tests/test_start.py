@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,10 +32,18 @@ def test_wrong_codes_end_the_start_in_one_line(monkeypatch, wrong):
     codes_t[7, 3] += wrong
     monkeypatch.setattr(tk, "relu_square_codes", lambda *_: (codes, codes_t.view(codes.dtype)))
     monkeypatch.setattr(tk, "project_backward", lambda *_: None)  # leaves zeros in both layouts
-    trainer = SimpleNamespace(config=T.RECORD74, rt=Runtime(0, 1, CPU))
+    model = SimpleNamespace(fp8_mlps=True, fp8_projections=True)
+    trainer = SimpleNamespace(config=T.RECORD74, rt=Runtime(0, 1, CPU), model=model)
     message = "^the FP8 kernels of the MLP store wrong codes .*--fp8_qkv=false$"
     with pytest.raises(UserError, match=message) if wrong else contextlib.nullcontext():
         require_codes(trainer)
+    monkeypatch.setattr(tk, "project_backward", Mock(side_effect=AssertionError("attention is not in FP8")))
+    model.fp8_projections = False
+    with pytest.raises(UserError, match=message) if wrong else contextlib.nullcontext():
+        require_codes(trainer)
+    monkeypatch.setattr(tk, "relu_square_codes", Mock(side_effect=AssertionError("no MLP is in FP8")))
+    model.fp8_mlps = False
+    require_codes(trainer)
 
 
 @pytest.mark.parametrize("missing", ["run", "AsyncCompileMode"])

@@ -161,7 +161,7 @@ def check_kernels(config):
 def check_micro_batches(config, world):
     count = config.system.micro_batches
     require(count % world == 0,
-            f"{world} processes do not divide --micro_batches={count}: use a divisor of it"
+            f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
             + ("" if config.system.resume else ", or a larger number"))
     for i, stage in enumerate(config.schedule.stages, 1):
         require(stage.batch_tokens % (16 * count) == 0,

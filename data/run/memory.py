@@ -160,4 +160,5 @@ def restart_with_more_micro_batches(config, sizes, device):
     if chosen := next(fitting, more[-1] if more else None):
         print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={chosen}",
               file=sys.stderr, flush=True)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={chosen}"])
+        rows = [f"--ngram_rows={render(config.model.ngram_rows)}"] * any(config.model.ngram_rows)  # no more than now
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], f"--micro_batches={chosen}", *rows])

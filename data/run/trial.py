@@ -155,9 +155,8 @@ def fault_of(run, name, op, reference, tolerance):
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         except RuntimeError:
-            raise UserError(f"the kernel of {name} stops this GPU ({one_line(error)}); train with"
-                            f" {f'--kernels={name}:torch' if name in kernels.IMPLEMENTATIONS else '--fp8=false'}"
-                            ) from error
+            knob = f"--kernels={name}:torch" if name in kernels.IMPLEMENTATIONS else f"--{name}=false"
+            raise UserError(f"the kernel of {name} stops this GPU ({one_line(error)}); train with {knob}") from error
         return f"fails ({one_line(error)})"
 
 

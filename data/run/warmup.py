@@ -34,7 +34,7 @@ def warm_up(trainer):
     trainer.synchronize()
     trainer.watch.lap("compilation")
     run_steps(trainer, seen := set())
-    if (trainer.model.fp8_mlps or trainer.model.fp8_projections) and trainer.rt.device.type == "cuda":
+    if trainer.rt.device.type == "cuda":
         require_codes(trainer)
     if trainer.config.schedule.minutes:
         fit_minutes(trainer)
@@ -52,22 +52,24 @@ def warm_up(trainer):
 
 
 def require_codes(trainer):
-    """Raises UserError when kernels do not store the same e5m2 codes in both layouts. One compiler stored codes before
-    they were computed (see _store_qkv_grad)."""
+    """Raises UserError when the FP8 kernels of this run do not store the same e5m2 codes in both layouts. One compiler
+    stored codes before they were computed (see _store_qkv_grad)."""
     H, d, device = trainer.config.model.num_heads, trainer.config.model.head_dim, trainer.rt.device
 
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, device=device).to(dtype)
 
-    one, largest = torch.ones((), device=device), torch.zeros((), device=device)
-    a, b = random(16, 128, dtype=kernels.E5M2), random(128, 128, dtype=kernels.E4M3)
-    post = random(16, 128).abs().to(kernels.E4M3)
-    pairs = {"the MLP": kernels.relu_square_codes(a, b, one, one, one, largest, post, one)}
-    dqkv = torch.zeros(16, 3 * H * d, dtype=kernels.E5M2, device=device)
-    pairs["attention"] = dqkv, torch.zeros_like(dqkv.view(torch.uint8).T.contiguous()).view(kernels.E5M2)
-    heads = [random(16, H, d) for _ in range(3)]
-    kernels.project_backward(*heads, random(2, 17, H, d), torch.ones(2, 16, H, device=device), random(16, d // 4, 2),
-                             None, None, False, False, *pairs["attention"], one)
+    one, largest, pairs = torch.ones((), device=device), torch.zeros((), device=device), {}
+    if trainer.model.fp8_mlps:
+        a, b = random(16, 128, dtype=kernels.E5M2), random(128, 128, dtype=kernels.E4M3)
+        post = random(16, 128).abs().to(kernels.E4M3)
+        pairs["the MLP"] = kernels.relu_square_codes(a, b, one, one, one, largest, post, one)
+    if trainer.model.fp8_projections:
+        dqkv = torch.zeros(16, 3 * H * d, dtype=kernels.E5M2, device=device)
+        pairs["attention"] = dqkv, torch.zeros_like(dqkv.view(torch.uint8).T.contiguous()).view(kernels.E5M2)
+        heads = [random(16, H, d) for _ in range(3)]
+        kernels.project_backward(*heads, random(2, 17, H, d), torch.ones(2, 16, H, device=device),
+                                 random(16, d // 4, 2), None, None, False, False, *pairs["attention"], one)
     if wrong := [name for name, (codes, codes_t) in pairs.items()
                  if not torch.equal(codes.view(torch.uint8), codes_t.view(torch.uint8).T)]:
         raise UserError(f"the FP8 kernels of {' and '.join(wrong)} store wrong codes with Triton"
