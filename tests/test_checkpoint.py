@@ -137,7 +137,8 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     assert seen and all(same for _, same in seen)
     config = T.parse_config(begun)
     assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
-    plans = [T.make_plan(config, step) for step in range(9)]
+    assert config.system.micro_batches == 0  # that of the checkpoint suited its batches and its GPU
+    plans = [T.make_plan(with_system(config, micro_batches=1), step) for step in range(9)]
     assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
     first.unlink()
     monkeypatch.setattr(T.Trainer, "load_weights", load)
