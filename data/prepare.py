@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from data.loader import Shard, cu_seqlens_size  # noqa: E402
 from data.run.errors import UserError, user_error  # noqa: E402
 from data.run.knobs import flatten  # noqa: E402
+from data.run.memory import possible_micro_batches  # noqa: E402
 from data.run.start import survey_training_data, survey_validation_data, tokens_and_passes  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
@@ -113,20 +114,18 @@ def most_documents(lengths: np.ndarray, tokens: int) -> int:
     return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
 
 
-def training_arguments(name: str, separator: int) -> list[str]:
-    """The trainer's arguments for the shards of data/NAME: a preset, and changes that fit the preset to the amount of
-    text and the lengths of the documents. Raises UserError when there is too little text."""
-    preset = "cpu" if separator == BYTE_SEPARATOR else "single"
-    import train_gpt  # only this command needs it, for the presets
-    config = train_gpt.parse_config([f"--preset={preset}"])
+def fit_to_text(words: list[str], separator: int) -> list[str]:
+    """Arguments of the trainer, with changes that fit its batches to the shards that they name: to the amount of text
+    and to the lengths of the documents. Raises UserError when there is too little text."""
+    import train_gpt
+    config = train_gpt.parse_config(words)
     data, stages = config.data, config.schedule.stages
-    least = config.system.micro_batches or 4  # 0: at least the 4 of `single`
-    arguments = {"preset": preset, **{f"{part}_files": f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}}
+    least = config.system.micro_batches or possible_micro_batches(config, 1)[0]
 
     # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an
     # eighth of the longest shard's tokens, or 2048.
-    max_doc_len, train_files = min(stage.max_doc_len for stage in stages), find_files(arguments["train_files"])
-    lengths = [np.minimum(Shard(path, config.model).lengths, max_doc_len) for path in train_files]
+    max_doc_len = min(stage.max_doc_len for stage in stages)
+    lengths = [np.minimum(Shard(path, config.model).lengths, max_doc_len) for path in find_files(data.train_files)]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
     micro_batches = least
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
@@ -134,9 +133,13 @@ def training_arguments(name: str, separator: int) -> list[str]:
     if longest <= largest // micro_batches:
         raise UserError(f"the longest training shard keeps {longest} tokens of its documents, a row of the batch takes"
                         f" {largest // micro_batches + 1}: more text is needed")
+    if micro_batches > least:  # with 0, the trainer chooses at least the least
+        words = [*words, f"--micro_batches={micro_batches}"]
+        config = train_gpt.parse_config(words)  # which may round the batches to another multiple
+    counts = [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
 
     # Nearly all validation tokens, in as few pieces as the preset allows.
-    validation = [read_shard(path, separator + 1) for path in find_files(arguments["val_files"])]
+    validation = [read_shard(path, separator + 1) for path in find_files(data.val_files)]
     available, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
     if available < 16:
         raise UserError(f"{available + 1} validation tokens, at least 17 are needed: more text, or a larger"
@@ -147,32 +150,45 @@ def training_arguments(name: str, separator: int) -> list[str]:
         val_tokens = pieces * piece
 
     # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
-    passes = [(n, stage.batch_tokens // micro_batches) for n in lengths for stage in stages]
+    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts}
+    passes = [(n, row) for n in lengths for row in rows]
     passes += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
     tokens_per_doc = data.tokens_per_doc
     for n, tokens in passes:
         if len(n) and (most := most_documents(n, tokens + 1)) >= cu_seqlens_size(tokens, tokens_per_doc):
             tokens_per_doc = max(1, tokens // (most + 1))
 
-    fitting = {"micro_batches": config.system.micro_batches if micro_batches == least else micro_batches,
-               "val_tokens": val_tokens, "val_batch_tokens": piece, "tokens_per_doc": tokens_per_doc,
+    fitting = {"val_tokens": val_tokens, "val_batch_tokens": piece, "tokens_per_doc": tokens_per_doc,
                "sample_tokens": 200, "sample_prompt": ""}
     defaults = flatten(config)
-    arguments |= {key: value for key, value in fitting.items() if value != defaults[key]}
-    # A second pass raises the validation loss (records/2026-11-27_learning). So a smaller text gets a shorter run. On a
-    # GPU this run has the preset `short`, because the length of `short` also chooses the size of the model.
-    knobs = [f"--{key}={value}" for key, value in arguments.items()]
+    return [*words, *(f"--{key}={value}" for key, value in fitting.items() if value != defaults[key])]
+
+
+def training_arguments(name: str, separator: int) -> list[str]:
+    """The trainer's arguments for the shards of data/NAME: a preset, a length, and what `fit_to_text` adds. Raises
+    UserError when there is too little text."""
+    import train_gpt  # only this command needs it, for the presets
+    preset = "cpu" if separator == BYTE_SEPARATOR else "single"
+    files = [f"--{part}_files=data/{name}/{name}_{part}_*.bin" for part in ("train", "val")]
+    arguments = fit_to_text([f"--preset={preset}", *files], separator)
+    train_files = find_files(f"data/{name}/{name}_train_*.bin")
     tokens = sum(map(read_shard_header, train_files))
-    _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(knobs), train_files, tokens)
-    if passes <= 1:
-        return knobs
-    shorter = ["--preset=short" if preset == "single" else knobs[0], *knobs[1:]]
-    once = [shorter[0], f"--train_tokens={one_pass}", *shorter[1:]]
-    try:
-        train_gpt.parse_config(once)
-    except UserError:  # even the shortest run goes through the text more than once
-        return shorter
-    return once
+
+    # A second pass raises the validation loss (records/2026-11-27_learning). So a smaller text gets a shorter run. On a
+    # GPU this run has the preset `short`, because the length of `short` also chooses the size of the model. A shorter
+    # run has smaller batches, of which the loader drops more of the text, so it may have to be shorter still.
+    preset = "short" if preset == "single" else preset
+    for _ in range(9):
+        _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(arguments), train_files, tokens)
+        if passes <= 1:
+            return arguments
+        try:
+            arguments = fit_to_text([f"--preset={preset}", f"--train_tokens={one_pass}", *files], separator)
+        except UserError:  # that is less than the shortest run
+            break
+    if "--preset=single" in arguments:
+        arguments = fit_to_text([f"--preset={preset}", *files], separator)
+    return arguments
 
 
 def report_command(name: str, separator: int) -> None:

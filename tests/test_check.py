@@ -135,10 +135,10 @@ OFFLINE = Mock(side_effect=UserError("no GPT-2 tokenizer (ConnectionError): tikt
 # By fixture. Each case has the arguments, the name of a row, its `ok?`, its text, and what it changes on the machine.
 # {d} is the folder of the data.
 CASES = {"check": [
-    # 1760 steps of 1024 tokens; of 600 in a document, 448 are kept in the first 568 steps, then 512.
+    # 1760 steps of 1024 tokens; each takes one shard, of which the first has 1800 tokens.
     ("", "training data", "yes", "2 files, 3,000 tokens; the run takes 1,802,240, with what is cut off long documents"
-     f" about {568 * 1024 * 600 / 448 + 1192 * 1024 * 600 / 512:,.0f}: 736.46 passes;"
-     " a second pass raises the validation loss: one takes --train_tokens=2400"),
+     f" about {1760 * 1800:,.0f}: 1056.00 passes;"
+     " a second pass raises the validation loss: one takes --train_tokens=1700"),
     ("", "validation data", "yes", "2 files, 65,537 tokens, 65,537 of them used"),
     ("", "device", "yes", r"CPU, cores \d+, ranks 1, hardware \w+, fp8 no, tma no"),
     ("", "kernels", "yes", ".* attention:torch .* head:float32"), ("", "caches", "yes", "nothing is compiled"),
@@ -147,7 +147,7 @@ CASES = {"check": [
     ("--train_files={d}/foreign.bin", "training data", "no", ".*foreign.bin.*257.*--vocab_size.*"),
     ("--train_files={d}/other.bin", "training data", "no", ".*other.bin.*no document separator.*256.*"),
     ("--train_files={d}/below_*.bin", "training data", "no", ".*below_.*.bin.* 1024 tokens.* 1025:.*--micro_batches"),
-    ("--data_end=stop", "training data", "no", "the .* 2 files, 3,000 tokens.* 736.46 passes;.*--data_end=wrap"),
+    ("--data_end=stop", "training data", "no", "the .* 2 files, 3,000 tokens.* 1056.00 passes;.*--data_end=wrap"),
     ("--scheduled_steps=12000", "training data", "maybe", ".* passes; a second pass raises the validation loss: .*"),
     # Whole documents would be enough, cut ones are not.
     (f"--data_end=stop {STEPS_20}", "training data", "maybe", ".* 3,000 tokens; the run takes 2,560, .*"),

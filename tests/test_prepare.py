@@ -23,8 +23,10 @@ import train_gpt
 from data import loader as L
 from data import prepare
 from data.run.errors import UserError
+from data.run.knobs import with_system
 from data.run.length import stage_starts
 from data.run.machine import Runtime
+from data.run.memory import possible_micro_batches
 from data.run.start import survey_training_data, tokens_and_passes
 from data.shards import read_shard_header
 
@@ -303,6 +305,25 @@ def test_the_command_for_large_and_small_texts(data, tmp_path, monkeypatch, caps
     assert prepare_text(tmp_path / "texts", "--out", "n", tokenizer="gpt2") == 0
     command = capsys.readouterr().out.splitlines()[-1]
     assert f"/run.sh {chosen}" in command and ("micro_batches" in command) is (texts < 500)
+
+
+def test_the_command_for_many_tiny_documents_together(data, tmp_path, monkeypatch, capsys):
+    """The micro-batches hold them, whatever number of micro-batches the GPU gets."""
+    monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=lambda name: types.SimpleNamespace(
+        encode_ordinary=lambda text: [7] * int(text))))
+    (tmp_path / "texts").mkdir()
+    for i in range(1000):
+        (tmp_path / "texts" / f"{i:04d}.txt").write_text("1" if i < 400 else "1000")
+    assert prepare_text(tmp_path / "texts", "--out", "n", "--val-fraction", "0.1", tokenizer="gpt2") == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])[1:]
+    config = train_gpt.parse_config([*command, "--bigram_normal=false"])  # which would need GPT-2's tokenizer
+    assert config.system.micro_batches == 0
+    for count in possible_micro_batches(config, 1):
+        given = with_system(config, micro_batches=count)
+        plans = [train_gpt.make_plan(given, 0)] * 3
+        loader = L.Loader(given, Runtime(0, 1, torch.device("cpu")), plans, warn=print, hash_ids=None)
+        for _ in range(3 * count):
+            loader.next_batch()
 
 
 def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):

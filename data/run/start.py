@@ -40,15 +40,31 @@ def require_torch():
                         " requirements.txt names, or use ./run.sh")
 
 
+def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
+    """The share of a shard's tokens that the loader takes: an estimate by its first micro-batches of `tokens` tokens,
+    at most `most`. It drops the ends of long documents, of micro-batches and of shards.
+
+    whole: whether `shard` has all tokens of its file, not only the first ones.
+    """
+    cursor = count = 0
+    while count < most and (packed := shard.pack(cursor, tokens, max_doc_len)):
+        cursor, count = packed[-1], count + 1
+    if not count:  # the first tokens do not fill a micro-batch, so only the ends of documents count
+        return np.minimum(shard.lengths, max_doc_len).sum() / len(shard.tokens)
+    used = len(shard.tokens) if whole and count < most else np.append(shard.starts, len(shard.tokens))[cursor]
+    return count * tokens / used
+
+
 def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
     """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits).
 
     files: the training shards, which hold `available` tokens; reads the beginning of the first one.
     """
-    lengths, stages = Shard(files[0], config.model, 2**22).lengths, config.schedule.stages
-    batches = np.array([stage.batch_tokens for stage in stages])
-    kept = [np.minimum(lengths, stage.max_doc_len).sum() / lengths.sum() for stage in stages]  # after cutting
-    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / kept))
+    shard, stages = Shard(files[0], config.model, 2**22), config.schedule.stages
+    batches, whole = np.array([stage.batch_tokens for stage in stages]), len(shard.tokens) < 2**22
+    rows = batches // (config.system.micro_batches or 1)  # 0: nobody has chosen the number yet
+    taken = [share_taken(shard, whole, row, stage.max_doc_len) for row, stage in zip(rows, stages)]
+    trained, required = (sum_over_steps(config.schedule, tokens) for tokens in (batches, batches / taken))
     passes = required / available
     unit = 10 ** (math.floor(math.log10(trained / passes)) - 1)
     return trained, passes, math.floor(trained / passes / unit) * unit
@@ -63,7 +79,7 @@ def survey_training_data(config) -> tuple[str, bool]:
     files, batches = find_files(config.data.train_files), [stage.batch_tokens for stage in config.schedule.stages]
     counts = [read_shard_header(path) for path in files]
     available = sum(counts)
-    longest = max(batches) // (config.system.micro_batches or 1) + 1  # 0: nobody has chosen the number yet
+    longest = max(batches) // (config.system.micro_batches or 1) + 1  # as above
     if longest > max(counts):
         raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
