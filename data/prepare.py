@@ -473,4 +473,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the name of a file
     sys.exit(main(sys.argv[1:]))

@@ -111,7 +111,10 @@ def expected_time(run):
     if device.type == "cpu":
         return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
                 " measured")
-    rate = ceilings()["bf16"] / 1e12
+    try:
+        rate = ceilings()["bf16"] / 1e12
+    except torch.OutOfMemoryError:
+        return "not measured: too little memory of the GPU is free", False
     minutes = tokens / 60 * SECONDS_PER_TOKEN["cuda"] / run.world * 790 / rate
     if not schedule.sampled_frac:
         minutes *= 1.15  # records/2026-11-22_sampled_softmax

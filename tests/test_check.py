@@ -444,6 +444,11 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
     assert not leaves_rows_open(["--preset=single", "--resume=x.pt"]) and leaves_rows_open(["--preset=single"])
 
 
+def test_the_time_of_a_gpu_without_free_memory(gpus, monkeypatch):
+    monkeypatch.setattr(C, "ceilings", Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
+    assert gpus.check()[1]["time"] == ("not measured: too little memory of the GPU is free", "maybe")
+
+
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
 def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches):
     """At least twice as many micro-batches, and no more rows of n-grams than now; what this process holds will be
