@@ -48,7 +48,7 @@ def broken(op, how):
 def test_kernels_pass(args, device):
     config, ops = setting(EVERY_KERNEL, *args, device=device)
     assert trial.find_faults(config, ops, device) == {}
-    assert set(trial.trials(config.model, torch.float32, device)) == set(tk.IMPLEMENTATIONS)
+    assert set(trial.trials(config.model, torch.float32, device)) == {*tk.IMPLEMENTATIONS, "fp8"}
 
 
 def test_fp8_passes_and_fails(fp8_training, monkeypatch):
@@ -61,6 +61,9 @@ def test_fp8_passes_and_fails(fp8_training, monkeypatch):
     settled, lines = trial.replace_faulty_kernels(config, ops, Runtime(0, 1, CPU))
     assert settled.system.fp8 and not settled.system.fp8_mlp and not settled.system.fp8_qkv
     assert settled.system.kernels == config.system.kernels and "kernel of fp8_qkv differs by" in lines[1]
+    monkeypatch.undo()
+    monkeypatch.setattr(tk, "W_SCALE", 2.0**-20)  # every weight of the head saturates
+    assert set(trial.find_faults(config, ops, CPU)) == {"fp8"}
 
 
 @pytest.mark.parametrize("how, fault", [("scaled", r"differs by [\d.]+"), ("NaN", "differs by nan"),

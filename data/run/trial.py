@@ -22,7 +22,8 @@ def is_tested(device) -> bool:
 
 
 def trials(model, dtype, device) -> dict:
-    """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths.
+    """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths. "fp8"
+    is the head, whose function has the argument "in FP8".
 
     dtype: of weights and activations. The results have what op returns or changes, and the gradients of its inputs.
     """
@@ -104,6 +105,11 @@ def trials(model, dtype, device) -> dict:
         losses = op(random(64, V, std=5.0), targets, tensor([1.0, 0.5]), 1.0, 2.0**-6, grad, copies)
         return [losses, grad, *(copies[3:] if copies else ())]
 
+    def head(fp8):
+        weight, targets = torch.nn.Parameter(random(D, V, std=0.1)), integers(model.vocab_size, N, dtype=torch.int64)
+        loss = kernels.HeadLoss(weight, dtype, fp8, kernels.cross_entropy_ref)
+        return with_gradients(lambda h, weight: [loss(h, targets, tensor([1.0, 0.5]), 1.0)], random(N, D), weight)
+
     def gram(side):
         return lambda op: [op(x := random(2, 256, D), x.new_empty(2, *[x.size(side)] * 2), random(2).float().abs())]
 
@@ -122,7 +128,7 @@ def trials(model, dtype, device) -> dict:
     found = {"signed_rows": signed_rows, "embedding_grad": embedding_grad, "update_rows": update_rows,
              "update_few_rows": update_few_rows, "attention": attention, "mlp": mlp, "pointer": pointer,
              "cross_entropy": cross_entropy, "XXT": gram(1), "XTX": gram(2), "ba_plus_cAA": ba_plus_cAA,
-             "transpose_copy": transpose, "transpose_add": transpose}
+             "transpose_copy": transpose, "transpose_add": transpose, "fp8": head}
     return {op: seeded(function) for op, function in found.items()}
 
 
@@ -161,10 +167,11 @@ def fault_of(run, name, op, reference, tolerance):
 
 
 def find_faults(config, ops, device) -> dict[str, str]:
-    """{operation: what is wrong with it in words}, of the operations that do not have their references. "fp8_mlp" and
-    "fp8_qkv" stand for the operation in FP8."""
+    """{operation: what is wrong with it in words}, of the operations that do not have their references. "fp8",
+    "fp8_mlp" and "fp8_qkv" stand for the head and two operations in FP8."""
     system = config.system
     runs, found = trials(config.model, getattr(torch, system.dtype), device), {}
+    head = runs.pop("fp8")
     references = {op: kernels.IMPLEMENTATIONS[op]["torch"] for op in runs}
     for op, run in runs.items():
         if getattr(ops, op) is not references[op]:
@@ -172,6 +179,8 @@ def find_faults(config, ops, device) -> dict[str, str]:
     for knob, op, in_fp8 in (("fp8_mlp", "mlp", fp8_mlp), ("fp8_qkv", "attention", fp8_attention)):
         if getattr(system, knob) and not found.get(op):
             found[knob] = fault_of(runs[op], knob, in_fp8, references[op], FP8_TOLERANCE)
+    if system.fp8:
+        found["fp8"] = fault_of(head, "fp8", True, False, FP8_TOLERANCE)
     return {op: fault for op, fault in found.items() if fault}
 
 
