@@ -320,8 +320,9 @@ def rank(key: str) -> tuple[int, str]:
 
 
 def cut(text: str, characters: int) -> list[str]:
-    """Cuts the text into pieces, each at the first line end after `characters` characters."""
-    return re.findall(rf".{{{characters}}}.*?\n|.+", text, re.DOTALL)
+    """Cuts the text into pieces, each at the first line end after `characters` characters, or after four times as many
+    if no line ends there."""
+    return re.findall(rf".{{{characters}}}.{{0,{3 * characters}}}?\n|.{{1,{4 * characters}}}", text, re.DOTALL)
 
 
 def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
@@ -358,7 +359,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     encode, separator = load_tokenizer(tokenizer)
     characters = characters or DOCUMENT_CHARACTERS[separator]
     val, total = split(sizes, val_fraction), sum(sizes.values())
-    whole = 0 < sum(sizes[key] for key in val) <= 4 * val_fraction * total
+    whole = val and val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total
     if not whole:  # there are too few or too large files for this share, so single documents validate
         documents = {f"{key} {i}": len(document) for key in sizes
                      for i, document in enumerate(cut(read_text(files[key]), characters))}

@@ -57,7 +57,8 @@ FIRST_STEPS = 10  # slower, in a row of their own; in short runs a tenth of the 
 ROWS = 12  # of the table of losses, at most
 # Settings that may differ between the runs of a group. Runs on several GPUs have their own caches.
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
-       "save", "save_every", "keep", "sample_tokens", "sample_prompt"}
+       "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
+TEXT = {"vocab_size", "val_tokens", "val_sha256"}  # on which a validation loss depends; older logs lack the last
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps"}  # settings in which --exchange's two groups may differ
 
@@ -579,8 +580,11 @@ def report(groups, target, markdown, names=None) -> str:
                             f" {value:+.{digits}f} from chance (p = {p:.4f}; p < {CHANCE} would take {required} each of"
                             " these means and sds)")
 
-    machine = {key for pair in pairs(groups) for key, *_ in changes(*pair)} & {*MACHINE, "gpus", "ranks"}
-    if others and machine:
+    differing = [row for pair in pairs(groups) for row in changes(*pair)] if others else []
+    if text := sorted({key for key, old, new in differing if key in TEXT and "–" not in (old, new)}):
+        warnings.append(f"{', '.join(text)} differ between the groups: their losses are not of the same text")
+    machine = {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}
+    if machine:
         warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 
     curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
@@ -657,10 +661,10 @@ def write_folder(path: Path, groups, target):
     if label != first:
         parts += [f"## What differs between {first} and {label}", diff({first: baseline[:1], label: runs[:1]}, True)]
     parts += ["## Logs", "\n".join(f"* `{name}/{run.path.name}`" for name, group in groups.items() for run in group)]
+    if path.exists():
+        raise UserError(f"--folder={path}: there is such a folder or file already")
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        if path.exists():
-            raise UserError(f"--folder={path}: there is such a folder or file already")
         unfinished.mkdir(parents=True)
         for name, group in groups.items():
             (unfinished / name).mkdir()
@@ -820,10 +824,10 @@ def main(argv) -> int:
         groups = read_groups(args.logs)
         target = args.target or track_target(groups)
         text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
-        if args.folder:
-            write_folder(args.folder, groups, target)
         if args.plot:
             plot(args.plot, groups, target, args.dot)
+        if args.folder:
+            write_folder(args.folder, groups, target)
         print(text, flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -144,6 +144,8 @@ def test_stray_and_broken_lines():
     ("a.txt --plot=a.svg --dot=peer=1,2", "--dot takes LABEL=STEP,SECONDS,LOSS"),
     ("a.txt --plot=a.svg --dot=peer=1,2,low", "--dot takes LABEL=STEP,SECONDS,LOSS"),
     ("a.txt --folder=empty", "--folder=empty: there is such a folder or file already"),
+    ("a.txt --folder=.", "--folder=.: there is such a folder or file already"),
+    ("a.txt --folder=out --plot=a.pdf", "a.pdf: draws .svg"),
     ("a.txt --folder=a.bin/out", "cannot write a.bin/out: Not a directory"),
     ("a.txt empty/../twin/a.txt --folder=out", "--folder: two logs of runs have the name a.txt"),
     ("a=short.txt --exchange=a,b", "--exchange: 'b' is not one of the groups, a"),
@@ -282,6 +284,15 @@ seconds to loss 3.28    89.72 (0.07)    88.78 (0.04)   0.71 (0.24)
 * warning: ranks differ between the groups and may be why the times do"""
     # 8 and 34 are the first numbers of runs whose p is low enough.
     assert compare.enough(lambda n: 1 / n, 0.2) == "6 runs" and compare.enough(lambda n: 1, 0.2) == "over 100 runs"
+
+
+def test_losses_of_other_text():
+    groups = {"a": made((3.1, 3.2), vocab_size="257", val_sha256="0a"), "b": made((3.1, 3.2), vocab_size="50257")}
+    warning = "vocab_size differ between the groups: their losses are not of the same text"
+    assert warning in compare.report(groups, None, False)
+    for run in groups["b"]:
+        run.facts["vocab_size"] = "257"
+    assert "same text" not in compare.report(groups, None, False)
 
 
 def test_seconds_to_a_loss():

@@ -326,6 +326,21 @@ def test_the_command_for_many_tiny_documents_together(data, tmp_path, monkeypatc
             loader.next_batch()
 
 
+def test_a_long_line_is_cut(data, tmp_path):
+    for text, pieces in (("a" * 3000, [1400, 1400, 200]), ("a" * 400 + "\n" + "b" * 300, [401, 300])):
+        assert list(map(len, prepare.cut(text, 350))) == pieces and "".join(prepare.cut(text, 350)) == text
+
+
+def test_a_small_file_is_not_all_that_validates(data, tmp_path):
+    """If whole files make up too small a share, documents do."""
+    (tmp_path / "texts").mkdir()
+    for name, lines in ("todo", 1), ("a", 4000):
+        (tmp_path / "texts" / f"{name}.txt").write_text("some words here\n" * lines)
+    assert prepare_text(tmp_path / "texts", "--out", "n", "--val-fraction", "0.25") == 0
+    train, val = (len(tokens_of(data / "n", part)) for part in ("train", "val"))
+    assert 0.24 < val / (train + val) < 0.27
+
+
 def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
     (corpus / ".git").mkdir()
     for name, content in {"binary.bin": b"\xff\xfe\x00", "latin1.txt.old": b"\xe9", "nothing": b"", "blank": b" \n\t\n",
@@ -340,7 +355,7 @@ def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
     ("text {}/missing --out n", "missing: no such file or folder"),
     ("text {}/empty --out n", "0 characters of text in 0 usable files"),
     ("text {}/one.txt --out n", "3 characters of text in 1 usable files: two files at least"),
-    ("text {}/line.txt --out n", "5000 characters of text in 1 usable files: .* in several lines"),
+    ("text {}/line.txt --out n", "1000 characters of text in 1 usable files: .* in several lines"),
     ("text {} --out stdlib", "--out stdlib: .* take another"), ("text {} --out ../n", "--out ../n"),
     ("text {} --out n --val-fraction nan", "--val-fraction nan"), ("text {} --out n --val-fraction 1", "--val-f"),
     ("text {} --out n --shard-tokens 0", "--shard-tokens 0"), ("fineweb --shards=104", "1 to 103"),
@@ -349,7 +364,7 @@ def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
 def test_errors_are_one_line_and_leave_nothing(data, tmp_path, capsys, monkeypatch, argv, expected):
     source = tmp_path / "source"
     (source / "empty").mkdir(parents=True)
-    (source / "one.txt").write_text("one"), (source / "line.txt").write_text("x" * 5000)
+    (source / "one.txt").write_text("one"), (source / "line.txt").write_text("x" * 1000)
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     assert prepare.main(argv.format(source).split() + ["--tokenizer", "bytes"] * argv.startswith("text")) == 1
     assert re.search(expected, one_line(capsys)) and not contents(data) and not (tmp_path / "n").exists()

@@ -185,6 +185,7 @@ def test_exchange_and_signed_labels_reach_the_comparison(folder, train):
     "2 --label -a+-b": "--label '-a+-b'", "2 --label a --label b --label a": "--label a: there is one",
     "2 --run_label b --label a": "--run_label=b: with", "2 --label a --seed=1 --seed=2": "--seed=2: there is one",
     "2 --label a --seed=010": "--seed=010: write", "2 --label a --label b --exchange=a,c": "--exchange=a,c: write two",
+    "2 --label a --exchange=a,a": "--exchange=a,a: write two",
     "2 --label a --parallel": "--parallel needs GPUs"}.items())
 def test_errors_are_one_line_before_anything_is_done(argv, error):
     done = subprocess.run([sys.executable, repeat.__file__, "--repeat", *argv.split()], capture_output=True, text=True,

@@ -137,8 +137,8 @@ step     log   rerun  difference
     _, out, *_ = again(log, "--sha256=0b")  # another text of the same size
     assert "\n\nother data: train_sha256 is '0a' in the log, '0b' in the rerun\n\n" in out
     # The folder of a checkpoint is not the one in which the code runs.
-    *_, (argv, *_) = again(edit(log, "\nseed: 3\n", "\nseed: 3\ninit_from: logs/a.pt\n"))
-    assert f"--init_from={tmp_path}/logs/a.pt" in argv
+    *_, (argv, *_) = again(edit(log, "\nseed: 3\n", "\nseed: 3\ninit_from: logs/a.pt\nsave_every: 9\n"))
+    assert f"--init_from={tmp_path}/logs/a.pt" in argv and "--save_every=0" in argv  # not that of the checkpoint
 
 
 @pytest.mark.parametrize("old, new, verdict", [
