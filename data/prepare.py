@@ -114,33 +114,34 @@ def most_documents(lengths: np.ndarray, tokens: int) -> int:
     return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
 
 
-def fit_to_text(words: list[str], separator: int) -> list[str]:
-    """Arguments of the trainer, with changes that fit its batches to the shards that they name: to the amount of text
-    and to the lengths of the documents. Raises UserError when there is too little text."""
-    import train_gpt
+def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]) -> list[str]:
+    """Arguments of the trainer, with changes that fit its batches to a text: to the amount and to the lengths of the
+    documents. train, val: these lengths, for each shard. Raises UserError when there is too little text."""
+    import train_gpt  # only this command needs it, for the presets
+
+    def counts(config):
+        """The numbers of micro-batches that the trainer may choose."""
+        return [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
     config = train_gpt.parse_config(words)
     data, stages = config.data, config.schedule.stages
-    least = config.system.micro_batches or possible_micro_batches(config, 1)[0]
 
     # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an
     # eighth of the longest shard's tokens, or 2048.
     max_doc_len = min(stage.max_doc_len for stage in stages)
-    lengths = [np.minimum(Shard(path, config.model).lengths, max_doc_len) for path in find_files(data.train_files)]
+    lengths = [np.minimum(n, max_doc_len) for n in train]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
-    micro_batches = least
+    micro_batches = least = counts(config)[0]
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
         micro_batches *= 2
     if longest <= largest // micro_batches:
         raise UserError(f"the longest training shard keeps {longest} tokens of its documents, a row of the batch takes"
                         f" {largest // micro_batches + 1}: more text is needed")
-    if micro_batches > least:  # with 0, the trainer chooses at least the least
+    if micro_batches > least:
         words = [*words, f"--micro_batches={micro_batches}"]
         config = train_gpt.parse_config(words)  # which may round the batches to another multiple
-    counts = [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
 
     # Nearly all validation tokens, in as few pieces as the preset allows.
-    validation = [read_shard(path, separator + 1) for path in find_files(data.val_files)]
-    available, val_tokens, piece = sum(map(len, validation)) - 1, data.val_tokens, data.val_batch_tokens
+    available, val_tokens, piece = sum(n.sum() for n in val) - 1, data.val_tokens, data.val_batch_tokens
     if available < 16:
         raise UserError(f"{available + 1} validation tokens, at least 17 are needed: more text, or a larger"
                         " --val-fraction")
@@ -150,9 +151,8 @@ def fit_to_text(words: list[str], separator: int) -> list[str]:
         val_tokens = pieces * piece
 
     # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
-    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts}
-    passes = [(n, row) for n in lengths for row in rows]
-    passes += [(np.diff(np.flatnonzero(part == separator), append=len(part)), piece) for part in validation]
+    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts(config)}
+    passes = [(n, row) for n in lengths for row in rows] + [(n, piece) for n in val]
     tokens_per_doc = data.tokens_per_doc
     for n, tokens in passes:
         if len(n) and (most := most_documents(n, tokens + 1)) >= cu_seqlens_size(tokens, tokens_per_doc):
@@ -167,27 +167,28 @@ def fit_to_text(words: list[str], separator: int) -> list[str]:
 def training_arguments(name: str, separator: int) -> list[str]:
     """The trainer's arguments for the shards of data/NAME: a preset, a length, and what `fit_to_text` adds. Raises
     UserError when there is too little text."""
-    import train_gpt  # only this command needs it, for the presets
-    preset = "cpu" if separator == BYTE_SEPARATOR else "single"
-    files = [f"--{part}_files=data/{name}/{name}_{part}_*.bin" for part in ("train", "val")]
-    arguments = fit_to_text([f"--preset={preset}", *files], separator)
-    train_files = find_files(f"data/{name}/{name}_train_*.bin")
-    tokens = sum(map(read_shard_header, train_files))
+    import train_gpt
+    preset, shorter = ("cpu", "cpu") if separator == BYTE_SEPARATOR else ("single", "short")
+    patterns = {part: f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}
+    files, model = list(map(find_files, patterns.values())), train_gpt.parse_config([f"--preset={preset}"]).model
+    train, val = ([Shard(path, model).lengths for path in paths] for paths in files)
+    tokens = sum(map(read_shard_header, files[0]))
 
-    # A second pass raises the validation loss (records/2026-11-27_learning). So a smaller text gets a shorter run. On a
-    # GPU this run has the preset `short`, because the length of `short` also chooses the size of the model. A shorter
-    # run has smaller batches, of which the loader drops more of the text, so it may have to be shorter still.
-    preset = "short" if preset == "single" else preset
-    for _ in range(9):
-        _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(arguments), train_files, tokens)
+    def fitted(*words):
+        return fit_to_text([*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())], train, val)
+
+    # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run. On a
+    # GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter run has
+    # smaller batches, and the loader drops more of the text for them. So a run of this length may still be too long.
+    arguments = fitted(f"--preset={preset}")
+    for attempt in range(9):
+        _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(arguments), files[0], tokens)
         if passes <= 1:
-            return arguments
-        try:
-            arguments = fit_to_text([f"--preset={preset}", f"--train_tokens={one_pass}", *files], separator)
-        except UserError:  # that is less than the shortest run
             break
-    if "--preset=single" in arguments:
-        arguments = fit_to_text([f"--preset={preset}", *files], separator)
+        try:
+            arguments = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
+        except UserError:  # the shortest run is longer
+            return arguments if attempt else fitted(f"--preset={shorter}")
     return arguments
 
 

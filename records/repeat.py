@@ -86,8 +86,7 @@ def parse(argv):
         die(f"--repeat '{times}': write how many runs of each label, 1 or more")
     if not labels:
         die("--label and a name for the runs are missing")
-    if exchange and not (exchange.count(",") == 1 and len(ends := set(exchange.split(","))) == 2
-                         and ends <= labels.keys()):
+    if exchange and (exchange.count(",") != 1 or len(labels.keys() & {*exchange.split(",")}) != 2):
         die(f"--exchange={exchange}: write two of the labels with a comma between them ({', '.join(labels)})")
     return int(times), int(seed or 1), exchange, parallel, {label: common + own for label, own in labels.items()}
 

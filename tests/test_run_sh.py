@@ -301,7 +301,8 @@ def test_repeated_runs_are_runs_of_their_own(machine):
     """Each label with its own preset and data. --repeat may stand anywhere."""
     argv = "--seed 3 --repeat 1 --label a --preset cpu --label b --train_files=x".split()
     log = r"""mkdir -p logs; for a in "$@"; do
-      case "$a" in --run_label=*) a=${a#*=}; printf "run_label: $a\nseed: 3\nfinal_val_loss: 3\n" >"logs/$a.txt" ;; esac; done"""
+      case "$a" in --run_label=*)
+        a=${a#*=}; printf "run_label: $a\nseed: 3\nfinal_val_loss: 3\n" >"logs/$a.txt" ;; esac; done"""
     assert machine.run(*argv, TRAIN=log, **gpus(2)) == [
         "|".join(["system/python3|records/repeat.py", *argv]), STDLIB,
         train(1, "--run_label=a", "--seed=3", "--log_dir=logs", "--preset=cpu"),

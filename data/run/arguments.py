@@ -116,7 +116,8 @@ def begun_config(overrides, preset, world, presets):
     if preset:
         raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
     saved = config_from_dict(presets.configs["record74"], load_checkpoint(path)["config"])
-    saved = with_system(saved, resume="", profile="", init_from="", micro_batches=0)  # their number suited other batches
+    # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
+    saved = with_system(saved, resume="", profile="", init_from="", micro_batches=0)
     saved = dataclasses.replace(saved, schedule=dataclasses.replace(saved.schedule, train_tokens=0))
     config = override(saved, overrides)
     if config.model != saved.model:

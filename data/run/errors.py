@@ -42,8 +42,8 @@ def error_message(error) -> str | None:
     if is_out_of_memory(error):
         return f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
     if re.search("no space left|disk quota|file too large", str(error), re.I):  # a run's own files have other messages
-        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, the folders"
-                f" of compiled kernels, to folders on another disk ({' '.join(str(error).split())})")
+        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, the"
+                f" folders of compiled kernels, to folders on another disk ({' '.join(str(error).split())})")
     if re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
         return f"lost the connection to another process, which may say why ({one_line(error)})"
     return None

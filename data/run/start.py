@@ -79,7 +79,7 @@ def survey_training_data(config) -> tuple[str, bool]:
     files, batches = find_files(config.data.train_files), [stage.batch_tokens for stage in config.schedule.stages]
     counts = [read_shard_header(path) for path in files]
     available = sum(counts)
-    longest = max(batches) // (config.system.micro_batches or 1) + 1  # as above
+    longest = max(batches) // (config.system.micro_batches or 1) + 1  # 0: nobody has chosen the number yet
     if longest > max(counts):
         raise UserError(f"{config.data.train_files}: the longest shard has {max(counts)} tokens, a row of the batch"
                         f" {longest}: use more data, a smaller batch (--stage1.batch_tokens ...) or more"
