@@ -1649,9 +1649,9 @@ def wait_for(event, world, limit=PATIENCE):
 
 def may_keep_layers(config, rt, ops) -> bool:
     """Whether a KeptFunction, which checks no guards, may serve the layers. Plain attention has a graph for each stage,
-    which only guards tell apart. Nobody has tried it with several ranks."""
+    which only guards tell apart."""
     one_graph = ops.attention is kernels.IMPLEMENTATIONS["attention"]["triton"]
-    return config.system.compile and rt.device.type == "cuda" and rt.world == 1 and one_graph
+    return config.system.compile and rt.device.type == "cuda" and one_graph
 
 
 def add_gradients(loss, leaves):

@@ -135,20 +135,22 @@ def test_layers_are_compiled_ahead(make_trainer):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
-    """The next process loads it and does not compile; it serves other lengths, and its backward pass. Other keys and
-    damaged files are compiled."""
+    """The next process loads it and does not compile; it serves other lengths, and its backward pass. Other keys, other
+    sizes of a table or a parameter, and damaged files are compiled."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # else the compiler tries what a CPU can do
 
-    def function(w, x, scale):
-        return torch.tanh(x @ w) * scale, None
+    def function(module, x, settings):
+        table, scale = settings
+        return torch.tanh(module(x)) * scale + table[:len(x)], None
 
-    def check(kept, length):
-        w, x = torch.randn(4, 4, device=device, requires_grad=True), torch.randn(length, 4, device=device)
+    def check(kept, length, rows=20, width=4):
+        module, x = torch.nn.Linear(4, width, device=device), torch.randn(length, 4, device=device)
         torch._dynamo.mark_dynamic(x, 0)
-        results = [f(w, x, torch.tensor(length / 4))[0] for f in (kept, function)]
+        settings = torch.randn(rows, 1, device=device), torch.tensor(length / 4)
+        results = [f(module, x, settings)[0] for f in (kept, function)]
         torch.testing.assert_close(*results)
-        torch.testing.assert_close(*(torch.autograd.grad(result.sum(), w) for result in results))
+        torch.testing.assert_close(*(torch.autograd.grad(result.sum(), module.weight) for result in results))
 
     check(first := KeptFunction(function, ("code", 1)), 6)
     compile, calls = torch.compile, []
@@ -159,14 +161,16 @@ def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
     first.path.write_bytes(first.path.read_bytes()[:1000])
     check(KeptFunction(function, ("code", 1)), 6)
     check(KeptFunction(function, ("code", 2)), 6)
-    assert len(calls) == 2 and len(list(first.path.parent.iterdir())) == 2
+    check(KeptFunction(function, ("code", 1)), 6, rows=30)
+    check(KeptFunction(function, ("code", 1)), 6, width=5)
+    assert len(calls) == 4 and len(list(first.path.parent.iterdir())) == 4
     monkeypatch.setattr("pathlib.Path.write_bytes", lambda *args: 1 / 0)
     check(KeptFunction(function, ("code", 3)), 6)
 
 
 @pytest.mark.parametrize("argument, device, world, kept", [
     ("--seed=1", "cuda", 1, True), ("--compile=false", "cuda", 1, False), ("--seed=1", "cpu", 1, False),
-    ("--seed=1", "cuda", 2, False), ("--kernels=attention:torch", "cuda", 1, False)])
+    ("--seed=1", "cuda", 2, True), ("--kernels=attention:torch", "cuda", 1, False)])
 def test_layers_that_are_kept(argument, device, world, kept):
     """Those with one graph: in plain attention the windows are constants of the graph."""
     config = T.parse_config(["--preset=short", "--kernels=attention:triton", argument])

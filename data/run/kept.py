@@ -9,24 +9,40 @@ from pathlib import Path
 import torch
 
 
+def described(value):
+    """What a trace may depend on in an argument: of a tensor its type, layout and sizes that are not dynamic, of a
+    module this of its parameters and buffers, of a tuple or list this of its items, and any other value."""
+    if isinstance(value, torch.nn.Module):
+        return {name: described(x) for name, x in (*value.named_parameters(), *value.named_buffers())}
+    if isinstance(value, (tuple, list)):
+        return [described(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    dynamic = getattr(value, "_dynamo_dynamic_indices", ())
+    sizes = ["dynamic" if i in dynamic else size for i, size in enumerate(value.shape)]
+    strides = "contiguous" if value.is_contiguous() else value.stride()
+    return value.dtype, value.device, sizes, strides, value.requires_grad
+
+
 class KeptFunction:
     """torch.compile(function, fullgraph=True, dynamic=False, options=options), whose first call loads what an earlier
     process compiled, or compiles and writes the file.
 
     The caches of PyTorch hold the kernels. None holds the trace of the function, which takes about half of the warm-up
     with full caches (records/2026-11-27_start). The file holds both. PyTorch refuses a file of another version of
-    itself or of Triton, or of another kind of GPU. All else that the trace depends on must be in `key`, since no guard
-    compares it: the code, the settings, the device.
+    itself or of Triton, or of another kind of GPU. No guard compares anything else that the trace depends on. So the
+    name of the file stands for `key`, which holds the code, the settings and the device, and for the arguments of the
+    first call (`described`). Later calls may only change the sizes of dynamic dimensions and the contents of tensors.
 
     A file that cannot be used, or written, costs the time of the trace and nothing else.
     """
 
     def __init__(self, function, key, options=None):
-        self.function, self.options, self.compiled = function, options or {}, None
-        self.name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+        self.function, self.key, self.options, self.compiled = function, key, options or {}, None
 
     def __call__(self, *args):
         if self.compiled is None:
+            self.name = hashlib.sha256(repr((self.key, *map(described, args))).encode()).hexdigest()[:32]
             self.compiled = self.loaded() or self.new(args)
         return self.compiled(*args)
 
