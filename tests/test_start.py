@@ -1,8 +1,11 @@
 """The start: how many graphs are compiled, what is checked, and that the log says where its time went."""
 
 import contextlib
+import operator
+import time
 from collections import Counter
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,7 +22,7 @@ from data.run.clock import Stopwatch
 from data.run.errors import UserError
 from data.run.kept import KeptFunction
 from data.run.machine import Runtime
-from data.run.warmup import can_only_compile, compile_ahead, require_codes, steps_with_new_keys
+from data.run.warmup import can_only_compile, compile_ahead, modules_apart, require_codes, steps_with_new_keys
 
 CPU = torch.device("cpu")
 
@@ -46,13 +49,42 @@ def test_wrong_codes_end_the_start_in_one_line(monkeypatch, wrong):
     require_codes(trainer)
 
 
-@pytest.mark.parametrize("missing", ["run", "AsyncCompileMode"])
+@pytest.mark.parametrize("missing", ["JITFunction.run", "AsyncCompileMode", "runtime.build._load_module_from_path"])
 def test_without_the_private_names_kernels_compile_at_their_launch(monkeypatch, missing):
-    """`only_compiling` needs two names of Triton that another version may lack."""
+    """`only_compiling` needs names of Triton that another version may lack."""
     assert can_only_compile()
-    parts = {"JITFunction": SimpleNamespace(**({} if missing == "run" else {"run": 1})), "AsyncCompileMode": 1}
-    monkeypatch.setattr(tk, "triton", SimpleNamespace(**{name: x for name, x in parts.items() if name != missing}))
+    triton = SimpleNamespace(JITFunction=SimpleNamespace(run=1), AsyncCompileMode=1,
+                             runtime=SimpleNamespace(build=SimpleNamespace(_load_module_from_path=1)))
+    monkeypatch.setattr(tk, "triton", triton)
+    assert can_only_compile()
+    *path, name = missing.split(".")
+    delattr(operator.attrgetter(".".join(path))(triton) if path else triton, name)
     assert not can_only_compile()
+
+
+def test_threads_do_not_exchange_launchers(monkeypatch):
+    """Python fills one module object again and again, as for extension modules of one name that it loads twice."""
+    module = ModuleType("launcher")
+
+    def load(name, path):
+        module.launch = path
+        time.sleep(0.002)
+        return module
+
+    build = SimpleNamespace(_load_module_from_path=load)
+    monkeypatch.setattr(tk, "triton", SimpleNamespace(runtime=SimpleNamespace(build=build)))
+
+    def launcher(path):
+        found = build._load_module_from_path("launcher", path)
+        time.sleep(0.002)
+        return found.launch
+
+    paths = [str(i) for i in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(launcher, paths)) != paths
+        with modules_apart():
+            assert list(pool.map(launcher, paths)) == paths
+    assert build._load_module_from_path is load
 
 
 # The compiler gets the layers once, Adam once for each table (head, bigrams, values, embedding) and once for all
@@ -168,11 +200,11 @@ def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
     check(KeptFunction(function, ("code", 3)), 6)
 
 
-@pytest.mark.parametrize("argument, device, world, kept", [
-    ("--seed=1", "cuda", 1, True), ("--compile=false", "cuda", 1, False), ("--seed=1", "cpu", 1, False),
-    ("--seed=1", "cuda", 2, True), ("--kernels=attention:torch", "cuda", 1, False)])
-def test_layers_that_are_kept(argument, device, world, kept):
+@pytest.mark.parametrize("attention, compile, device, world, kept", [
+    ("triton", True, "cuda", 1, True), ("triton", True, "cuda", 2, True), ("triton", False, "cuda", 1, False),
+    ("triton", True, "cpu", 1, False), ("torch", True, "cuda", 1, False)])
+def test_layers_that_are_kept(attention, compile, device, world, kept):
     """Those with one graph: in plain attention the windows are constants of the graph."""
-    config = T.parse_config(["--preset=short", "--kernels=attention:triton", argument])
-    ops, _ = tk.choose_ops(CPU, config.system.kernels)
+    config = T.parse_config(["--preset=short", f"--compile={compile}"])
+    ops = SimpleNamespace(attention=tk.IMPLEMENTATIONS["attention"][attention])
     assert T.may_keep_layers(config, Runtime(0, world, torch.device(device)), ops) is kept

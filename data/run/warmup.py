@@ -2,9 +2,11 @@
 
 import contextvars
 import functools
+import operator
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from types import SimpleNamespace
 
@@ -76,9 +78,36 @@ def require_codes(trainer):
                         f" {kernels.triton.__version__}; train with --fp8_mlp=false --fp8_qkv=false")
 
 
+PRIVATE_NAMES = "JITFunction.run", "AsyncCompileMode", "runtime.build._load_module_from_path"  # of Triton 3.6
+
+
 def can_only_compile() -> bool:
     """Whether this Triton has what `only_compiling` needs. Without it, kernels compile one by one at their launch."""
-    return hasattr(getattr(kernels.triton, "JITFunction", None), "run") and hasattr(kernels.triton, "AsyncCompileMode")
+    with suppress(AttributeError):
+        return bool(operator.attrgetter(*PRIVATE_NAMES)(kernels.triton))
+    return False
+
+
+@contextmanager
+def modules_apart():
+    """In this context, each module that Triton loads is an object of its own.
+
+    Triton launches kernels by extension modules of one name. When Python loads such a module again, for another kernel
+    with the same types of arguments, it fills the one object that stands for this name. So a thread could take the
+    launcher that another thread had loaded.
+    """
+    build, lock = kernels.triton.runtime.build, threading.Lock()
+    shared = build._load_module_from_path
+
+    def load(name, path):
+        with lock:
+            return SimpleNamespace(**vars(shared(name, path)))
+
+    build._load_module_from_path = load
+    try:
+        yield
+    finally:
+        build._load_module_from_path = shared
 
 
 @contextmanager
@@ -87,8 +116,7 @@ def only_compiling():
     Eight threads compile side by side, for this thread and for those that run in a copy of its contextvars. Leaving the
     context waits for them.
 
-    What the kernels would have written is undefined. The compiler's own kernels run. The names that this needs
-    (`can_only_compile`) are not public; Triton 3.6 has them.
+    What the kernels would have written is undefined. The compiler's own kernels run. This needs `PRIVATE_NAMES`.
     """
     run, device = kernels.triton.JITFunction.run, torch.cuda.current_device()
 
@@ -102,7 +130,7 @@ def only_compiling():
 
     kernels.triton.JITFunction.run = only_compile
     try:
-        with (ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
+        with (modules_apart(), ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
               kernels.triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load)))):
             yield
     finally:
