@@ -9,6 +9,8 @@ each idea.
     ./run.sh                                                 set up everything, then do the best run for this machine
     torchrun --standalone --nproc_per_node=8 train_gpt.py    the record run on 8 GPUs (4, 2 or 1 accumulate gradients)
     torchrun --nnodes=2 --nproc_per_node=8 ... train_gpt.py  16 GPUs of two machines; records/guide.md has the rest
+    python train_gpt.py --preset=single                      the best run on one GPU: 5 minutes on an H100
+    python train_gpt.py --preset=short --minutes=1           the best run of a length that you choose
     python train_gpt.py --preset=cpu                         a small model of bytes: minutes on a laptop
     python train_gpt.py --check                              check whether a run with these knobs would start here
     python train_gpt.py --sample=CHECKPOINT --prompt="..."   generate text from a checkpoint
@@ -98,7 +100,7 @@ from data.run.memory import most_few_rows, restart_with_more_micro_batches, stat
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
 from data.run.trial import is_tested, replace_faulty_kernels
-from data.run.warmup import warm_up
+from data.run.warmup import require_codes, warm_up
 from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
@@ -178,7 +180,7 @@ class Model:
     vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
     model_dim: int = 768  # D, width of the residual stream: heads * head width
     num_heads: int = 6  # H; paired layers fold two heads into one, so a model with an odd number has none of them
-    depth: int = 11  # another number builds the layers anew, by `wire`
+    depth: int = 11  # another number builds the layers anew, by `wire`; --layers overrides it
     mlp_ratio: float = 4.0  # width of an MLP / D; the width is rounded to a multiple of 16
     bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
     ngram_rows: tuple[float, ...] = (0.0,)  # rows for bigrams, trigrams, ... in place of this table (PR 360, devenpzak)
@@ -267,7 +269,7 @@ class Stage:
     max_doc_len: int  # tokens; a longer document loses its tail
     short_window: int  # tokens that most layers look back
     long_window: int  # tokens that the long-window layers look back
-    lr_mul: float  # factor of all learning rates; larger batches take larger rates
+    lr_mul: float  # factor of all learning rates; larger batches take larger rates; the last stage has lr_floor alone
     mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
     mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
     share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
@@ -350,7 +352,7 @@ class System:
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
     fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
-    cuda_graphs: bool = True  # replay each micro-step as one CUDA graph; takes more memory
+    cuda_graphs: bool = True  # replay each micro-step and each update as a CUDA graph; takes more memory
     kernels: str = "auto"  # auto, torch (plain PyTorch everywhere), or op:choice,op:choice
     log_dir: str = "logs"  # folder of the logs, relative to this folder
     plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
@@ -359,7 +361,7 @@ class System:
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
     resume: str = ""  # checkpoint to continue, with the settings stored in it
-    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding stay untied
+    init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
     sample_tokens: int = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
 
@@ -446,8 +448,8 @@ PRESETS = {
 
 
 MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
-# The size of these models follows --minutes or --train_tokens, and if true also the length of the preset: `single` is
-# made for a loss, which a smaller model would not reach with its tokens.
+# The size of these models follows --minutes or --train_tokens. Value: whether it also follows the preset's own length.
+# `single` is made for a loss, which a smaller model would not reach with its tokens.
 SIZED = {"single": False, "short": True}
 
 
@@ -735,7 +737,7 @@ def sign_rows(ids, orders):
 class GPT(nn.Module):
     """The parameters of `param_table` and a flat forward pass.
 
-    ranks: number of ranks that share the table of n-grams; each has as many rows of it.
+    ranks: number of ranks that share the table of n-grams; each has the same number of its rows.
     """
 
     def __init__(self, config: Model, ops, dtype, device, ranks=1):
@@ -759,8 +761,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int):
-        """Draw the initial values, after those of attention in the order of `param_table`; the embedding begins as the
-        transposed head."""
+        """Draw the weights of attention first, then the others in the order of `param_table`. The embedding begins as
+        the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         self.init_attention(generator)
         for param in self.table:
@@ -1173,7 +1175,7 @@ def adam_betas(row, optim) -> tuple[float, float]:
 
 def update_numbers(config, plan) -> dict[str, float]:
     """The numbers with which the optimizer makes the update of a step: {name: number}, and {"label name": number} of
-    the parameters. The names are those of all steps."""
+    the parameters. Every step has the same names."""
     optim, muon_lr = config.optim, config.optim.muon_lr * plan.lr_factor
 
     def adam(steps):
@@ -1268,7 +1270,7 @@ class NorMuonAndAdam:
 
     def _pad(self, label, full):
         """A tensor in the optimizer's shape, padded with zeros to a multiple of the number of ranks."""
-        missing = -len(full) % self.rt.world if self.table[label].sharded else 0
+        missing = -len(full) % self.rt.world
         return torch.cat((full, full.new_zeros(missing, *full.shape[1:]))) if missing else full
 
     def _shard(self, label, full):
@@ -1302,7 +1304,7 @@ class NorMuonAndAdam:
         """Update the other parameters whose turn it is at this step (`StepPlan`), on all ranks, and zero their
         gradients. Call it after `step_rows`.
 
-        numbers: `update_numbers` of the step, also as 0-D tensors on the GPU.
+        numbers: `update_numbers` of the step; its values may be 0-D tensors on the GPU.
         """
         copies = self.copies if plan.tied else {}
 
@@ -1384,7 +1386,7 @@ class NorMuonAndAdam:
         self.ops.update_few_rows(
             self.params[label].detach(), state["v"], state["last"], few.grad, few.place, few.rows, few.count,
             numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"],
-            self.optim.table_beta2, self.optim.adam_eps)
+            adam_betas(self.table[label], self.optim)[1], self.optim.adam_eps)
 
     def _update_adam(self, name, grad, numbers, moves_average=False):
         eps = self.optim.adam_eps
@@ -1533,7 +1535,7 @@ class StepPlan(NamedTuple):
     average_rates: dict[str, float]  # label -> rate at which the average of its weights moves in this step
     mtp_weights: tuple[float, ...]
     candidates: int  # classes in the loss of a micro-batch; 0: all
-    adam: bool  # whether Adam updates what is no table
+    adam: bool  # whether Adam updates its parameters other than tables
     tables: bool  # whether the tables are updated: on odd steps, with the sum of two gradients (PR 136, classiclarryd)
     tied: bool  # whether embedding and head share their weights
     split: bool  # whether embedding and head are untied after this step
@@ -1591,7 +1593,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     momentum = low + (high - low) * warmth
     slow_share = config.optim.slow_momentum if step >= SLOW_START * total else 0.0
-    # The first odd step of the stage. Head and embedding of another run are already untied.
+    # The first odd step of the stage. A run that begins with the weights of another unties them before its first step.
     split_step = -1 if config.system.init_from else starts[schedule.split_stage - 1] | 1
     tokens = stage.batch_tokens // config.system.micro_batches
     # Both gradients of an Adam update come from the same kind of softmax.
@@ -1650,8 +1652,7 @@ def wait_for(event, world, limit=PATIENCE):
 def may_keep_layers(config, rt, ops) -> bool:
     """Whether a KeptFunction, which checks no guards, may serve the layers. Plain attention has a graph for each stage,
     which only guards tell apart."""
-    one_graph = ops.attention is kernels.IMPLEMENTATIONS["attention"]["triton"]
-    return config.system.compile and rt.device.type == "cuda" and one_graph
+    return config.system.compile and rt.device.type == "cuda" and ops.attention is kernels.attention_block
 
 
 def add_gradients(loss, leaves):
@@ -1697,12 +1698,12 @@ class Trainer:
         if config.model.bigram_normal:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
-        self.compiled_layers = compiler(self.model.layers)
+        self.compiled_layers, self.kept = compiler(self.model.layers), None
         if sources and may_keep_layers(config, rt, ops):
             system = [getattr(config.system, name) for name in ("dtype", "fp8", "fp8_mlp", "fp8_qkv", "combo_kernels")]
             chosen = {name: op.__qualname__ for name, op in vars(ops).items()}
-            key = sources, config.model, system, chosen, self.micro_steps, str(rt.device)
-            self.compiled_layers = functools.partial(KeptFunction(GPT.layers, key, options), self.model)
+            self.kept = KeptFunction(GPT.layers, (sources, config.model, system, chosen, self.micro_steps), options)
+            self.compiled_layers = functools.partial(self.kept, self.model)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
                                      self.model.embed, ops.pointer, config.model.gate_id)
         has_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
@@ -1730,12 +1731,14 @@ class Trainer:
     def run(self) -> tuple[float, Clock]:
         """The timed run -> (final validation loss, clock)."""
         system = self.config.system
-        by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # an even and an odd step
+        by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
+            if step in (system.profiled.start, system.profiled.stop):
+                self.synchronize()  # steps that the GPU has still to do belong to the training time
             if step == system.profiled.stop:
                 with clock.paused("profile"):
                     self.profiler.stop()
@@ -1757,7 +1760,6 @@ class Trainer:
                     break
             if step == system.profiled.start:
                 with clock.paused("profile"):
-                    self.synchronize()
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             step_loss = step_loss.to("cpu", non_blocking=True)
@@ -1930,11 +1932,12 @@ class Trainer:
         return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
 
     def init_weights(self):
-        """`GPT.init_weights`, and the weights of rank 0 for all ranks."""
+        """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
+        begin as constants."""
         self.model.init_weights(self.config.system.seed)
-        if self.rt.world > 1:
-            for param in self.model.parameters():
-                dist.broadcast(param.detach(), 0)
+        for param in param_table(self.config.model) if self.rt.world > 1 else ():
+            if param.optim != "rows":
+                dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
 
     def quantise_weights(self, mlp_scales=None):
         """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
@@ -1981,7 +1984,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
         if seconds:
-            end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)
+            end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)  # a start with empty caches
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
         if system.compile or config.schedule.minutes:
@@ -1989,6 +1992,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
                      if system.compile else "timing steps for {:.0f} s")
             with log.moving(lambda: doing.format(time.perf_counter() - ready)):
                 warm_up(trainer)
+        elif rt.device.type == "cuda":
+            require_codes(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
             restart_with_more_micro_batches(config, state_bytes(config, param_table(config.model)), rt.device)
@@ -2000,7 +2005,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     elif initial:
         trainer.load_weights(initial)
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
-    phases = {"setup": ready - watch.start, "warmup": time.perf_counter() - ready}
+    phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     trainer.update_graphs.drop()
     phases |= clock.paused_seconds
@@ -2009,16 +2014,15 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         log.line(f"warning: {one_line(error)}" if error else digests.result(), console=error is not None)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if system.sample_tokens and rt.rank == 0:
+    if system.sample_tokens and trainer.model.shared_rows:
+        log.line("warning: no sample: this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
+    elif system.sample_tokens and rt.rank == 0:
         try:
-            if trainer.model.shared_rows:
-                raise UserError("this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
             log.line("sample:\n" + "".join(sample(trainer.model, config, trainer.attn[-1])))
         except Exception as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
-    now, gpus = time.perf_counter(), rt.world if rt.device.type == "cuda" else 0
-    # gpu: of all ranks, from the imports to now
-    phases |= {"total": trainer.seconds_before + now - watch.start, "gpu": gpus * (now - started)}
+    spent, gpus = time.perf_counter() - started, rt.world if rt.device.type == "cuda" else 0
+    phases |= {"total": trainer.seconds_before + spent, "gpu": gpus * spent}  # gpu: of all ranks
     summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
     summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in phases.items()}
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
@@ -2057,6 +2061,7 @@ def main(argv) -> int:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
     rank = local = 0
+    log = None
     try:
         if any(arg.partition("=")[0] == "--sample" for arg in argv):
             return sample_command(argv, RECORD74, load_model)
@@ -2082,14 +2087,19 @@ def main(argv) -> int:
             config, size, seconds = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
             config = check_start(config, param_table, world, rows_open)
             watch.lap("size")
-        train(config, rt, Log(config, rt), argv, watch, automatic, size, seconds)
+        log = Log(config, rt)
+        train(config, rt, log, argv, watch, automatic, size, seconds)
         dist.destroy_process_group()
         return 0
+    except BrokenPipeError:  # of `--check | head -n 1`, for example
+        return 1
     except (UserError, RuntimeError, OSError) as error:
         if (message := error_message(error)) is None:
             raise
     finally:
         gc.enable()
+    if log:
+        log.failed(message)
     if claim_report(local):
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1

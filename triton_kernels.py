@@ -11,15 +11,15 @@ Conventions
   Importing this file only defines functions, and registers operators with torch.library. Launch parameters are in
   tables; nothing is autotuned. K1 to K12 are quirks of record 74, which the docstring of train_gpt.py lists.
   Strides are in elements. Offsets into tensors of N·D elements or more are int64; offsets into smaller tensors
-  (tables, gates) may be int32.
+  (rotary tables, gates) may be int32.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers, descriptors, tuples of a pointer and strides (X, Gate, dGate), or
   constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate). Where a
-  kernel loads tiles, its argument is a descriptor on GPUs with a copy engine (TMA), and a pointer elsewhere.
+  kernel loads tiles, its argument may be a descriptor on GPUs with a copy engine (TMA), and is a pointer elsewhere.
 
 A new operation needs a section with a banner before the last one, a row in the table below with its name and lines,
-a wrapper, `<name>_ref`, a kernel whose name ends in `_kernel`, a `<NAME>_LAUNCH` table, a test against the reference,
-and a case in tests/bench_kernels.py, from which tests/test_arch.py compiles it for other GPUs.
+a wrapper, `<name>_ref`, a kernel whose name ends in `_kernel`, a `<NAME>_LAUNCH` table, a test against the reference, a
+case in data/run/trial.py, and one in tests/bench_kernels.py, from which tests/test_arch.py compiles it for other GPUs.
 
 Contents, in the order in which a token meets the operations. Column ms: what a section saves per step of record 74's
 model (572 ms, 8 x 49152 tokens, one H100) against compiled PyTorch with the library's products and FlashAttention-2.
@@ -248,8 +248,8 @@ def _strided(x):
 # embedding_grad multiplies by the signs where it reads, so their products never exist in the backward pass either.
 # update_rows replaces Adam's pass over all rows. Without a first moment (β1 = 0), Adam changes nothing in a row without
 # gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when
-# it has a gradient again. A row without gradient costs one byte of `touched`, where Adam's pass moves 22 bytes per
-# weight. update_rows clears `touched` and the gradient.
+# it has a gradient again. A row without gradient costs a read and a write of one byte of `touched`, where Adam's pass
+# moves 22 bytes per weight. update_rows clears `touched` and the gradient.
 # A table of n-grams (PR 360, devenpzak) has millions of rows, so nothing may pass over all of them, and gradients of
 # all would not fit the memory. FewRows has gradients of those rows alone that occurred since the last update.
 # embedding_grad claims a place for a row in the first micro-batch in which it occurs; a counter of all programs numbers
@@ -306,12 +306,19 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: tl.conste
 SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
 
 
-@operation(signed_rows_ref, any_dtype=True, table="R D: bf16 fp32", ids="M: int32", signs="?S D: bf16 fp32",
-           sign_ids="?M: int32")
+def _check_orders(table, ids, orders=1, signs=None, sign_ids=None):
+    if len(ids) % orders:
+        return f"{len(ids)} ids for {orders} orders"
+    return None if (signs is None) == (sign_ids is None) else "signs and sign_ids belong together"
+
+
+@operation(signed_rows_ref, any_dtype=True, check=_check_orders, table="R D: bf16 fp32", ids="M: int32",
+           signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
     """`signed_rows_ref` as a kernel."""
     N, D = len(ids) // orders, table.size(1)
-    out = torch.empty(N, D, dtype=table.dtype, device=table.device)
+    dtype = table.dtype if signs is None else torch.promote_types(table.dtype, signs.dtype)
+    out = torch.empty(N, D, dtype=dtype, device=table.device)
     _signed_rows_kernel[(triton.cdiv(N, SIGNED_ROWS_LAUNCH["BLOCK"]),)](
         out, table, ids, signs, sign_ids, N, D, ORDERS=orders, COLUMNS=triton.next_power_of_2(D),
         **SIGNED_ROWS_LAUNCH)
@@ -442,6 +449,8 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
     if not (place is None) == (rows is None) == (count is None):
         raise ValueError("embedding_grad: place, rows and count belong together")
+    if (signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N:
+        raise ValueError(f"embedding_grad: signs need a sign_id for each of the {N} ids")
     if sorted_ids.pieces is None or sorted_ids.pieces.shape != (5, N + 1):
         raise ValueError("embedding_grad: sorted_ids has no pieces of its ids; make them with sorted_pieces of"
                          " data/loader.py")
@@ -647,7 +656,7 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
-#   window and scale are 0-D CPU tensors, so that one compiled graph serves every stage, or numbers.
+#   window and scale > 0 are 0-D CPU tensors, so that one compiled graph serves every stage, or numbers.
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 #
 # Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
@@ -978,7 +987,7 @@ def document_of_tokens(cu_seqlens, N):
 #   ve          (N, H d) or None     value embeddings
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
 #   w_out       (H, C)               weights of the output gate, C even
-#   cu_seqlens, window, scale        as in section 2; in paired layers window counts positions of the 2N
+#   cu_seqlens, window, scale        as in section 2, but no numbers; in paired layers window counts positions of the 2N
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
 #   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
@@ -1591,7 +1600,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 #   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; the compiler fuses the codes into the
 #                                                              pass that makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
-#   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) bf16 = scale_a scale_b a bᵀ, by the library
+#   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
 #   Fp8Projections                                             the codes of section 3's projection
 #
 # Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
@@ -1642,11 +1651,11 @@ def both_layouts(x, scale, dtype):
     return codes, _transposed_codes(codes)
 
 
-def scaled_product(a, b, scale_a, scale_b, fast=False):
-    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N) bf16. fast: sums of fewer bits."""
+def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16):
+    """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N). fast: sums of fewer bits."""
     if _takes_ref(a):
-        return (a.float() @ b.float().mT * (scale_a * scale_b)).bfloat16()
-    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return (a.float() @ b.float().mT * (scale_a * scale_b)).to(dtype)
+    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def _saturated(x, DTYPE: tl.constexpr):
@@ -1686,7 +1695,7 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
     n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]
     first = matrix.to(tl.int64) * M * N
-    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
+    x = tl.load(X + first + m[:, None].to(tl.int64) * N + n[None, :], mask=inside).to(tl.float32)
     codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
     tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
@@ -2346,8 +2355,7 @@ class Fp8Mlps:
 # Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
 # output, only J sums per row. Column j serves the target j tokens further on: it copies the token j places behind the
 # key. The running maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
-# The pointer reads the earlier tokens of the same document. It reads no other document and no other shard. In a
-# validation it reads only the text that the model is asked to continue.
+# The pointer reads the earlier tokens of the same document, in a validation, too. It reads no other document.
 #
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
@@ -2877,8 +2885,7 @@ class _HeadLoss(torch.autograd.Function):
             operands = x_t, codes_t if sampled else head.codes
 
             def logits(rows):
-                return torch._scaled_mm(x[rows], codes_t.t(), head.scale_x, head.scale_w, out_dtype=head.dtype,
-                                        use_fast_accum=True)
+                return scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, True, head.dtype)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
@@ -2902,11 +2909,11 @@ class _HeadLoss(torch.autograd.Function):
         if head.fp8:
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
             grad_t, w = transposed(grad), transposed(w) if sampled else w
-            grad_h = torch._scaled_mm(grad, w.t(), scale_g, head.scale_w, out_dtype=head.dtype)
+            grad_h = scaled_product(grad, w, scale_g, head.scale_w, dtype=head.dtype)
             if sampled:
-                grad_w = torch._scaled_mm(grad_t, x.t(), scale_g, head.scale_x, out_dtype=head.dtype)
+                grad_w = scaled_product(grad_t, x, scale_g, head.scale_x, dtype=head.dtype)
             else:
-                grad_w = torch._scaled_mm(x, grad_t.t(), head.scale_x, scale_g, out_dtype=head.dtype)
+                grad_w = scaled_product(x, grad_t, head.scale_x, scale_g, dtype=head.dtype)
         else:
             grad_h = upstream * (grad @ w.t())
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
@@ -2936,6 +2943,7 @@ class HeadLoss:
     The gradient is added to rows of embedding.grad, embedding (V, D), where each row is contiguous. So this works only
     while embedding and head are tied: the optimizer then adds the transpose of embedding.grad to the head's gradient.
 
+    codes: None, or both layouts of h in FP8, as `both_layouts(h, X_SCALE, E4M3)` makes them.
     point: None, or a Point for the pointer head, whose gate is the class `gate`; the first of the candidates is then
     this class. pointer: the function of that name or pointer_ref.
     """
@@ -3234,7 +3242,7 @@ def normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, a
 
 # {steps: coefficients (a, b, c) of X <- aX + (bP + cPP)X, P = XXᵀ}, by the method of Polar Express, Amsel et al., arXiv
 # 2505.16932, with its safety of 2e-2; 5 steps are its own table. The singular values of X / ‖X‖ above 1e-3 come to
-# 0.86 ... 1.14 in 5 steps, those above 3e-3 to 0.75 ... 1.21 in 4 steps.
+# 0.85 ... 1.14 in 5 steps, those above 3e-3 to 0.74 ... 1.21 in 4 steps.
 POLAR_EXPRESS = {
     5: (
         (8.156554524902461, -22.48329292557795, 15.878769915207462),

@@ -5,10 +5,10 @@
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
-prepare.py cuts texts at line ends into documents of about 1000 tokens or 400 bytes, because the loader uses only the
-beginning of a longer document. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder, or of
-DATA_PATH. A shard gets its name when it is finished and verified. After an interruption or damage, run the same command
-again.
+prepare.py cuts texts at line ends into documents of about 1000 tokens of GPT-2 or 400 bytes, because the loader uses
+only the beginning of a longer document. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder,
+or of DATA_PATH. A shard gets its name when it is finished and verified. After an interruption or damage, run the same
+command again.
 """
 import argparse
 import os
@@ -41,10 +41,10 @@ from data.tokenizer import gpt2_bpe  # noqa: E402
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-# A document ends at the first line end after this many characters, which are about 1000 tokens of GPT-2, or 400 bytes.
-# The loader uses the first 896 tokens or 448 bytes of a document in the first stage, and more later. A model learns
-# less from the same text in documents of 1000 bytes, since the loader drops half of it (records/2026-11-27_learning).
-DOCUMENT_CHARACTERS = {GPT2_SEPARATOR: 4000, BYTE_SEPARATOR: 350}
+# A document ends at the first line end after the characters of about this many tokens. The loader uses the first 896
+# tokens or 448 bytes of a document in the first stage, and more later. A model learns less from the same text in
+# documents of 1000 bytes, since the loader drops half of it (records/2026-11-27_learning).
+DOCUMENT_TOKENS = {GPT2_SEPARATOR: 900, BYTE_SEPARATOR: 350}
 STDLIB_CHARACTERS = 1000  # the library has more text than a run takes, and losses stay comparable
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
@@ -125,8 +125,8 @@ def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]
     config = train_gpt.parse_config(words)
     data, stages = config.data, config.schedule.stages
 
-    # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most an
-    # eighth of the longest shard's tokens, or 2048.
+    # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most 2048
+    # tokens, or an eighth of the longest shard if that is more.
     max_doc_len = min(stage.max_doc_len for stage in stages)
     lengths = [np.minimum(n, max_doc_len) for n in train]
     longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
@@ -187,7 +187,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
             break
         try:
             arguments = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
-        except UserError:  # the shortest run is longer
+        except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
             return arguments if attempt else fitted(f"--preset={shorter}")
     return arguments
 
@@ -203,10 +203,18 @@ def report_command(name: str, separator: int) -> None:
     except UserError as error:
         print(f"warning: no run can start on this: {error}")
         return
-    script = os.path.relpath(ROOT / "run.sh")
+    script, start, where = os.path.relpath(ROOT / "run.sh"), "", ""
+    if separator != BYTE_SEPARATOR:
+        where = ", on one GPU or more (several make no sample)"
+        try:
+            train_gpt.parse_config(arguments, 8)
+        except UserError:  # too few steps, since a step is larger on several GPUs
+            start, where = "NPROC=1 ", ", on one GPU"
+    if "DATA_PATH" in os.environ:
+        where += f", with DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
     print(f"training data: {found}")
-    print("train on it, with a sample at the end" + (":" if separator == BYTE_SEPARATOR else ", on one GPU or more:"))
-    print(shlex.join([script if os.sep in script else f"./{script}", *arguments]))
+    print(f"train on it, with a sample at the end{where}:")
+    print(start + shlex.join([script if os.sep in script else f"./{script}", *arguments]))
 
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
@@ -326,6 +334,17 @@ def cut(text: str, characters: int) -> list[str]:
     return re.findall(rf".{{{characters}}}.{{0,{3 * characters}}}?\n|.{{1,{4 * characters}}}", text, re.DOTALL)
 
 
+def document_characters(texts, encode, separator: int) -> int:
+    """The characters of DOCUMENT_TOKENS tokens, by the beginnings of `texts`, a megabyte in all."""
+    sample, left = [], 10**6
+    for text in texts:
+        sample.append(text[:min(left, 10**5)])
+        if (left := left - len(sample[-1])) <= 0:
+            break
+    characters, tokens = sum(map(len, sample)), sum(len(encode(text)) for text in sample)
+    return max(1, round(DOCUMENT_TOKENS[separator] * characters / tokens)) if tokens else DOCUMENT_TOKENS[separator]
+
+
 def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
     """The validation files: the first files in the order of rank() that make up `val_fraction` of the size."""
     val, size, target = set(), 0, val_fraction * sum(sizes.values())
@@ -340,8 +359,8 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
           characters: int | None = None) -> int:
     """Tokenises `files`, {relative name: path}, in their order into the shards of data/NAME; returns the separator.
 
-    A document ends after `characters` characters (None: those of DOCUMENT_CHARACTERS). Reads one file at a time; the
-    memory holds one training shard, or all validation tokens. Raises UserError when there is too little text.
+    A document ends after `characters` characters (None: `document_characters`). Reads one file at a time; the memory
+    holds one training shard, or all validation tokens. Raises UserError when there is too little text.
     """
     sizes, skipped = {}, {"not UTF-8": [], "empty": []}
     for key, path in files.items():
@@ -358,7 +377,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         parts = (f"{len(keys)} {why}, such as {keys[0]}" for why, keys in skipped.items() if keys)
         print(f"warning: skipped {sum(map(len, skipped.values()))} files ({'; '.join(parts)})")
     encode, separator = load_tokenizer(tokenizer)
-    characters = characters or DOCUMENT_CHARACTERS[separator]
+    characters = characters or document_characters((read_text(files[key]) for key in sizes), encode, separator)
     val, total = split(sizes, val_fraction), sum(sizes.values())
     whole = val and val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total
     if not whole:  # there are too few or too large files for this share, so single documents validate

@@ -60,7 +60,7 @@ OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR",
        "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
 TEXT = {"vocab_size", "val_tokens", "val_sha256"}  # on which a validation loss depends; older logs lack the last
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
-LENGTH = {"scheduled_steps", "extension_steps"}  # settings in which --exchange's two groups may differ
+LENGTH = {"scheduled_steps", "extension_steps", "train_tokens"}  # settings in which --exchange's two groups may differ
 
 
 class UserError(Exception):

@@ -181,6 +181,18 @@ def test_sum_over_orders(rows, width, n, orders, signed, ops, device, monkeypatc
     assert set(listed.tolist()) == set(ids.tolist())
 
 
+def test_the_sum_has_the_dtype_of_table_and_signs(device):
+    """As in a run with --dtype=float32, whose table is bf16."""
+    table = torch.randn(9, 24, device=device).bfloat16()
+    ids = torch.randint(9, (8,), dtype=torch.int32, device=device)
+    signs = torch.ones(2, 24, device=device), ids % 2
+    for arguments in (table, ids, 2), (table, ids, 2, *signs):
+        wanted = tk.signed_rows_ref(*arguments)
+        found = tk.signed_rows(*arguments)
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted)
+
+
 @gpu
 def test_table_of_more_than_two_billion_numbers(device):
     rows, width = 2**31 // 768 + 5, 768

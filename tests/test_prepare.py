@@ -292,19 +292,23 @@ def test_tokenizers(data, corpus, monkeypatch, capsys):
     assert one_line(capsys) == f"error: {none}; or use --tokenizer bytes\n"
 
 
-@pytest.mark.parametrize("texts, length, chosen", [
-    (500, 1000, "--preset=short --train_tokens="),  # a shard fills a row of the largest batch: the GPU has the choice
-    (100, 50, "--preset=short '--train_files="),  # less than the shortest run
+@pytest.mark.parametrize("texts, length, chosen, start", [
+    (500, 1000, "--preset=short --train_tokens=", "/"),  # a shard fills a row of the largest batch: the GPU may choose
+    (100, 300, "--preset=short --train_tokens=", "NPROC=1 "),  # too few steps for several GPUs
+    (100, 50, "--preset=short '--train_files=", "/"),  # less than the shortest run
 ])
-def test_the_command_for_large_and_small_texts(data, tmp_path, monkeypatch, capsys, texts, length, chosen):
+def test_the_command_for_large_and_small_texts(data, tmp_path, monkeypatch, capsys, texts, length, chosen, start):
     gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [int(text)] * length)
     monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get))
     (tmp_path / "texts").mkdir()
     for i in range(texts):
         (tmp_path / "texts" / f"{i}.txt").write_text(str(i))
     assert prepare_text(tmp_path / "texts", "--out", "n", tokenizer="gpt2") == 0
-    command = capsys.readouterr().out.splitlines()[-1]
-    assert f"/run.sh {chosen}" in command and ("micro_batches" in command) is (texts < 500)
+    *_, title, command = capsys.readouterr().out.splitlines()
+    assert f"/run.sh {chosen}" in command and ("micro_batches" in command) is (length < 100)
+    assert command.startswith(start) or start == "/" and not command.startswith("NPROC")
+    where = "one GPU, with" if "NPROC" in start else r"one GPU or more \(several make no sample\), with"
+    assert re.fullmatch(f"train on it, with a sample at the end, on {where} DATA_PATH=.*:", title)
 
 
 def test_the_command_for_many_tiny_documents_together(data, tmp_path, monkeypatch, capsys):
@@ -410,6 +414,14 @@ def test_few_large_files_are_divided_by_documents(data, tmp_path, sizes):
     assert 350 < lengths[len(sizes)] and lengths[-1] < 380  # the last document of each file is shorter
     whole = "".join(sorted(train + val, key=lambda d: [int(x) for x in re.findall(r"\d+", d)[:2]]))
     assert whole == "".join(texts) and 0.05 <= sum(map(len, val)) / len(whole) < 0.05 + 370 / len(whole)
+
+
+@pytest.mark.parametrize("letter, size", [("d", 1), ("д", 2), ("的", 3)])
+def test_documents_of_any_language_are_equally_long(data, tmp_path, letter, size):
+    (tmp_path / "text.txt").write_text(f"{letter * 5}\n" * 9000, encoding="utf-8")
+    assert prepare_text(tmp_path / "text.txt", "--out", "n") == 0
+    *whole, _ = sorted(map(len, documents_of(data / "n")), reverse=True)
+    assert all(345 < length < 355 + 5 * size + 1 for length in whole)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -337,9 +338,16 @@ def fails(capsys):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails):
-    """All steps before it are in the log."""
+    """All steps before it are in the log, and then the error."""
     fails([*corpus.args, f"--log_dir={tmp_path}", "--muon_lr=1e38"], "training loss of step 1 is nan.*--muon_lr")
-    assert f"\nstep:1/{STEPS} train_time:" in next(tmp_path.glob("*.txt")).read_text()
+    text = next(tmp_path.glob("*.txt")).read_text()
+    assert re.search(rf"\nstep:1/{STEPS} train_time:.*\nerror: the training loss of step 1 is nan.*\n$", text, re.S)
+
+
+def test_a_reader_that_has_seen_enough(monkeypatch, capfd):
+    """As head -n 1 does, it closes the pipe."""
+    monkeypatch.setattr("records.check.check_table", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+    assert T.main(["--preset=cpu", "--check"]) == 1 and capfd.readouterr().err == ""
 
 
 NO_MEMORY = """init = T.Trainer.__init__

@@ -168,7 +168,7 @@ def test_layers_are_compiled_ahead(make_trainer):
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
     """The next process loads it and does not compile; it serves other lengths, and its backward pass. Other keys, other
-    sizes of a table or a parameter, and damaged files are compiled."""
+    sizes of a table or a parameter, other variables of PyTorch, damaged files and files that fail are compiled."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # else the compiler tries what a CPU can do
 
@@ -194,10 +194,18 @@ def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
     check(KeptFunction(function, ("code", 1)), 6)
     check(KeptFunction(function, ("code", 2)), 6)
     check(KeptFunction(function, ("code", 1)), 6, rows=30)
-    check(KeptFunction(function, ("code", 1)), 6, width=5)
+    check(wide := KeptFunction(function, ("code", 1)), 6, width=5)
     assert len(calls) == 4 and len(list(first.path.parent.iterdir())) == 4
-    monkeypatch.setattr("pathlib.Path.write_bytes", lambda *args: 1 / 0)
-    check(KeptFunction(function, ("code", 3)), 6)
+    wide.path.write_bytes(first.path.read_bytes())
+    for origin in "compiled and kept", "loaded":
+        check(wide := KeptFunction(function, ("code", 1)), 6, width=5)
+        assert wide.origin == origin
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    check(KeptFunction(function, ("code", 1)), 6)
+    assert len(calls) == 6
+    monkeypatch.setattr("data.run.kept.atomic_write", Mock(side_effect=UserError("no room")))
+    check(full := KeptFunction(function, ("code", 3)), 6)
+    assert full.origin == "compiled, not kept: no room"
 
 
 @pytest.mark.parametrize("attention, compile, device, world, kept", [

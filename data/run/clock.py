@@ -10,7 +10,7 @@ class Stopwatch(dict):
     """{phase of the start: seconds}, in order."""
 
     def __init__(self, import_seconds):
-        self.start = self.last = time.perf_counter()
+        self.last = time.perf_counter()
         self["imports"] = import_seconds
 
     def lap(self, phase):

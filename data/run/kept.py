@@ -8,10 +8,17 @@ from pathlib import Path
 
 import torch
 
+from data.run.disk import atomic_write
+from data.run.errors import is_out_of_memory, one_line
+
+
+COMPILER = "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"  # variables of the environment that change code
+
 
 def described(value):
     """What a trace may depend on in an argument: of a tensor its type, layout and sizes that are not dynamic, of a
-    module this of its parameters and buffers, of a tuple or list this of its items, and any other value."""
+    module this of its parameters and buffers, of a tuple or list this of its items, and any other value. What else a
+    module holds must follow from the key."""
     if isinstance(value, torch.nn.Module):
         return {name: described(x) for name, x in (*value.named_parameters(), *value.named_buffers())}
     if isinstance(value, (tuple, list)):
@@ -31,19 +38,33 @@ class KeptFunction:
     The caches of PyTorch hold the kernels. None holds the trace of the function, which takes about half of the warm-up
     with full caches (records/2026-11-27_start). The file holds both. PyTorch refuses a file of another version of
     itself or of Triton, or of another kind of GPU. No guard compares anything else that the trace depends on. So the
-    name of the file stands for `key`, which holds the code, the settings and the device, and for the arguments of the
-    first call (`described`). Later calls may only change the sizes of dynamic dimensions and the contents of tensors.
+    name of the file stands for `key`, which holds the code and the settings, for the COMPILER variables, and for the
+    arguments of the first call (`described`). Later calls may only change the sizes of dynamic dimensions and the
+    contents of tensors. The launch parameters suit the sizes of the run that compiled.
 
-    A file that cannot be used, or written, costs the time of the trace and nothing else.
+    A file that cannot be used, or written, costs the time of the trace and nothing else. `origin` says what was done.
     """
 
     def __init__(self, function, key, options=None):
         self.function, self.key, self.options, self.compiled = function, key, options or {}, None
 
     def __call__(self, *args):
-        if self.compiled is None:
-            self.name = hashlib.sha256(repr((self.key, *map(described, args))).encode()).hexdigest()[:32]
-            self.compiled = self.loaded() or self.new(args)
+        if self.compiled is not None:
+            return self.compiled(*args)
+        environment = [(name, value) for name, value in sorted(os.environ.items())
+                       if name.startswith(COMPILER) and not name.endswith(("_DIR", "_HOME"))]
+        whole = repr((self.key, environment, *map(described, args)))
+        self.name = hashlib.sha256(whole.encode()).hexdigest()[:32]
+        if found := self.loaded():
+            try:
+                result, self.compiled, self.origin = found(*args), found, "loaded"
+                return result
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                with suppress(OSError):
+                    self.path.unlink()
+        self.compiled = self.new(args)
         return self.compiled(*args)
 
     @property
@@ -66,13 +87,16 @@ class KeptFunction:
         try:
             with torch._dynamo.config.patch(enable_aot_compile=True):
                 compiled = compile(options=self.options | unguarded).aot_compile((args, {}))
-        except Exception:  # PyTorch calls this experimental; what is really wrong fails again
+        except Exception as error:  # PyTorch calls this experimental; what is really wrong fails again
+            self.origin = f"compiled, not kept: {one_line(error)}"
             return compile(options=self.options or None)
         compiled.disable_guard_check()
-        with suppress(Exception):  # a full disk, or an operation that PyTorch cannot write
+        try:
             data = type(compiled).serialize(compiled).serialized_data
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_suffix(f".{os.getpid()}")  # two runs may start at once
-            partial.write_bytes(data)
-            partial.replace(self.path)
+            with atomic_write(own := self.path.with_suffix(f".{os.getpid()}")) as file:  # ranks write at once
+                file.write(data)
+            own.replace(self.path)
+            self.origin = "compiled and kept"
+        except Exception as error:  # a full disk, or an operation that PyTorch cannot write
+            self.origin = f"compiled, not kept: {one_line(error)}"
         return compiled

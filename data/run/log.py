@@ -8,13 +8,13 @@ import subprocess
 import sys
 import threading
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from data.run.disk import ROOT
-from data.run.errors import user_error
+from data.run.errors import UserError, user_error
 from data.run.knobs import flatten, render
 from data.shards import digest, find_files
 
@@ -53,6 +53,13 @@ class Log:
             advice = "there is no checkpoint"
             advice += "" if system.save_every else ": --save_every=100 writes one every 100 steps"
         self.line(f"\nended by Ctrl-C; {advice}", file=False)
+
+    def failed(self, message):
+        """The error that ends the run, for the file; the console gets it on standard error, on a line of its own."""
+        with suppress(UserError):
+            self.line(f"error: {message}", console=False)
+            if self.terminal:
+                self.line("", file=False, end="")
 
     def progress(self, text, seconds_left):
         """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""

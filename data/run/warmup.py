@@ -35,6 +35,8 @@ def warm_up(trainer):
     compile_ahead(trainer, trainer.rt.device.type == "cuda" and can_only_compile())
     trainer.synchronize()
     trainer.watch.lap("compilation")
+    if trainer.kept:
+        trainer.log.line(f"compiled layers: {trainer.kept.origin}", console=False)
     run_steps(trainer, seen := set())
     if trainer.rt.device.type == "cuda":
         require_codes(trainer)
