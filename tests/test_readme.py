@@ -94,6 +94,8 @@ def run_guard(argv):
 def parse_run_sh(argv):
     if f"\n./run.sh {' '.join(argv)}" in (ROOT / "run.sh").read_text():  # a command as --help has it
         return
+    if argv[0] == "data":  # the data of the run with the other arguments
+        argv = argv[1:]
     if argv[0] == "--rerun":
         return rerun.parse(argv[1:])
     if argv[0] == "--repeat":
