@@ -2091,15 +2091,16 @@ def main(argv) -> int:
         train(config, rt, log, argv, watch, automatic, size, seconds)
         dist.destroy_process_group()
         return 0
-    except BrokenPipeError:  # of `--check | head -n 1`, for example
-        return 1
-    except (UserError, RuntimeError, OSError) as error:
-        if (message := error_message(error)) is None:
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and not log:  # of `--check | head -n 1`, for example
+            return 1
+        message = error_message(error) if isinstance(error, (UserError, RuntimeError, OSError)) else None
+        if log:
+            log.failed(message or one_line(error))
+        if message is None:
             raise
     finally:
         gc.enable()
-    if log:
-        log.failed(message)
     if claim_report(local):
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1

@@ -1691,11 +1691,11 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
         if tl.program_id(0) == 0:
             tl.store(Scales, scale)
     tiles = tl.cdiv(N, BLOCK_N)
-    m = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]
     first = matrix.to(tl.int64) * M * N
-    x = tl.load(X + first + m[:, None].to(tl.int64) * N + n[None, :], mask=inside).to(tl.float32)
+    x = tl.load(X + first + m[:, None] * N + n[None, :], mask=inside).to(tl.float32)
     codes = _saturate(x * tl.div_rn(1.0, scale), Codes.dtype.element_ty)
     tl.store(Codes + first + m[:, None] * N + n[None, :], codes, mask=inside)
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])

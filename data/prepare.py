@@ -203,17 +203,17 @@ def report_command(name: str, separator: int) -> None:
     except UserError as error:
         print(f"warning: no run can start on this: {error}")
         return
-    script, start, where = os.path.relpath(ROOT / "run.sh"), "", ""
+    script, start, note = os.path.relpath(ROOT / "run.sh"), "", ""
     if separator != BYTE_SEPARATOR:
-        where = ", on one GPU or more (several make no sample)"
         try:
             train_gpt.parse_config(arguments, 8)
+            note = "; several GPUs make no sample"
         except UserError:  # too few steps, since a step is larger on several GPUs
-            start, where = "NPROC=1 ", ", on one GPU"
+            start = "NPROC=1 "
     if "DATA_PATH" in os.environ:
-        where += f", with DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
+        note += f"; it needs DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
     print(f"training data: {found}")
-    print(f"train on it, with a sample at the end{where}:")
+    print(f"train on it, with a sample at the end{note}:")
     print(start + shlex.join([script if os.sep in script else f"./{script}", *arguments]))
 
 
@@ -334,14 +334,9 @@ def cut(text: str, characters: int) -> list[str]:
     return re.findall(rf".{{{characters}}}.{{0,{3 * characters}}}?\n|.{{1,{4 * characters}}}", text, re.DOTALL)
 
 
-def document_characters(texts, encode, separator: int) -> int:
-    """The characters of DOCUMENT_TOKENS tokens, by the beginnings of `texts`, a megabyte in all."""
-    sample, left = [], 10**6
-    for text in texts:
-        sample.append(text[:min(left, 10**5)])
-        if (left := left - len(sample[-1])) <= 0:
-            break
-    characters, tokens = sum(map(len, sample)), sum(len(encode(text)) for text in sample)
+def document_characters(texts: list[str], encode, separator: int) -> int:
+    """The characters of DOCUMENT_TOKENS tokens in text like `texts`."""
+    characters, tokens = sum(map(len, texts)), sum(len(encode(text)) for text in texts)
     return max(1, round(DOCUMENT_TOKENS[separator] * characters / tokens)) if tokens else DOCUMENT_TOKENS[separator]
 
 
@@ -377,7 +372,10 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         parts = (f"{len(keys)} {why}, such as {keys[0]}" for why, keys in skipped.items() if keys)
         print(f"warning: skipped {sum(map(len, skipped.values()))} files ({'; '.join(parts)})")
     encode, separator = load_tokenizer(tokenizer)
-    characters = characters or document_characters((read_text(files[key]) for key in sizes), encode, separator)
+    if not characters:
+        some = sorted(sizes, key=rank)[:10]
+        characters = document_characters(
+            [read_text(files[key])[:10**6 // len(some)] for key in some], encode, separator)
     val, total = split(sizes, val_fraction), sum(sizes.values())
     whole = val and val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total
     if not whole:  # there are too few or too large files for this share, so single documents validate

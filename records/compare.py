@@ -84,7 +84,7 @@ STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_los
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
                    r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
                    r"|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:|warning:|checkpoint:"
-                   r"|resumed:|size:|plot:) ")
+                   r"|resumed:|size:|plot:|compiled layers:|error:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 

@@ -255,7 +255,7 @@ def test_two_nodes_of_one_rank_are_one_node_of_two(runs):
     assert "\ntokens per micro-batch: 256 384 512 448; micro-batches per rank: 1\n" in two.body
 
 
-def test_logs_are_read_by_compare(runs):
+def test_logs_are_read_by_compare(runs, tmp_path):
     """Every line of them: the formats have one writer and one reader."""
     for name, run in runs.items():
         log, ranks = compare.read_run(run.path), RUNS[name][0]
@@ -267,6 +267,9 @@ def test_logs_are_read_by_compare(runs):
         assert log.facts.items() >= {key: published(render(value)) for key, value in config.items()}.items()
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(ranks)
         assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
+    more = "compiled layers: loaded\nerror: out of GPU memory\n"  # of a compiled run on a GPU, and of one that fails
+    (tmp_path / "log.txt").write_text(run.path.read_text() + more)
+    assert compare.read_run(tmp_path / "log.txt").notes == []
 
 
 def test_log_opens_with_sources_versions_and_config(runs, corpus):

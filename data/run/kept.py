@@ -42,7 +42,8 @@ class KeptFunction:
     arguments of the first call (`described`). Later calls may only change the sizes of dynamic dimensions and the
     contents of tensors. The launch parameters suit the sizes of the run that compiled.
 
-    A file that cannot be used, or written, costs the time of the trace and nothing else. `origin` says what was done.
+    A file that cannot be read, called or written costs the time of the trace and nothing else. `origin` says what was
+    done.
     """
 
     def __init__(self, function, key, options=None):
@@ -93,7 +94,7 @@ class KeptFunction:
         compiled.disable_guard_check()
         try:
             data = type(compiled).serialize(compiled).serialized_data
-            with atomic_write(own := self.path.with_suffix(f".{os.getpid()}")) as file:  # ranks write at once
+            with atomic_write(own := self.path.with_suffix(f".{os.getpid()}")) as file:  # all ranks write this file
                 file.write(data)
             own.replace(self.path)
             self.origin = "compiled and kept"

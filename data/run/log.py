@@ -55,7 +55,8 @@ class Log:
         self.line(f"\nended by Ctrl-C; {advice}", file=False)
 
     def failed(self, message):
-        """The error that ends the run, for the file; the console gets it on standard error, on a line of its own."""
+        """The error of rank 0 that ends the run, for the file; the console gets it on standard error, on a line of its
+        own."""
         with suppress(UserError):
             self.line(f"error: {message}", console=False)
             if self.terminal:
