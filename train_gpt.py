@@ -95,7 +95,8 @@ from data.run.kept import KeptFunction
 from data.run.knobs import help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, shards_line, write_header
-from data.run.machine import PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env
+from data.run.machine import (
+    PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
 from data.run.start import check_start, fit_size
@@ -1969,6 +1970,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         config, ops, choices = choose_kernels(config, rt.device)
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
+    require_equal_ranks(rt, config, sources)
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices)
         for line in [size] * bool(size) + faults:

@@ -215,6 +215,18 @@ def limited(log, *args):
 T.write_header = limited"""
 
 
+def test_ranks_with_other_settings_or_code(corpus, tmp_path):
+    """As when somebody starts a second machine with another command. Paths may differ."""
+    hook = """sys.argv[-1] += os.environ["RANK"]
+if os.environ["RANK"] == "1":
+    sys.argv += ["--muon_lr=0.01", "--layer0.dynamic=true"]
+    sources = T.loaded_sources
+    T.loaded_sources = lambda: {name: text + "#" * (name == "data/loader.py") for name, text in sources().items()}"""
+    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}/", ranks=2, hook=hook))
+    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/loader.py: start all processes with the same")
+    assert status == 1
+
+
 def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
     """Here a limit on the size of files. It stops at once, and what fits is in the log."""
     out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=ROOM), 60)

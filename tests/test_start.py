@@ -201,8 +201,9 @@ def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
         check(wide := KeptFunction(function, ("code", 1)), 6, width=5)
         assert wide.origin == origin
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    check(KeptFunction(function, ("code", 1)), 6)
-    assert len(calls) == 6
+    monkeypatch.setattr("data.run.kept.FILES", 2)
+    check(other := KeptFunction(function, ("code", 1)), 6)
+    assert len(calls) == 6 and {*first.path.parent.iterdir()} == {wide.path, other.path}
     monkeypatch.setattr("data.run.kept.atomic_write", Mock(side_effect=UserError("no room")))
     check(full := KeptFunction(function, ("code", 3)), 6)
     assert full.origin == "compiled, not kept: no room"

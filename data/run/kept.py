@@ -12,6 +12,7 @@ from data.run.disk import atomic_write
 from data.run.errors import is_out_of_memory, one_line
 
 
+FILES = 30  # the newest stay; each edit of the code leaves one
 COMPILER = "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"  # variables of the environment that change code
 
 
@@ -100,4 +101,7 @@ class KeptFunction:
             self.origin = "compiled and kept"
         except Exception as error:  # a full disk, or an operation that PyTorch cannot write
             self.origin = f"compiled, not kept: {one_line(error)}"
+        with suppress(OSError):
+            for old in sorted(self.path.parent.iterdir(), key=os.path.getmtime)[:-FILES]:
+                old.unlink()
         return compiled

@@ -3,6 +3,7 @@
 import os
 import platform
 import socket
+import zlib
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.run.errors import UserError, one_line, user_error
-from data.run.knobs import with_system
+from data.run.knobs import flatten, render, with_system
 from data.run.size import Gpu
 
+PATHS = "train_files", "val_files", "log_dir", "resume", "init_from"  # settings that may differ between machines
 PATIENCE = 600  # seconds that a rank waits for the others, one of which may find nothing in its compile cache
 
 
@@ -156,6 +158,20 @@ def measure_gpu(fp8) -> Gpu:
     launch = median_seconds(graph.replay) / count
     torch.cuda.empty_cache()
     return Gpu(fp8 and limits["fp8"] or limits["bf16"], limits["copy"], launch)
+
+
+def require_equal_ranks(rt, config, sources: dict):
+    """Raises a UserError on all ranks if one has other settings or other code than rank 0, as on a second machine that
+    was started with another command. Paths may differ. sources: {path: text}."""
+    if rt.world == 1:
+        return
+    mine = {f"--{knob}": render(value) for knob, value in flatten(config).items() if knob not in PATHS} | sources
+    everyone = [mine] * rt.world
+    dist.all_gather_object(everyone, {name: zlib.crc32(text.encode()) for name, text in mine.items()})
+    for rank, found in enumerate(everyone):
+        if names := [name for name in found.keys() & everyone[0].keys() if found[name] != everyone[0][name]]:
+            raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted(names))}: start all processes with"
+                            " the same command and the same code")
 
 
 def agreed_gpu(rt, fp8) -> Gpu:
