@@ -223,7 +223,7 @@ if os.environ["RANK"] == "1":
     sources = T.loaded_sources
     T.loaded_sources = lambda: {name: text + "#" * (name == "data/loader.py") for name, text in sources().items()}"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}/", ranks=2, hook=hook))
-    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/loader.py: start all processes with the same")
+    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/loader.py: start all processes")
     assert status == 1
 
 

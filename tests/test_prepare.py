@@ -293,7 +293,7 @@ def test_tokenizers(data, corpus, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("texts, length, chosen, one_gpu", [
-    (500, 1000, "--preset=short --train_tokens=", False),  # a shard fills a row of the largest batch: the GPU may choose
+    (500, 1000, "--preset=short --train_tokens=", False),  # a shard fills a row of the largest batch: the GPU chooses
     (100, 300, "--preset=short --train_tokens=", True),  # too few steps for several GPUs
     (100, 50, "--preset=short '--train_files=", False),  # less than the shortest run
 ])
