@@ -449,7 +449,7 @@ PRESETS = {
 
 
 MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
-# The size of these models follows --minutes or --train_tokens. Value: whether it also follows the preset's own length.
+# The size of these models follows --minutes or --train_tokens. True: the size also follows the preset's own length.
 # `single` is made for a loss, which a smaller model would not reach with its tokens.
 SIZED = {"single": False, "short": True}
 
@@ -1594,7 +1594,7 @@ def make_plan(config: Config, step: int) -> StepPlan:
     warmth = step / warmup if step < warmup else 1 - max(0, step - (total - cooldown)) / max(1, cooldown)
     momentum = low + (high - low) * warmth
     slow_share = config.optim.slow_momentum if step >= SLOW_START * total else 0.0
-    # The first odd step of the stage. A run that begins with the weights of another unties them before its first step.
+    # The first odd step of the stage. With --init_from, head and embedding are untied before the first step.
     split_step = -1 if config.system.init_from else starts[schedule.split_stage - 1] | 1
     tokens = stage.batch_tokens // config.system.micro_batches
     # Both gradients of an Adam update come from the same kind of softmax.
@@ -1936,7 +1936,7 @@ class Trainer:
         """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
         begin as constants."""
         self.model.init_weights(self.config.system.seed)
-        for param in param_table(self.config.model) if self.rt.world > 1 else ():
+        for param in self.model.table if self.rt.world > 1 else ():
             if param.optim != "rows":
                 dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
 
@@ -1994,7 +1994,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
                      if system.compile else "timing steps for {:.0f} s")
             with log.moving(lambda: doing.format(time.perf_counter() - ready)):
                 warm_up(trainer)
-        elif rt.device.type == "cuda":
+        if rt.device.type == "cuda":
             require_codes(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):

@@ -41,9 +41,9 @@ from data.tokenizer import gpt2_bpe  # noqa: E402
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-# A document ends at the first line end after the characters of about this many tokens. The loader uses the first 896
-# tokens or 448 bytes of a document in the first stage, and more later. A model learns less from the same text in
-# documents of 1000 bytes, since the loader drops half of it (records/2026-11-27_learning).
+# A document ends at the first line end after about this many tokens. The loader uses the first 896 tokens or 448 bytes
+# of a document in the first stage, and more later. A model learns less from the same text in documents of 1000 bytes,
+# since the loader drops half of it (records/2026-11-27_learning).
 DOCUMENT_TOKENS = {GPT2_SEPARATOR: 900, BYTE_SEPARATOR: 350}
 STDLIB_CHARACTERS = 1000  # the library has more text than a run takes, and losses stay comparable
 

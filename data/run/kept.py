@@ -11,7 +11,6 @@ import torch
 from data.run.disk import atomic_write
 from data.run.errors import is_out_of_memory, one_line
 
-
 FILES = 30  # the newest stay; each edit of the code leaves one
 COMPILER = "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"  # variables of the environment that change code
 
@@ -86,22 +85,21 @@ class KeptFunction:
         """The compiled function, also written to the file."""
         compile = functools.partial(torch.compile, self.function, fullgraph=True, dynamic=False)
         unguarded = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        compiled, self.origin = None, "compiled and kept"
         try:
             with torch._dynamo.config.patch(enable_aot_compile=True):
                 compiled = compile(options=self.options | unguarded).aot_compile((args, {}))
-        except Exception as error:  # PyTorch calls this experimental; what is really wrong fails again
+            compiled.disable_guard_check()
+            self.save(type(compiled).serialize(compiled).serialized_data)
+        except Exception as error:  # PyTorch calls this experimental, or the disk is full; real errors come again
             self.origin = f"compiled, not kept: {one_line(error)}"
-            return compile(options=self.options or None)
-        compiled.disable_guard_check()
-        try:
-            data = type(compiled).serialize(compiled).serialized_data
-            with atomic_write(own := self.path.with_suffix(f".{os.getpid()}")) as file:  # all ranks write this file
-                file.write(data)
-            own.replace(self.path)
-            self.origin = "compiled and kept"
-        except Exception as error:  # a full disk, or an operation that PyTorch cannot write
-            self.origin = f"compiled, not kept: {one_line(error)}"
+        return compile(options=self.options or None) if compiled is None else compiled
+
+    def save(self, data: bytes):
+        """Write the file, and delete the oldest ones."""
+        with atomic_write(own := self.path.with_suffix(f".{os.getpid()}")) as file:  # all ranks write this file
+            file.write(data)
+        own.replace(self.path)
         with suppress(OSError):
             for old in sorted(self.path.parent.iterdir(), key=os.path.getmtime)[:-FILES]:
                 old.unlink()
-        return compiled

@@ -166,7 +166,7 @@ def require_equal_ranks(rt, config, sources: dict):
     if rt.world == 1:
         return
     mine = {f"--{knob}": render(value) for knob, value in flatten(config).items() if knob not in PATHS} | sources
-    everyone = [mine] * rt.world
+    everyone = [None] * rt.world
     dist.all_gather_object(everyone, {name: zlib.crc32(text.encode()) for name, text in mine.items()})
     for rank, found in enumerate(everyone):
         if names := [name for name in found.keys() & everyone[0].keys() if found[name] != everyone[0][name]]:

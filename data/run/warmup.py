@@ -38,8 +38,6 @@ def warm_up(trainer):
     if trainer.kept:
         trainer.log.line(f"compiled layers: {trainer.kept.origin}", console=False)
     run_steps(trainer, seen := set())
-    if trainer.rt.device.type == "cuda":
-        require_codes(trainer)
     if trainer.config.schedule.minutes:
         fit_minutes(trainer)
         run_steps(trainer, seen)
