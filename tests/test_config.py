@@ -544,9 +544,14 @@ WIRED = (
 
 
 def test_wiring():
-    """At depth 11 it is what records/2026-11-22_model found. Other depths keep its shape."""
+    """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other depths
+    keep its shape."""
     parse = functools.partial(parse_value, "layer", kind=T.Layer, example=T.Layer())
-    assert T.wire(11) == T.LAYERS == T.parse_config(["--depth=11"]).model.layers == tuple(map(parse, WIRED))
+    short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
+                      for name in ("short", "record", "single"))
+    assert T.wire(11) == T.LAYERS == short == tuple(map(parse, WIRED))
+    assert others == 2 * [tuple(map(parse, (*WIRED[:-1], WIRED[-1].removesuffix(" mix"))))]
+    assert not T.parse_config(["--preset=single", "--depth=8"]).model.layers_with("mix")
     for depth in range(3, 25):
         for heads in "6", "3":
             model = T.parse_config([f"--depth={depth}", f"--num_heads={heads}", "--preset=cpu"]).model

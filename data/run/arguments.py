@@ -22,7 +22,7 @@ class Presets(NamedTuple):
 
     configs: dict  # name -> Config
     gpus: dict  # name -> number of GPUs for which its batches were chosen
-    wire: Callable  # (depth, narrow, paired) -> layers of a model
+    wire: Callable  # (depth, narrow, paired, mix) -> layers of a model
 
 
 def parse_config(argv, world, presets: Presets, gpu=None):
@@ -84,7 +84,8 @@ def wired_preset(preset, overrides, presets):
     if preset == "record74" or not 3 <= model.depth <= 24:
         raise UserError(f"--depth={model.depth}: " + ("record74 has 11 layers; take --preset=record"
                                                       if preset == "record74" else "from 3 to 24 layers"))
-    layers = presets.wire(model.depth, any(layer.narrow for layer in model.layers), model.num_heads % 2 == 0)
+    narrow, mix = (any(getattr(layer, name) for layer in model.layers) for name in ("narrow", "mix"))
+    layers = presets.wire(model.depth, narrow, model.num_heads % 2 == 0, mix)
     return dataclasses.replace(config, model=dataclasses.replace(
         config.model, layers=layers, backout_layer=layers[-1].input_from))
 
