@@ -188,6 +188,7 @@ def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
     compile, calls = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda *args, **options: calls.append(args) or compile(*args, **options))
     for length in 6, 9:
+        monkeypatch.setenv("TRITON_SOME_PATH", f"set by the compiler, {length}")
         check(KeptFunction(function, ("code", 1)), length)
     assert not calls
     first.path.write_bytes(first.path.read_bytes()[:1000])

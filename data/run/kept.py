@@ -13,6 +13,7 @@ from data.run.errors import is_out_of_memory, one_line
 
 FILES = 30  # the newest stay; each edit of the code leaves one
 COMPILER = "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"  # variables of the environment that change code
+PLACES = "_DIR", "_HOME", "_PATH"  # ends of those that do not; the compiler sets such variables while it compiles
 
 
 def described(value):
@@ -53,7 +54,7 @@ class KeptFunction:
         if self.compiled is not None:
             return self.compiled(*args)
         environment = [(name, value) for name, value in sorted(os.environ.items())
-                       if name.startswith(COMPILER) and not name.endswith(("_DIR", "_HOME"))]
+                       if name.startswith(COMPILER) and not name.endswith(PLACES)]
         whole = repr((self.key, environment, *map(described, args)))
         self.name = hashlib.sha256(whole.encode()).hexdigest()[:32]
         if found := self.loaded():
