@@ -1,7 +1,7 @@
 """The size of the model that suits the length of a run and a GPU.
 
 In the same time, a smaller model trains on more tokens, and a larger one learns more from each. `rank_sizes` puts the
-sizes that have been measured in order, by a fit of the loss and a fit of the time (records/2026-11-25_size).
+sizes that have been measured in order, by a fit of the loss and a fit of the time (records/2026-11-28_proven).
 """
 
 import math
@@ -52,22 +52,23 @@ def seconds_per_token(size, rows, gpu) -> float:
     """Time of a training step with `rows` tokens on one GPU, divided by the rows.
 
     A step multiplies each token with the weights of the layers and with the sampled classes of the head, makes passes
-    over activations and logits, updates the weights, and launches 140 + 60 · layers kernels. 28 times of H100s are
-    within 4.4 % of this.
+    over activations and logits, updates the weights, and launches 140 + 60 · layers kernels. 23 times of H100s and
+    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %).
     """
     width, layers = size
     weights = 9.6 * layers * width**2
-    passes = 318e3 + 193.8 * layers * width + 74.4 * weights / rows  # bytes per token
+    passes = 320e3 + 181.4 * layers * width + 133.9 * weights / rows  # bytes per token
     products = 6 * (weights + 64 * width * rows**0.5)  # operations per token
-    return products / gpu.products + passes / gpu.copies + (140 + 60 * layers) * gpu.launch / rows
+    copies = min(gpu.copies, (gpu.copies * H100.copies) ** 0.5)  # passes gain only a half of an H200's faster copies
+    return products / gpu.products + passes / copies + (140 + 60 * layers) * gpu.launch / rows
 
 
 def expected_loss(size, tokens) -> float:
     """Validation loss after so many tokens, up to a constant that depends on the text. The last term says that large
-    models gain more from more tokens. 37 runs with four million rows of n-grams have .0046 rms."""
+    models gain more from more tokens. 47 runs with four million rows of n-grams have .0045 rms."""
     narrower, shallower = 768 / size.width, 11 / size.layers
-    return (0.0681 * narrower**1.2 + 0.1239 * shallower**0.6 + 0.8963 * (40e6 / tokens) ** 0.275
-            + 0.015 * math.log(narrower**2 * shallower) * math.log(tokens / 40e6))
+    return (0.0586 * narrower**1.2 + 0.1258 * shallower**0.6 + 1.0068 * (40e6 / tokens) ** 0.25
+            + 0.0183 * math.log(narrower**2 * shallower) * math.log(tokens / 40e6))
 
 
 def rows_per_gpu(tokens, world) -> float:
