@@ -265,7 +265,7 @@ KNOBS = [*(arg for arg in GUARD if not arg.startswith(("--stage3", "--stage4")))
 SIZES = {  # knobs for which twice as much would not do
     "layers": "7", "num_heads": "2", "stages": "3", "split_stage": "2", "backout_layer": "none", "cooldown_frac": "1",
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
-    "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5", "adam_every": "1",
+    "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5", "adam_every": "2",
     "slow_momentum": "0.5", "average_blend": "0", "ngram_rows": "200,300",
     "sampled_frac": "0", "final_window": "16", "width_lr_power": "1"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
