@@ -386,6 +386,7 @@ class Config:
 
 RECORD74 = Config()
 LAYERS = wire(11)
+LONG_LAYERS = wire(11, mix=False)  # mixtures pay in short runs only (records/2026-11-28_proven)
 MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
 # This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is (SIZED). The settings
 # come from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
@@ -409,9 +410,8 @@ SHORT = Config(
 PRESETS = {
     "record74": RECORD74,  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    # Mixtures of earlier streams only pay in shorter runs (records/2026-11-28_proven).
     "record": Config(
-        dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6), layers=wire(11, mix=False)),
+        dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6), layers=LONG_LAYERS),
         Schedule(scheduled_steps=1270, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
                  muon_warmup=0.2308, muon_cooldown=0.0385, sampled_frac=0.93),
         Optim(adam_lr=0.0092, adam_every=1, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
@@ -419,11 +419,10 @@ PRESETS = {
     # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
     # moments and its cool-down are longer than those of `short`, its rates of Adam lower (records/2026-11-25_length).
     # The higher rates that narrow models have in short runs do not help it (records/2026-11-25_size), nor do an update
-    # of the head in every step and twice the decay: it has steps enough (records/2026-11-27_learning). It has no
-    # mixtures, like `record`.
+    # of the head in every step and twice the decay: it has steps enough (records/2026-11-27_learning).
     "single": dataclasses.replace(
         SHORT,
-        model=dataclasses.replace(SHORT.model, width_lr_power=0.0, layers=wire(11, mix=False)),
+        model=dataclasses.replace(SHORT.model, width_lr_power=0.0, layers=LONG_LAYERS),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
         optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, adam_every=2, muon_beta2=0.95, muon_wd=1.2)),
     "short": SHORT,  # change the length with --train_tokens or --minutes

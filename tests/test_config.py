@@ -544,8 +544,8 @@ WIRED = (
 
 
 def test_wiring():
-    """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other depths
-    keep its shape."""
+    """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other
+    depths keep its shape."""
     parse = functools.partial(parse_value, "layer", kind=T.Layer, example=T.Layer())
     short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
                       for name in ("short", "record", "single"))

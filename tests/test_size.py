@@ -90,8 +90,8 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     shapes = [(Size(int(width), int(layers)), int(rows)) for _, _, width, layers, rows, _ in times]
     errors = {label: 1e3 * rows * seconds_per_token(size, rows, H100 if gpu == "H100" else H200) / float(ms) - 1
               for (gpu, label, *_, ms), (size, rows) in zip(times, shapes)}
-    assert len(times) == 23 and min(errors.pop(f"Z640x8_{tokens}_1") for tokens in (40, 80)) > -0.1
-    assert np.abs([*errors.values()]).max() < 0.05
+    on_a_busy_host = [errors.pop("Z640x8_40_1"), errors.pop("Z640x8_80_1")]
+    assert len(times) == 23 and min(on_a_busy_host) > -0.1 and np.abs([*errors.values()]).max() < 0.05
     assert {*SIZES} == {size for size, _ in shapes}
 
 

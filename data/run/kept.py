@@ -13,7 +13,7 @@ from data.run.errors import is_out_of_memory, one_line
 
 FILES = 30  # the newest stay; each edit of the code leaves one
 COMPILER = "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"  # variables of the environment that change code
-PLACES = "_DIR", "_HOME", "_PATH"  # ends of those that do not; the compiler sets such variables while it compiles
+PLACES = "_DIR", "_HOME", "_PATH"  # variables with these endings change no code; the compiler itself sets some of them
 
 
 def described(value):

@@ -59,7 +59,7 @@ def seconds_per_token(size, rows, gpu) -> float:
     weights = 9.6 * layers * width**2
     passes = 320e3 + 181.4 * layers * width + 133.9 * weights / rows  # bytes per token
     products = 6 * (weights + 64 * width * rows**0.5)  # operations per token
-    copies = min(gpu.copies, (gpu.copies * H100.copies) ** 0.5)  # passes gain only a half of an H200's faster copies
+    copies = min(gpu.copies, (gpu.copies * H100.copies) ** 0.5)  # an H200's passes gain half of its lead
     return products / gpu.products + passes / copies + (140 + 60 * layers) * gpu.launch / rows
 
 
