@@ -11,13 +11,21 @@ or of DATA_PATH. A shard gets its name when it is finished and verified. After a
 command again.
 """
 import argparse
+import array
+import codecs
+import contextlib
+import hashlib
+import itertools
+import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
+import unicodedata
 import zlib
 from pathlib import Path
 
@@ -27,25 +35,26 @@ from data import require_packages  # noqa: E402
 
 require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
-import torch  # noqa: E402
 
-from data.loader import Shard, cu_seqlens_size  # noqa: E402
+from data.facts import ORDER, facts_file, read_facts  # noqa: E402
 from data.run.errors import UserError, user_error  # noqa: E402
-from data.run.knobs import flatten  # noqa: E402
-from data.run.memory import possible_micro_batches  # noqa: E402
-from data.run.start import survey_training_data, survey_validation_data, tokens_and_passes  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
+# torch takes half a GB of memory, so only `training_command` imports it, when the shards are made.
+
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
 MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-# A document ends at the first line end after about this many tokens. The loader uses the first 896 tokens or 448 bytes
-# of a document in the first stage, and more later. A model learns less from the same text in documents of 1000 bytes,
-# since the loader drops half of it (records/2026-11-27_learning).
+# A document has about this many tokens, since the loader uses the first 896 tokens or 448 bytes of a document in the
+# first stage, and more later. A model learns less from the same text in documents of 1000 bytes, since the loader drops
+# half of it (records/2026-11-27_learning).
 DOCUMENT_TOKENS = {GPT2_SEPARATOR: 900, BYTE_SEPARATOR: 350}
-STDLIB_CHARACTERS = 1000  # the library has more text than a run takes, and losses stay comparable
+STDLIB_CHARACTERS = 1000, 4000  # the library has more text than a run takes, and losses stay comparable
+WHOLE_FILES = 20  # so many files make validation by whole files representative
+END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>(?<![^\r\n]<\|endoftext\|>)[ \t]*(?:\r\n?|\n|\Z)")  # a line of its own
+WHITE_SPACE = re.compile(r"\s")
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
@@ -64,48 +73,15 @@ def folder_of(name: str) -> Path:
     return data_root() / "data" / name
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> None:
-    header = np.zeros(SHARD_HEADER_BYTES // 4, "<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    with user_error(f"cannot write {path}"), open(path, "wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype("<u2", copy=False))
-
-
-def pack(documents, limit: int):
-    """Joins the token arrays of `documents` and yields pieces of `limit` tokens; the last piece may be shorter."""
-    pending, count = [], 0
-    for tokens in documents:
-        pending.append(tokens)
-        count += len(tokens)
-        if count >= limit:
-            joined = np.concatenate(pending)
-            whole = count - count % limit
-            yield from joined[:whole].reshape(-1, limit)
-            pending, count = [joined[whole:].copy()], count % limit
-    if count:
-        yield np.concatenate(pending)
-
-
-def report(folder: Path, prefix: str, separator: int) -> None:
-    """Prints the numbers of documents, tokens and shards in a folder, and for bytes the unigram entropy.
-
-    A trained model must have a lower loss than the unigram entropy.
-    """
-    count, shards = {}, {}
-    for part in ("train", "val"):
-        shards[part] = sorted(folder.glob(f"{prefix}_{part}_*.bin"))
-        count[part] = np.zeros(2**16, np.int64)
-        for path in shards[part]:
-            tokens = read_shard(path, separator + 1)
-            for i in range(0, len(tokens), 2**22):  # in pieces, since bincount makes an int64 copy
-                count[part] += np.bincount(tokens[i:i + 2**22], minlength=2**16)
-    train, val = count["train"], count["val"]
-    print(f"{folder.name}: {train[separator] + val[separator]:,} documents, {train.sum():,} training and {val.sum():,} "
-          f"validation tokens in {len(shards['train'])} + {len(shards['val'])} shards")
-    if separator == BYTE_SEPARATOR:
-        p = train[train > 0] / train.sum()
-        print(f"unigram entropy: {-(p * np.log(p)).sum():.4f} nats/token")
+def report(folder: Path, facts: dict) -> None:
+    """Prints what is in the shards of a folder. facts: those of data/facts.py, or the first three of them."""
+    train, val = facts["train"].values(), facts["val"].values()
+    print(f"{folder.name}: {facts['documents']:,} documents, {sum(train):,} training and {sum(val):,} validation tokens"
+          f" in {len(train)} + {len(val)} shards")
+    if "validation" in facts:
+        print(f"validation: {facts['validation']}")
+        print(f"unigram entropy: {facts['unigram_entropy']:.4f} nats/token of the training text; its unigram scores"
+              f" {facts['unigram_loss']:.4f} on the validation text, a trained model must score less")
 
 
 def most_documents(lengths: np.ndarray, tokens: int) -> int:
@@ -117,7 +93,10 @@ def most_documents(lengths: np.ndarray, tokens: int) -> int:
 def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]) -> list[str]:
     """Arguments of the trainer, with changes that fit its batches to a text: to the amount and to the lengths of the
     documents. train, val: these lengths, for each shard. Raises UserError when there is too little text."""
-    import train_gpt  # only this command needs it, for the presets
+    import train_gpt  # for the presets
+    from data.loader import cu_seqlens_size
+    from data.run.knobs import flatten
+    from data.run.memory import possible_micro_batches
 
     def counts(config):
         """The numbers of micro-batches that the trainer may choose."""
@@ -164,15 +143,14 @@ def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]
     return [*words, *(f"--{key}={value}" for key, value in fitting.items() if value != defaults[key])]
 
 
-def training_arguments(name: str, separator: int) -> list[str]:
-    """The trainer's arguments for the shards of data/NAME: a preset, a length, and what `fit_to_text` adds. Raises
-    UserError when there is too little text."""
+def training_arguments(patterns: dict[str, str], separator: int, train: list[np.ndarray],
+                       val: list[np.ndarray]) -> list[str]:
+    """The trainer's arguments for shards: a preset, a length, and what `fit_to_text` adds. patterns: of the training
+    and the validation shards; train, val: as for `fit_to_text`. Raises UserError when there is too little text."""
     import train_gpt
+    from data.run.start import tokens_and_passes
     preset, shorter = ("cpu", "cpu") if separator == BYTE_SEPARATOR else ("single", "short")
-    patterns = {part: f"data/{name}/{name}_{part}_*.bin" for part in ("train", "val")}
-    files, model = list(map(find_files, patterns.values())), train_gpt.parse_config([f"--preset={preset}"]).model
-    train, val = ([Shard(path, model).lengths for path in paths] for paths in files)
-    tokens = sum(map(read_shard_header, files[0]))
+    files, tokens = find_files(patterns["train"]), sum(int(n.sum()) for n in train)
 
     def fitted(*words):
         return fit_to_text([*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())], train, val)
@@ -182,7 +160,7 @@ def training_arguments(name: str, separator: int) -> list[str]:
     # smaller batches, and the loader drops more of the text for them. So a run of this length may still be too long.
     arguments = fitted(f"--preset={preset}")
     for attempt in range(9):
-        _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(arguments), files[0], tokens)
+        _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(arguments), files, tokens)
         if passes <= 1:
             break
         try:
@@ -192,17 +170,19 @@ def training_arguments(name: str, separator: int) -> list[str]:
     return arguments
 
 
-def report_command(name: str, separator: int) -> None:
-    """Checks the shards of data/NAME as the trainer does, then prints the command that trains on them."""
+def training_command(name: str, made: Path, separator: int, train: list[np.ndarray], val: list[np.ndarray]) -> str:
+    """Checks the shards of data/NAME, which are still in `made`, as the trainer does; returns the command that trains
+    on them, with its title. train, val: as for `fit_to_text`. Raises UserError when no run can start."""
     import train_gpt
+    from data.run.start import survey_training_data, survey_validation_data
+    patterns = {part: f"data/{made.name}/{name}_{part}_*.bin" for part in ("train", "val")}
     try:
-        arguments = training_arguments(name, separator)
+        arguments = training_arguments(patterns, separator, train, val)
         config = train_gpt.parse_config(arguments)
         found, _ = survey_training_data(config)
         survey_validation_data(config)
     except UserError as error:
-        print(f"warning: no run can start on this: {error}")
-        return
+        raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
     script, start, note = os.path.relpath(ROOT / "run.sh"), "", ""
     if separator != BYTE_SEPARATOR:
         try:
@@ -212,9 +192,8 @@ def report_command(name: str, separator: int) -> None:
             start = "NPROC=1 "
     if "DATA_PATH" in os.environ:
         note += f"; it needs DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
-    print(f"training data: {found}")
-    print(f"train on it, with a sample at the end{note}:")
-    print(start + shlex.join([script if os.sep in script else f"./{script}", *arguments]))
+    command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
+    return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
 
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
@@ -285,27 +264,173 @@ def fineweb(shards: int) -> None:
             raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
         os.replace(arrived, path)
     shutil.rmtree(partial, ignore_errors=True)
-    report(folder, "fineweb", GPT2_SEPARATOR)
+    shards = {part: {path: read_shard_header(path) for path in sorted(folder.glob(f"fineweb_{part}_*.bin"))}
+              for part in ("train", "val")}
+    documents = sum(np.count_nonzero(read_shard(path, GPT2_SEPARATOR + 1) == GPT2_SEPARATOR)
+                    for part in shards.values() for path in part)
+    report(folder, shards | {"documents": documents})
     try:  # the model takes a table from the tokenizer (--bigram_normal)
         gpt2_bpe()
     except UserError as error:
         print(f"warning: {error}; a run needs it", file=sys.stderr)
 
 
-# ---- Text ------------------------------------------------------------------------------------------------------------
+# ---- Text: what is read ----------------------------------------------------------------------------------------------
 
-def walk(root: Path, skip=frozenset()):
-    """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`."""
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
+class Notices(dict):
+    """{kind of notice, with a place for the number: [number, first names]}."""
+
+    def add(self, kind: str, key: str, number: int = 1) -> None:
+        notice = self.setdefault(kind, [0, []])
+        notice[0] += number
+        if len(notice[1]) < 3 and key not in notice[1]:
+            notice[1].append(key)
+
+    def print(self) -> None:
+        for kind, (number, keys) in self.items():
+            print(f"warning: {kind.format(number)}, such as {shown(keys)}")
+        self.clear()
+
+
+TWICE = "skipped {} files and folders that are named twice, linked twice, or linked from inside themselves"
+
+
+def shown(keys) -> str:
+    """Names of files; repr escapes what a terminal cannot print."""
+    return ", ".join(repr(key.partition("\0")[0]) for key in keys)
+
+
+def walk(root: Path, notices: Notices, skip=frozenset()):
+    """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`.
+
+    Follows links to folders, but enters each folder once, and none from inside itself.
+    """
+    found, entered = [], {os.path.realpath(root)}
+
+    def name_of(path):
+        return Path(path).relative_to(root).as_posix()
+
+    def enter(folder, name):
+        path = os.path.join(folder, name)
+        real = os.path.realpath(path)
+        if real in entered or Path(real) in Path(os.path.realpath(folder)).parents:
+            notices.add(TWICE, name_of(path))
+            return False
+        entered.add(real)
+        return True
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=lambda error: notices.add(
+            "skipped {} folders that cannot be read", name_of(error.filename))):
+        for name in folders + files:
+            if name.startswith("."):
+                notices.add("skipped {} hidden files and folders", name_of(os.path.join(folder, name)))
+        folders[:] = [f for f in sorted(folders) if f not in skip and not f.startswith(".") and enter(folder, f)]
         found += [Path(folder, f) for f in files if not f.startswith(".")]
-    return sorted((path.relative_to(root).as_posix(), path) for path in found)
+    return sorted((name_of(path), path) for path in found)
+
+
+class NotText(Exception):
+    """The kind of notice about a file that is no text."""
+
+
+def read_plain(path: Path):
+    """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time.
+
+    Drops a byte order mark, keeps the line ends. Raises NotText.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            while block := file.read(2**20) + file.readline(2**16):
+                if "\0" in block:
+                    raise NotText("skipped {} files with NULs (binary, or UTF-16)")
+                *ended, rest = END_OF_DOCUMENT.split(block)
+                yield from ((text if text.strip() else "", True) for text in ended)
+                yield rest, False
+    except UnicodeDecodeError:
+        raise NotText("skipped {} files that are not UTF-8 (binary, or another encoding)") from None
+
+
+def read_json(path: Path):
+    """Yields (text, True) for the field `text` of each line of JSON; None for the text if the line has none.
+
+    A comma may follow the line, and brackets may surround all lines.
+    """
+    with open(path, "rb") as file:
+        while line := file.readline(2**24):  # what is longer counts as lines without a text
+            if not (line := line.strip().rstrip(b",")) or line in (b"[", b"]"):
+                continue
+            try:
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                if "\0" in text or not text.encode():  # JSON can contain NULs, and halves of characters
+                    raise ValueError
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                yield None, True
+                continue
+            yield from ((part, True) for part in END_OF_DOCUMENT.split(text) if part.strip())
+
+
+def is_json(path: Path) -> bool:
+    """Whether a file has a name of JSON, or an object in JSON as its first line."""
+    if path.suffix.lower() in (".json", ".jsonl", ".ndjson"):
+        return True
+    with open(path, "rb") as file:
+        line = file.readline(2**16).removeprefix(codecs.BOM_UTF8)
+    try:
+        return line.startswith(b"{") and isinstance(json.loads(line.decode()), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
+    """{name: (characters, function that reads the file)} of the files that are text. Prints what is special."""
+    found, notices, texts, ends = {}, Notices(), 0, 0
+
+    def read(key, reader):
+        """(characters, texts, items without text, ends of documents) of a file."""
+        size = good = bad = marks = 0
+        for text, end in reader(files[key]):
+            size, marks, bad = size + len(text or ""), marks + end, bad + (text is None)
+            good += bool(text and text.strip())
+        return size, good, bad, marks
+    for key, path in files.items():
+        try:
+            if json_lines := is_json(path):
+                size, good, bad, _ = read(key, read_json)
+                if good > bad:
+                    found[key], texts = (size, read_json), texts + good
+                    if bad:
+                        notices.add("skipped {} lines of JSON without a text in the field `text`", key, bad)
+                    continue
+            size, good, _, marks = read(key, read_plain)
+            if not good:
+                notices.add("skipped {} empty files", key)
+                continue
+            found[key], ends = (size, read_plain), ends + marks
+            if json_lines:
+                notices.add("{} files of JSON have no texts in a field `text` of their lines and are taken as they are",
+                            key)
+        except NotText as kind:
+            notices.add(str(kind), key)
+        except OSError:
+            notices.add("skipped {} files that cannot be read", key)
+    notices.print()
+    if texts:
+        print(f"JSON: {texts:,} texts in the field `text` of a line; none shares a document with another")
+    if ends:
+        print(f"{ends:,} lines <|endoftext|> end documents")
+    return found
+
+
+# ---- Text: documents -------------------------------------------------------------------------------------------------
+
+def has_gpu() -> bool:
+    """Whether torch sees a GPU. A process of its own asks, since torch takes half a GB of memory."""
+    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return not subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL).returncode
 
 
 def load_tokenizer(kind: str):
     """The function from str to token ids, and the separator."""
-    if kind == "auto" and not torch.cuda.is_available():
+    if kind == "auto" and not has_gpu():
         print("no GPU here: using bytes, for --preset=cpu (--tokenizer gpt2 makes data for a machine with GPUs)")
         kind = "bytes"
     if kind != "bytes":
@@ -318,26 +443,9 @@ def load_tokenizer(kind: str):
     return lambda text: np.frombuffer(text.encode(), np.uint8), BYTE_SEPARATOR
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, with its line ends. Raises UnicodeDecodeError when it is not UTF-8."""
-    return path.read_bytes().decode("utf-8")
-
-
 def rank(key: str) -> tuple[int, str]:
     """Sort key of a fixed shuffle of files: equal on all machines, and little changed by new or deleted files."""
-    return zlib.crc32(key.encode("utf-8", "surrogateescape")), key
-
-
-def cut(text: str, characters: int) -> list[str]:
-    """Cuts the text into pieces, each at the first line end after `characters` characters, or after four times as many
-    if no line ends there."""
-    return re.findall(rf".{{{characters}}}.{{0,{3 * characters}}}?\n|.{{1,{4 * characters}}}", text, re.DOTALL)
-
-
-def document_characters(texts: list[str], encode, separator: int) -> int:
-    """The characters of DOCUMENT_TOKENS tokens in text like `texts`."""
-    characters, tokens = sum(map(len, texts)), sum(len(encode(text)) for text in texts)
-    return max(1, round(DOCUMENT_TOKENS[separator] * characters / tokens)) if tokens else DOCUMENT_TOKENS[separator]
+    return zlib.crc32(key.encode("utf-8", "surrogatepass")), key
 
 
 def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
@@ -350,68 +458,199 @@ def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
     return val
 
 
-def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int,
-          characters: int | None = None) -> int:
-    """Tokenises `files`, {relative name: path}, in their order into the shards of data/NAME; returns the separator.
+def document_size(encode, tokens: int):
+    """A function from the next text of a file to the least and the largest length of a document of about `tokens`
+    tokens, in characters. It counts the tokens of a sample of every million characters."""
+    bytes_per_token, known = 4.0, 0  # known: characters until the next sample
 
-    A document ends after `characters` characters (None: `document_characters`). Reads one file at a time; the memory
-    holds one training shard, or all validation tokens. Raises UserError when there is too little text.
+    def size(text):
+        nonlocal bytes_per_token, known
+        count = len(text.encode())
+        if known <= 0 and count >= tokens:  # a smaller text is one document
+            sample = text[len(text) // 2:][:2 * tokens]
+            bytes_per_token, known = len(sample.encode()) / len(encode(sample)), 2**20
+        known -= len(text)
+        least = max(1, round(tokens * bytes_per_token * len(text) / count))
+        return least, least * 5 // 4
+    return size
+
+
+def cut(parts, size):
+    """Cuts (text, whether a document ends behind it) into documents.
+
+    A document ends at the first line end after the least length that `size` gives, else at the first white space, else
+    at the largest length.
     """
-    sizes, skipped = {}, {"not UTF-8": [], "empty": []}
-    for key, path in files.items():
-        try:
-            text = read_text(path)
-        except UnicodeDecodeError:
-            skipped["not UTF-8"].append(key)
-            continue
-        if text.strip():
-            sizes[key] = len(text)
-        else:
-            skipped["empty"].append(key)
-    if any(skipped.values()):
-        parts = (f"{len(keys)} {why}, such as {keys[0]}" for why, keys in skipped.items() if keys)
-        print(f"warning: skipped {sum(map(len, skipped.values()))} files ({'; '.join(parts)})")
+    rest = ""
+    for text, ends in itertools.chain(parts, [("", True)]):
+        rest, start = rest + (text or ""), 0
+        least, most = size(rest) if rest else (0, 0)
+        while len(rest) - start > most + 1 or ends and start < len(rest):
+            after, end = start + least, start + most
+            if (line := rest.find("\n", after, end + 1)) >= 0 or (line := rest.find("\r", after, end + 1)) >= 0:
+                end = line + 1
+            elif space := WHITE_SPACE.search(rest, after, end + 1):
+                end = space.end()
+            end += rest[end - 1:end + 1] == "\r\n"
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+
+
+class Part:
+    """The training or the validation shards, written document by document.
+
+    prefix: the path of a shard without its number; number: that of the first shard; limit: most tokens of a shard.
+    Every shard begins with a separator.
+    """
+
+    def __init__(self, prefix: Path, number: int, limit: int):
+        self.prefix, self.number, self.limit = prefix, number, limit
+        self.lengths = {}  # path of each shard -> lengths of its documents in tokens, int32
+        self.counts = np.zeros(2**16, np.int64)  # of each token
+        self.tokens = self.room = 0
+        self.path, self.pending = None, []
+
+    def write(self, mode: str, content) -> None:
+        with user_error(f"cannot write {self.path}"), open(self.path, mode) as file:
+            file.write(content)
+
+    def add(self, document: np.ndarray) -> None:
+        """document: (n,) uint16. Raises UserError when a shard cannot hold it."""
+        if len(document) > self.limit:
+            raise UserError(f"--shard-tokens {self.limit}: a document has {len(document)} tokens, give more")
+        if len(document) > self.room:
+            self.close()
+            self.path = Path(f"{self.prefix}_{self.number:06d}.bin")
+            self.number, self.room = self.number + 1, self.limit
+            self.lengths[self.path] = array.array("i")
+            self.write("wb", bytes(SHARD_HEADER_BYTES))
+        self.pending.append(document)
+        self.lengths[self.path].append(len(document))
+        self.room, self.tokens = self.room - len(document), self.tokens + len(document)
+        if len(self.pending) == 1024:
+            self.flush()
+
+    def flush(self) -> None:
+        tokens, self.pending = np.concatenate(self.pending or [np.empty(0, "<u2")]), []
+        self.counts += np.bincount(tokens, minlength=2**16)
+        self.write("ab", tokens)
+
+    def close(self) -> None:
+        """Finishes a shard: the header that makes it one is written last."""
+        if self.path:
+            self.flush()
+            header = np.array([SHARD_MAGIC, SHARD_VERSION, self.limit - self.room], "<i4")
+            self.write("r+b", header)
+
+    def sizes(self) -> dict[str, int]:
+        """{name of a shard: its tokens}."""
+        return {path.name: sum(lengths) for path, lengths in self.lengths.items()}
+
+
+def shuffled(paths: list[Path], separator: int):
+    """Yields the documents in `paths`, each file in the order of its keys; deletes the files.
+
+    A document is 8 bytes of its key as 8 tokens, then the separator, then its tokens.
+    """
+    for path in paths:
+        tokens = np.fromfile(path, "<u2")
+        path.unlink()
+        starts = np.flatnonzero(tokens == separator)
+        ends = np.append(starts[1:] - 8, len(tokens))
+        keys = tokens[starts[:, None] - np.arange(8, 0, -1)].astype(np.uint8).view(">u8")[:, 0]
+        for i in np.argsort(keys, kind="stable"):
+            yield tokens[starts[i]:ends[i]]
+
+
+def unigram(train: np.ndarray, val: np.ndarray, vocabulary: int) -> tuple[float, float]:
+    """(entropy of the tokens with the counts `train`; loss of their unigram, with one added to every count, on those
+    with the counts `val`), nats per token."""
+    p, smooth = train[train > 0] / train.sum(), (train + 1) / (train.sum() + vocabulary)
+    return -float((p * np.log(p)).sum()), -float((val * np.log(smooth)).sum() / val.sum())
+
+
+def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int, size=None,
+          check=None):
+    """Makes the shards of data/NAME from `files`, {relative name: path}, and returns what `check` returns.
+
+    Training documents have the order of a hash of their file's name and their number in it. size: as `document_size`
+    makes it. check(name, folder, separator, lengths of the documents of all training shards, of all validation shards) may
+    refuse the shards, before they replace older ones. Raises UserError when there is too little text.
+    """
+    found = survey(files)
     encode, separator = load_tokenizer(tokenizer)
-    if not characters:
-        some = sorted(sizes, key=rank)[:10]
-        characters = document_characters(
-            [read_text(files[key])[:10**6 // len(some)] for key in some], encode, separator)
-    val, total = split(sizes, val_fraction), sum(sizes.values())
-    whole = val and val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total
-    if not whole:  # there are too few or too large files for this share, so single documents validate
-        documents = {f"{key} {i}": len(document) for key in sizes
-                     for i, document in enumerate(cut(read_text(files[key]), characters))}
-        if len(documents) < 2:
-            raise UserError(f"{total} characters of text in {len(sizes)} usable files: two files at least, or one of"
-                            f" more than {characters} characters in several lines, to have something to train and"
-                            " something to validate on")
-        val = split(documents, val_fraction)
-
-    def tokens(part):
-        for key in sizes:
-            if whole and (key in val) != (part == "val"):
-                continue
-            for i, document in enumerate(cut(read_text(files[key]), characters)):
-                if whole or (f"{key} {i}" in val) == (part == "val"):
-                    yield np.concatenate([[separator], encode(document)]).astype(np.uint16)
-
-    # Shards are written to a temporary folder and renamed at the end, the validation shard last: if it exists, the
-    # shards belong together and are complete.
+    sizes = {key: count for key, (count, _) in found.items()}
+    val, total, few = split(sizes, val_fraction), sum(sizes.values()), len(sizes) < WHOLE_FILES
+    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total:
+        val = set()
     folder = folder_of(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as made:
-        for i, shard in enumerate(pack(tokens("train"), shard_tokens), 1):
-            write_shard(Path(made, f"{name}_train_{i:06d}.bin"), shard)
-        for i, shard in enumerate(pack(tokens("val"), MAX_SHARD_TOKENS)):
-            write_shard(Path(made, f"{name}_val_{i:06d}.bin"), shard)
-        folder.mkdir(exist_ok=True)
-        for part in ("val", "train"):  # shards of an earlier build, which may have been more
-            for old in folder.glob(f"{name}_{part}_*.bin"):
-                old.unlink()
-        for shard in sorted(Path(made).iterdir()):
-            os.replace(shard, folder / shard.name)
-    report(folder, name, separator)
-    return separator
+        made = Path(made)
+        parts = {"train": Part(made / f"{name}_train", 1, shard_tokens),
+                 "val": Part(made / f"{name}_val", 0, MAX_SHARD_TOKENS)}
+        ranges, documents, shuffled_tokens = [made / f"{i:02d}" for i in range(64)], 0, 0  # of the hash
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(open(path, "wb")) for path in ranges]
+            for key, (_, reader) in found.items():
+                # A file system may take a name apart into letters and accents.
+                stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
+                try:
+                    for i, text in enumerate(cut(reader(files[key]),
+                                                 size or document_size(encode, DOCUMENT_TOKENS[separator]))):
+                        ids = encode(text)
+                        document = np.empty(9 + len(ids), "<u2")
+                        document[8], document[9:] = separator, ids
+                        documents += 1
+                        if key in val:
+                            parts["val"].add(document[8:])
+                            continue
+                        digest = hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest()
+                        document[:8] = memoryview(digest)
+                        opened[digest[0] // 4].write(document)
+                        shuffled_tokens += len(ids) + 1
+                except NotText:
+                    raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
+        if documents < 2:
+            raise UserError(f"{total} characters of text in {len(sizes)} usable files: more text is needed, to have"
+                            " something to train and something to validate on")
+        target = 0 if val else val_fraction * shuffled_tokens
+        for i, document in enumerate(shuffled(ranges, separator), 1):
+            parts["val" if parts["val"].tokens < target and i < documents else "train"].add(document)
+        for part in parts.values():
+            part.close()
+        lengths = ([np.array(n, np.int32) for n in part.lengths.values()] for part in parts.values())
+        checked = check(name, made, separator, *lengths) if check else None
+        if val:
+            names = shown(sorted(val)[:5]) + ", ..." * (len(val) > 5)
+            chosen = f"{len(val)} of {len(sizes)} files: {names}"
+        else:
+            why = f"there are fewer than {WHOLE_FILES} files" if few else "whole files do not make up this share"
+            count = sum(map(len, parts["val"].lengths.values()))
+            chosen = f"{count:,} documents of all files, chosen by a hash, since {why}"
+        entropy, loss = unigram(parts["train"].counts, parts["val"].counts, separator + 1)
+        facts = {"order": ORDER, "separator": separator, "documents": documents, "validation": chosen,
+                 "train": parts["train"].sizes(), "val": parts["val"].sizes(),
+                 "unigram_entropy": round(entropy, 6), "unigram_loss": round(loss, 6)}
+        install(made, folder, facts)
+    report(folder, facts)
+    return checked
+
+
+def install(made: Path, folder: Path, facts: dict) -> None:
+    """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
+    together, and the trainer finds them."""
+    folder.mkdir(exist_ok=True)
+    facts_file(folder).unlink(missing_ok=True)
+    for part in ("val", "train"):  # shards of an earlier build, which may have been more
+        for old in folder.glob(f"{folder.name}_{part}_*.bin"):
+            old.unlink(missing_ok=True)
+    for name in facts["train"]:
+        os.replace(made / name, folder / name)
+    facts_file(folder).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    for name in reversed(facts["val"]):
+        os.replace(made / name, folder / name)
 
 
 def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
@@ -423,16 +662,23 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
-    files, known = {}, set()
+    files, known, notices = {}, set(), Notices()
     for root in paths:
-        if not root.exists():
+        if not os.path.exists(root):
             raise UserError(f"{root}: no such file or folder")
-        for key, path in walk(root) if root.is_dir() else [(root.name, root)]:
-            if path.resolve() not in known and path.is_file():
-                known.add(path.resolve())
+        for key, path in walk(root, notices) if os.path.isdir(root) else [(root.name, root)]:
+            if not os.path.isfile(path):
+                dead = os.path.islink(path) and not os.path.exists(path)
+                notices.add("skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)",
+                            key)
+            elif (real := os.path.realpath(path)) in known:
+                notices.add(TWICE, key)
+            else:
+                known.add(real)
                 # Keys are relative, so the split does not depend on the folder's place on the machine.
-                files[key if key not in files else f"{key} {len(files)}"] = path
-    report_command(out, build(out, files, tokenizer, val_fraction, shard_tokens))
+                files[key if key not in files else f"{key}\0{len(files)}"] = path
+    notices.print()
+    print(build(out, files, tokenizer, val_fraction, shard_tokens, None, training_command))
 
 
 # ---- Python's library ------------------------------------------------------------------------------------------------
@@ -440,16 +686,19 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
 def stdlib() -> None:
     """Makes shards of Python's library. Equal sources give equal shards."""
     folder = folder_of("stdlib")
-    if all((folder / f"stdlib_{shard}.bin").exists() for shard in ("train_000001", "val_000000")):
+    if folder.exists():
         try:
-            report(folder, "stdlib", BYTE_SEPARATOR)
+            facts = read_facts(folder)
+            for name in facts["train"] | facts["val"]:
+                read_shard(folder / name, BYTE_SEPARATOR + 1)
+            report(folder, facts)
             print("already there, nothing to do")
             return
         except UserError as error:
-            print(f"damaged, building it again: {error}")
+            print(f"building it again: {error}")
     root = Path(sysconfig.get_path("stdlib"))
     # Files with a dash in their name, and _sysconfigdata, describe the build of this Python and contain its paths.
-    files = {key: path for key, path in walk(root, STDLIB_SKIP)
+    files = {key: path for key, path in walk(root, Notices(), STDLIB_SKIP)
              if key.endswith(".py") and "-" not in key and not key.startswith("_sysconfigdata")}
     total = sum(path.stat().st_size for path in files.values())
     if total < STDLIB_BYTES // 2:
@@ -458,7 +707,7 @@ def stdlib() -> None:
     # rank() drops an even sample of the files, from the end of its order; validation files are at the start.
     keep = 2**32 * STDLIB_BYTES / total
     files = {key: path for key, path in files.items() if rank(key)[0] < keep}
-    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS, STDLIB_CHARACTERS)
+    build("stdlib", files, "bytes", 0.05, STDLIB_SHARD_TOKENS, lambda text: STDLIB_CHARACTERS)
 
 
 def main(argv: list[str]) -> int:
