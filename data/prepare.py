@@ -424,7 +424,7 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
 
 def has_gpu() -> bool:
     """Whether torch sees a GPU. A process of its own asks, since torch takes half a GB of memory."""
-    question = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    question = "import os, torch; os._exit(not torch.cuda.is_available())"
     return not subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL).returncode
 
 
@@ -506,7 +506,7 @@ class Part:
 
     def __init__(self, prefix: Path, number: int, limit: int):
         self.prefix, self.number, self.limit = prefix, number, limit
-        self.lengths = {}  # path of each shard -> lengths of its documents in tokens, int32
+        self.lengths = {}  # path of each shard -> lengths of its documents in tokens, uint16: the largest stands for more
         self.counts = np.zeros(2**16, np.int64)  # of each token
         self.tokens = self.room = 0
         self.path, self.pending = None, []
@@ -523,10 +523,10 @@ class Part:
             self.close()
             self.path = Path(f"{self.prefix}_{self.number:06d}.bin")
             self.number, self.room = self.number + 1, self.limit
-            self.lengths[self.path] = array.array("i")
+            self.lengths[self.path] = array.array("H")
             self.write("wb", bytes(SHARD_HEADER_BYTES))
         self.pending.append(document)
-        self.lengths[self.path].append(len(document))
+        self.lengths[self.path].append(min(len(document), 2**16 - 1))
         self.room, self.tokens = self.room - len(document), self.tokens + len(document)
         if len(self.pending) == 1024:
             self.flush()
@@ -545,14 +545,25 @@ class Part:
 
     def sizes(self) -> dict[str, int]:
         """{name of a shard: its tokens}."""
-        return {path.name: sum(lengths) for path, lengths in self.lengths.items()}
+        return {path.name: read_shard_header(path) for path in self.lengths}
 
 
-def shuffled(paths: list[Path], separator: int):
-    """Yields the documents in `paths`, each file in the order of its keys; deletes the files.
+def scatter(documents, folder: Path) -> tuple[list[Path], int, int]:
+    """Writes (key, tokens), 8 bytes and (n,) uint16 with a separator first, to 64 files of equal ranges of keys.
+    Returns the files, the number of documents and their tokens."""
+    paths, count, tokens = [folder / f"{i:02d}" for i in range(64)], 0, 0
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(path, "wb")) for path in paths]
+        for key, document in documents:
+            file = files[key[0] // 4]
+            file.write(np.frombuffer(key, np.uint8).astype("<u2"))
+            file.write(document)
+            count, tokens = count + 1, tokens + len(document)
+    return paths, count, tokens
 
-    A document is 8 bytes of its key as 8 tokens, then the separator, then its tokens.
-    """
+
+def gather(paths: list[Path], separator: int):
+    """Yields the documents that `scatter` has written, in the order of their keys, and deletes its files."""
     for path in paths:
         tokens = np.fromfile(path, "<u2")
         path.unlink()
@@ -590,47 +601,44 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         made = Path(made)
         parts = {"train": Part(made / f"{name}_train", 1, shard_tokens),
                  "val": Part(made / f"{name}_val", 0, MAX_SHARD_TOKENS)}
-        ranges, documents, shuffled_tokens = [made / f"{i:02d}" for i in range(64)], 0, 0  # of the hash
-        with contextlib.ExitStack() as stack:
-            opened = [stack.enter_context(open(path, "wb")) for path in ranges]
-            for key, (_, reader) in found.items():
-                # A file system may take a name apart into letters and accents.
+
+        def documents(keys):
+            """(key, tokens) of the documents of the files `keys`."""
+            for key in keys:
+                _, reader = found[key]
+                # A file system may store an accent as a character of its own.
                 stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
+                sizes = size or document_size(encode, DOCUMENT_TOKENS[separator])
                 try:
-                    for i, text in enumerate(cut(reader(files[key]),
-                                                 size or document_size(encode, DOCUMENT_TOKENS[separator]))):
-                        ids = encode(text)
-                        document = np.empty(9 + len(ids), "<u2")
-                        document[8], document[9:] = separator, ids
-                        documents += 1
-                        if key in val:
-                            parts["val"].add(document[8:])
-                            continue
-                        digest = hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest()
-                        document[:8] = memoryview(digest)
-                        opened[digest[0] // 4].write(document)
-                        shuffled_tokens += len(ids) + 1
+                    for i, document in enumerate(cut(reader(files[key]), sizes)):
+                        ids = encode(document)
+                        tokens = np.empty(1 + len(ids), "<u2")
+                        tokens[0], tokens[1:] = separator, ids
+                        yield hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest(), tokens
                 except NotText:
                     raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
-        if documents < 2:
+        for _, document in documents(key for key in found if key in val):
+            parts["val"].add(document)
+        ranges, count, tokens = scatter(documents(key for key in found if key not in val), made)
+        if count + bool(val) < 2:
             raise UserError(f"{total} characters of text in {len(sizes)} usable files: more text is needed, to have"
-                            " something to train and something to validate on")
-        target = 0 if val else val_fraction * shuffled_tokens
-        for i, document in enumerate(shuffled(ranges, separator), 1):
-            parts["val" if parts["val"].tokens < target and i < documents else "train"].add(document)
+                            " something to train on and something to validate on")
+        target = 0 if val else val_fraction * tokens
+        for i, document in enumerate(gather(ranges, separator), 1):
+            parts["val" if parts["val"].tokens < target and i < count else "train"].add(document)
+        del document  # and the memory of its file
         for part in parts.values():
             part.close()
-        lengths = ([np.array(n, np.int32) for n in part.lengths.values()] for part in parts.values())
+        lengths = [[np.frombuffer(n, np.uint16) for n in part.lengths.values()] for part in parts.values()]
         checked = check(name, made, separator, *lengths) if check else None
         if val:
             names = shown(sorted(val)[:5]) + ", ..." * (len(val) > 5)
             chosen = f"{len(val)} of {len(sizes)} files: {names}"
         else:
             why = f"there are fewer than {WHOLE_FILES} files" if few else "whole files do not make up this share"
-            count = sum(map(len, parts["val"].lengths.values()))
-            chosen = f"{count:,} documents of all files, chosen by a hash, since {why}"
+            chosen = f"{sum(map(len, lengths[1])):,} documents of all files, chosen by a hash, since {why}"
         entropy, loss = unigram(parts["train"].counts, parts["val"].counts, separator + 1)
-        facts = {"order": ORDER, "separator": separator, "documents": documents, "validation": chosen,
+        facts = {"order": ORDER, "separator": separator, "documents": sum(map(len, sum(lengths, []))), "validation": chosen,
                  "train": parts["train"].sizes(), "val": parts["val"].sizes(),
                  "unigram_entropy": round(entropy, 6), "unigram_loss": round(loss, 6)}
         install(made, folder, facts)
@@ -742,4 +750,6 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the name of a file
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # torch would take another 0.13 GB of memory to end
