@@ -85,6 +85,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import triton_kernels as kernels
+from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, write_checkpoint
@@ -1974,7 +1975,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     require_equal_ranks(rt, config, sources)
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices)
-        for line in [size] * bool(size) + faults:
+        facts, doubt = facts_of_run(config)
+        for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):
             log.line(line)
         digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
         speak_at_ctrl_c(lambda: log.interrupted(system))
@@ -2031,6 +2033,9 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
     for key, value in summary.items():
         log.line(f"{key}: {value}")
+    if rt.rank == 0 and facts:
+        log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
+                 f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
     if system.save or system.save_every:
         trainer.save(trainer.total, clock.counted)
     if system.plot and rt.rank == 0:

@@ -1,4 +1,4 @@
-"""data/NAME/NAME.json: what prepare.py tells about the shards beside it. Shards of other programs need no such file."""
+"""data/NAME/NAME.json, in which prepare.py describes the shards beside it. Shards of other programs need no such file."""
 
 import glob
 import json
@@ -7,17 +7,11 @@ from pathlib import Path
 from data.run.errors import UserError
 from data.shards import find_files, read_shard_header
 
-ORDER = 2  # version of the order and the borders of documents; the first had no file and the order of the files' names
+ORDER = 2  # version of the order and the borders of documents; 1 was the order of the files' names, without a file
 
 
 def facts_file(folder: Path) -> Path:
     return folder / f"{folder.name}.json"
-
-
-def remake(folder: Path) -> str:
-    """The advice to make the shards of a folder again."""
-    command = "stdlib" if folder.name == "stdlib" else f"text PATH --out {folder.name}"
-    return f"make it again: python data/prepare.py {command}"
 
 
 def read_facts(folder: Path) -> dict:
@@ -25,37 +19,38 @@ def read_facts(folder: Path) -> dict:
     "unigram_entropy", "unigram_loss"} of the shards in data/NAME. The last two are the entropy of the training text,
     and the loss of a unigram of the training text on the validation text, in nats per token.
 
-    Raises UserError when these are not the shards that today's prepare.py has made.
+    Raises UserError when the shards are not those that today's prepare.py has made.
     """
-    path = facts_file(folder)
+    path, name = facts_file(folder), folder.name
+    remake = "python data/prepare.py " + ("stdlib" if name == "stdlib" else f"text PATH --out {name}")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         order, shards = facts["order"], facts["train"] | facts["val"]
         facts["documents"], facts["validation"], facts["unigram_loss"] - facts["unigram_entropy"]  # all are there
     except FileNotFoundError:
-        raise UserError(f"{folder}: no {path.name}, so an older prepare.py has made it, with the documents in the order"
-                        f" of the files' names, or another program; {remake(folder)}") from None
+        raise UserError(f"{name}: no {path.name}; if an older prepare.py made it, its documents are in the order of"
+                        f" the files' names, and a model learns less; make it again: {remake}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); {remake(folder)}") from None
+        raise UserError(f"{path.name} is damaged ({error}); make it again: {remake}") from None
     if order != ORDER:
-        raise UserError(f"{folder}: another version of prepare.py has made it; {remake(folder)}")
-    there = {path.name for path in folder.glob(f"{glob.escape(folder.name)}_*_*.bin")}
+        raise UserError(f"{name}: another version of prepare.py made it; make it again: {remake}")
+    there = {path.name for path in folder.glob(f"{glob.escape(name)}_*_*.bin")}
     if wrong := sorted(there ^ set(shards)):
-        raise UserError(f"{folder}: {wrong[0]} {'does not belong to it' if wrong[0] in there else 'is missing'};"
-                        f" {remake(folder)}")
-    for name, tokens in shards.items():
-        if (found := read_shard_header(folder / name)) != tokens:
-            raise UserError(f"{folder / name}: {found} tokens, prepare.py wrote {tokens}; {remake(folder)}")
+        raise UserError(f"{wrong[0]} {'is of another build' if wrong[0] in there else 'is missing'}; make it"
+                        f" again: {remake}")
+    for shard, tokens in shards.items():
+        if (found := read_shard_header(folder / shard)) != tokens:
+            raise UserError(f"{shard} has {found} tokens instead of {tokens}; make it again: {remake}")
     return facts
 
 
 def facts_of_run(config) -> tuple[dict | None, str]:
-    """(facts about the validation text of a run or None, a warning or ""). Only shards that have the names of
-    prepare.py's, other than FineWeb, can have facts."""
-    path = find_files(config.data.val_files)[0]
-    if not path.name.startswith(f"{path.absolute().parent.name}_val_"):
+    """(the facts about the validation text of a run or None, a warning or ""). Shards whose names are not like those of
+    prepare.py have none."""
+    path = find_files(config.data.val_files)[0].absolute()
+    if not path.name.startswith(f"{path.parent.name}_val_"):
         return None, ""
     try:
-        return read_facts(path.absolute().parent), ""
+        return read_facts(path.parent), ""
     except UserError as error:
         return None, str(error)

@@ -86,7 +86,7 @@ def report(folder: Path, facts: dict) -> None:
 
 def most_documents(lengths: np.ndarray, tokens: int) -> int:
     """The largest number of documents that `tokens` consecutive tokens can touch; the first may begin earlier."""
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(lengths, dtype=np.int64)
     return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
 
 
@@ -108,7 +108,7 @@ def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]
     # tokens, or an eighth of the longest shard if that is more.
     max_doc_len = min(stage.max_doc_len for stage in stages)
     lengths = [np.minimum(n, max_doc_len) for n in train]
-    longest, largest = max(n.sum() for n in lengths), max(stage.batch_tokens for stage in stages)
+    longest, largest = max(int(n.sum()) for n in lengths), max(stage.batch_tokens for stage in stages)
     micro_batches = least = counts(config)[0]
     while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
         micro_batches *= 2
@@ -120,7 +120,7 @@ def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]
         config = train_gpt.parse_config(words)  # which may round the batches to another multiple
 
     # Nearly all validation tokens, in as few pieces as the preset allows.
-    available, val_tokens, piece = sum(n.sum() for n in val) - 1, data.val_tokens, data.val_batch_tokens
+    available, val_tokens, piece = sum(int(n.sum()) for n in val) - 1, data.val_tokens, data.val_batch_tokens
     if available < 16:
         raise UserError(f"{available + 1} validation tokens, at least 17 are needed: more text, or a larger"
                         " --val-fraction")

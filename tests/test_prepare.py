@@ -2,15 +2,18 @@
 
 import hashlib
 import http.server
+import json
 import math
 import os
 import random
 import re
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
 import threading
+import tracemalloc
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -22,6 +25,7 @@ import torch
 import train_gpt
 from data import loader as L
 from data import prepare
+from data.facts import facts_of_run, read_facts
 from data.run.errors import UserError
 from data.run.knobs import with_system
 from data.run.length import stage_starts
@@ -38,9 +42,15 @@ def data(tmp_path, monkeypatch):
     """An empty folder that takes the place of data/; prepare.py sees no GPU, whatever machine runs the tests."""
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
-    # The test replaces torch in prepare.py alone: the trainer that it then starts must see the machine as it is.
-    monkeypatch.setattr(prepare, "torch", types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False)))
+    monkeypatch.setattr(prepare, "has_gpu", lambda: False)
     return tmp_path / "data"
+
+
+@pytest.fixture
+def tiny(data, monkeypatch):
+    """`data`, for texts that are too small for a run."""
+    monkeypatch.setattr(prepare, "training_command", lambda *arguments: "")
+    return data
 
 
 def shard_bytes(tokens) -> bytes:
@@ -223,46 +233,76 @@ def corpus(tmp_path):
     return root
 
 
-def sources(root: Path) -> list[str]:
-    """The texts in the order of their names, without the code under test."""
+def sources(root: Path) -> dict[str, str]:
+    """{name: text} in the order of the names, without the code under test."""
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.txt"))
-    return [(root / name).read_bytes().decode() for name in names]
+    return {name: (root / name).read_bytes().decode() for name in names}
 
 
 def prepare_text(*argv, tokenizer="bytes") -> int:
     return prepare.main(["text", *map(str, argv), "--tokenizer", tokenizer])
 
 
-def test_bytes_round_trip_in_order_and_split_by_document(data, corpus, capsys):
-    argv = "--out", "mine", "--shard-tokens", 700, "--val-fraction", 0.2
+def by_hash(texts: dict[str, str]) -> list[str]:
+    """Texts of one document each, {name: text}, in the order of the shards."""
+    return [texts[name] for name in sorted(
+        texts, key=lambda name: hashlib.blake2b(f"{name} 0".encode(), digest_size=8).digest())]
+
+
+def test_bytes_round_trip_shuffled_and_split_by_file(tiny, corpus, tmp_path, capsys):
+    """Of 30 files, whole ones validate, in the order of their names. The same files give the same shards, wherever they
+    are."""
+    argv, data = ("--out", "mine", "--shard-tokens", 700, "--val-fraction", 0.2), tiny
     assert prepare_text(corpus, *argv) == 0
     folder, texts = data / "mine", sources(corpus)
     train, val = texts_of(folder, ["train"]), texts_of(folder, ["val"])
     assert len(val) >= 2 and len(train) + len(val) == 30
-    assert train == [t for t in texts if t not in val] and val == [t for t in texts if t in val]
-    share, whole = sum(map(len, val)), sum(map(len, texts))
+    assert val == [text for text in texts.values() if text in val] and val != by_hash(texts)[:len(val)]
+    assert train == by_hash({name: text for name, text in texts.items() if text not in val})
+    share, whole = sum(map(len, val)), sum(map(len, texts.values()))
     assert 0.2 * whole <= share < 0.2 * whole + 206  # the share, plus less than one document
-    sizes = [read_shard_header(p) for p in sorted(folder.glob("*_train_*"))]
-    assert len(sizes) > 2 and set(sizes[:-1]) == {700} and 0 < sizes[-1] <= 700
-    assert (f"mine: 30 documents, {sum(sizes):,} training and {len(tokens_of(folder, 'val')):,} validation tokens "
-            f"in {len(sizes)} + 1 shards") in capsys.readouterr().out
+    shards = sorted(folder.glob("*_train_*"))
+    sizes = [read_shard_header(path) for path in shards]
+    assert len(sizes) > 2 and all(300 < size <= 700 for size in sizes[:-1])
+    assert all(np.fromfile(path, "<u2", 1, offset=1024) == 256 for path in shards)
+    out = capsys.readouterr().out
+    assert (f"mine: 30 documents, {sum(sizes):,} training and {len(tokens_of(folder, 'val')):,} validation tokens in"
+            f" {len(sizes)} + 1 shards\nvalidation: {len(val)} of 30 files: '") in out
     before = contents(data)
-    assert prepare_text(corpus, corpus / "a", *argv) == 0 and contents(data) == before  # "a" is named twice
+    shutil.copytree(corpus, tmp_path / "copy")
+    (tmp_path / "link").symlink_to("copy")
+    for paths in [corpus, corpus / "a"], [tmp_path / "link"]:  # "a" is named twice
+        assert prepare_text(*paths, *argv) == 0 and contents(data) == before
+    assert "files and folders that are named twice" in capsys.readouterr().out
     # A second build leaves no shard of the first.
     assert prepare_text(corpus, *argv[:-4], "--shard-tokens", 7000) == 0
-    assert sorted(contents(data)) == ["mine/mine_train_000001.bin", "mine/mine_val_000000.bin"]
+    assert sorted(contents(data)) == ["mine/mine.json", "mine/mine_train_000001.bin", "mine/mine_val_000000.bin"]
 
 
-def test_shards_are_what_the_format_says(data, tmp_path):
+def test_unigram_of_the_training_text(tiny, corpus, capsys):
+    """Its entropy, and its score on the validation text, with one added to every count."""
+    assert prepare_text(corpus, "--out", "n", "--val-fraction", "0.3") == 0
+    train, val = (tokens_of(tiny / "n", part).tolist() for part in ("train", "val"))
+    entropy = -sum(train.count(x) / len(train) * math.log(train.count(x) / len(train)) for x in set(train))
+    loss = -sum(math.log((train.count(x) + 1) / (len(train) + 257)) for x in val) / len(val)
+    assert set(val) - set(train) and entropy < loss - 0.1
+    assert (f"unigram entropy: {entropy:.4f} nats/token of the training text; its unigram scores {loss:.4f} on the"
+            " validation text") in capsys.readouterr().out
+    facts = read_facts(tiny / "n")
+    assert abs(facts["unigram_entropy"] - entropy) + abs(facts["unigram_loss"] - loss) < 2e-6
+
+
+def test_shards_are_what_the_format_says(tiny, tmp_path):
     """And two files of one name in two folders are two documents."""
     for folder in "ab":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.txt").write_text("hi " + folder)
     assert prepare_text(tmp_path / "a", tmp_path / "b", "--out", "n") == 0
-    assert {*contents(data / "n").values()} == {shard_bytes([256, *b"hi a"]), shard_bytes([256, *b"hi b"])}
+    made = {path.read_bytes() for path in (tiny / "n").glob("*.bin")}
+    assert made == {shard_bytes([256, *b"hi a"]), shard_bytes([256, *b"hi b"])}
 
 
-def test_gpt2_round_trip(data, corpus):
+def test_gpt2_round_trip(tiny, corpus):
     tiktoken = pytest.importorskip("tiktoken")
     try:
         bpe = tiktoken.get_encoding("gpt2")
@@ -270,18 +310,18 @@ def test_gpt2_round_trip(data, corpus):
         pytest.skip(f"GPT-2's BPE files cannot be had here: {type(error).__name__}")
     (corpus / "a" / "special.txt").write_text("not a separator: <|endoftext|>")
     assert prepare_text(corpus, "--out", "g", "--shard-tokens", 300, tokenizer="gpt2") == 0
-    assert sorted(map(bpe.decode, documents_of(data / "g", separator=50256))) == sorted(sources(corpus))
+    assert sorted(map(bpe.decode, documents_of(tiny / "g", separator=50256))) == sorted(sources(corpus).values())
 
 
-def test_tokenizers(data, corpus, monkeypatch, capsys):
+def test_tokenizers(tiny, corpus, monkeypatch, capsys):
     """auto: bytes without a GPU or without GPT-2's files. Ids above the signed range survive."""
     gpt2 = types.SimpleNamespace(encode_ordinary=lambda text: [50255, len(text)])
     tiktoken = types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get)
     monkeypatch.setitem(sys.modules, "tiktoken", tiktoken)
-    argv, texts = (corpus, "--out", "n"), sorted(sources(corpus))
+    argv, texts, data = (corpus, "--out", "n"), sorted(sources(corpus).values()), tiny
     assert prepare_text(*argv, tokenizer="auto") == 0 and sorted(texts_of(data / "n")) == texts
     assert "no GPU here: using bytes, for --preset=cpu" in capsys.readouterr().out
-    monkeypatch.setattr(prepare.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(prepare, "has_gpu", lambda: True)
     assert prepare_text(*argv, tokenizer="auto") == 0
     assert sorted(documents_of(data / "n", separator=50256)) == sorted([50255, len(t)] for t in texts)
     tiktoken.get_encoding = Mock(side_effect=OFFLINE)
@@ -329,36 +369,191 @@ def test_the_command_for_many_tiny_documents_together(data, tmp_path, monkeypatc
             loader.next_batch()
 
 
-def test_a_long_line_is_cut(data, tmp_path):
-    for text, pieces in (("a" * 3000, [1400, 1400, 200]), ("a" * 400 + "\n" + "b" * 300, [401, 300])):
-        assert list(map(len, prepare.cut(text, 350))) == pieces and "".join(prepare.cut(text, 350)) == text
+def pieces(*parts, size=(350, 437)) -> list[str]:
+    return [*prepare.cut([*parts], lambda text: size)]
 
 
-def test_a_small_file_is_not_all_that_validates(data, tmp_path):
+@pytest.mark.parametrize("text, lengths", [
+    ("a" * 1000, [437, 437, 126]), ("a" * 400 + "\n" + "b" * 300, [401, 300]), ("a" * 437 + "\n", [438]),
+    ("a" * 350 + "\n" + "b" * 40 + "\n", [351, 41]), ("a" * 349 + "\n" + "b" * 40 + "\n", [391]),
+    ("a" * 360 + "\r" + "b" * 50 + " " + "c" * 50, [361, 101]), ("ab " * 200, [351, 249]),
+    ("a" * 436 + "\r\n" + "b" * 9, [438, 9]), ("a" * 437 + "\r\n" + "b" * 9, [439, 9]),
+    ("a" * 400 + " b", [402])])
+def test_a_document_ends_at_a_line_end_a_space_or_anywhere(text, lengths):
+    """In this order, and never between CR and LF, however the text arrives."""
+    assert list(map(len, pieces((text, False)))) == lengths and "".join(pieces((text, False))) == text
+    assert pieces(*((letter, False) for letter in text)) == pieces((text, False))
+
+
+@pytest.mark.parametrize("line", ["ein Satz ohne Ende, " * 90_000, "漢字" * 300_000, "a" * 2_000_000, "word\r" * 300_000,
+                                  ("word " * 150 + "\n") * 2000, "дом\r\n" * 200_000, "a\u0301 " * 500_000],
+                         ids=["spaces", "Chinese", "letters", "CR", "paragraphs", "CRLF", "accents"])
+def test_the_loader_drops_next_to_nothing(data, tmp_path, line):
+    """The first stage of cpu takes 448 tokens of a document: of any text, in one line or many, nearly all."""
+    (tmp_path / "text.txt").write_text(line, encoding="utf-8", newline="")
+    assert prepare_text(tmp_path / "text.txt", "--out", "n") == 0
+    documents = documents_of(data / "n")
+    assert sum(min(447, len(d)) for d in documents) > 0.99 * sum(map(len, documents)) == 0.99 * len(line.encode())
+    assert sorted(map(len, documents))[len(documents) // 2] >= 340 and all(bytes(d).decode() for d in documents)
+
+
+def test_documents_of_a_mixed_folder_are_equally_long(data, tmp_path):
+    """And those of a file whose second million of characters is of another language."""
+    for name, text in ("a", "two words\n" * 9000), ("b", "漢字漢字\n" * 9000), ("c", "few\n" * 2**18 + "漢字漢字\n" * 9**5):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    assert prepare_text(*tmp_path.glob("*.txt"), "--out", "n") == 0
+    lengths = sorted(map(len, documents_of(data / "n")))
+    assert 345 < lengths[len(lengths) // 100] and lengths[-len(lengths) // 100] < 380
+
+
+def test_the_memory_does_not_hold_the_text(data, tmp_path):
+    (tmp_path / "text").write_text("".join(f"line {i}\n" for i in range(10**6)))
+    (tmp_path / "text.jsonl").write_text('{"text": "some words of a text that repeats itself"}\n' * 10**5)
+    for path in tmp_path / "text", tmp_path / "text.jsonl":
+        size = path.stat().st_size
+        tracemalloc.start()
+        prepare.build("n", {path.name: path}, "bytes", 0.05, 10**8)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert size > 4e6 and peak < 1.7 * size  # bytes and tokens alone are 3 times the text
+
+
+def test_a_small_file_is_not_all_that_validates(data, tmp_path, capsys):
     """If whole files make up too small a share, documents do."""
     (tmp_path / "texts").mkdir()
     for name, lines in ("todo", 1), ("a", 4000):
         (tmp_path / "texts" / f"{name}.txt").write_text("some words here\n" * lines)
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text("few")
     assert prepare_text(tmp_path / "texts", "--out", "n", "--val-fraction", "0.25") == 0
+    assert "of all files, chosen by a hash, since whole files do not make up this share" in capsys.readouterr().out
     train, val = (len(tokens_of(data / "n", part)) for part in ("train", "val"))
     assert 0.24 < val / (train + val) < 0.27
 
 
-def test_what_is_no_text_is_skipped_and_counted(data, corpus, capsys):
+def test_what_is_no_text_is_skipped_counted_and_named(tiny, corpus, tmp_path, capsys, monkeypatch):
+    texts = sorted(sources(corpus).values())
     (corpus / ".git").mkdir()
-    for name, content in {"binary.bin": b"\xff\xfe\x00", "latin1.txt.old": b"\xe9", "nothing": b"", "blank": b" \n\t\n",
-                          ".hidden": b"hidden", ".git/HEAD": b"ref"}.items():
+    for name, content in {
+            "utf16": "text".encode("utf-16"), "latin1": b"\xe9", "jis": "漢字".encode("shift-jis"), "nothing": b"",
+            "blank": b" \n\t\n", "mark": b"\xef\xbb\xbf", "le": "a text\n".encode("utf-16-le"), "nul": b"a text\0",
+            "be": "ein Text\n".encode("utf-16-be"), "utf32": "text".encode("utf-32-le"), ".hidden": b"hidden",
+            ".git/HEAD": b"ref", "closed": b"a text", "late": b"a" * 3 * 2**20 + b"\0"}.items():
         (corpus / name).write_bytes(content)
-    assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(data / "n")) == sorted(sources(corpus))
-    skipped = "warning: skipped 4 files (2 not UTF-8, such as binary.bin; 2 empty, such as blank)\n"
-    assert skipped in capsys.readouterr().out
+    os.mkfifo(corpus / "pipe")
+    (corpus / "nowhere").symlink_to("nothing there")
+    (corpus / "itself").symlink_to("itself")
+    opened = open
+    monkeypatch.setattr("builtins.open", lambda path, *args, **options: opened(
+        tmp_path / "no folder" / "file" if Path(path).name == "closed" else path, *args, **options))
+    assert prepare_text(corpus, "--out", "n") == 0 and sorted(texts_of(tiny / "n")) == texts
+    warnings = re.findall("^warning: (.*)$", capsys.readouterr().out, re.M)
+    assert sorted(warnings) == [
+        "skipped 1 files that cannot be read, such as 'closed'",
+        "skipped 1 that are no files (pipes, devices), such as 'pipe'",
+        "skipped 2 hidden files and folders, such as '.git', '.hidden'",
+        "skipped 2 links to nothing, such as 'itself', 'nowhere'",
+        "skipped 3 empty files, such as 'blank', 'mark', 'nothing'",
+        "skipped 3 files that are not UTF-8 (binary, or another encoding), such as 'jis', 'latin1', 'utf16'",
+        "skipped 5 files with NULs (binary, or UTF-16), such as 'be', 'late', 'le'"]
+
+
+def test_links_are_followed_once(tiny, tmp_path, capsys):
+    """Also a link to a folder outside, but no link that contains itself."""
+    root, big = tmp_path / "text", tmp_path / "outside" / "big"
+    (root / "sub" / "deep").mkdir(parents=True), (big / "sub").mkdir(parents=True)
+    for name in root / "a", root / "sub" / "b", big / "c", big / "sub" / "d":
+        name.write_text(f"text of {name.name}\n" * 9)
+    for link, target in {"one": big, "two": big, "sub/deep/up": root, "sub/deep/above": tmp_path, "same": root / "a",
+                         "three": "one"}.items():
+        (root / link).symlink_to(target)
+    assert prepare_text(root, "--out", "n") == 0
+    assert {text.split("\n")[0][-1] for text in texts_of(tiny / "n")} == {*"abcd"}
+    assert len(texts_of(tiny / "n")) == 4  # each once
+    assert f"warning: {prepare.TWICE.format(5)}, such as " in capsys.readouterr().out
+
+
+def test_odd_names(tiny, tmp_path, capsys):
+    """Names of bytes, with line ends, letters and accents apart: no error, and the order of letters with accents."""
+    orders, accents = [], [("é", "e\u0301"), ("ü", "u\u0308"), ("ö", "o\u0308"), ("ä", "a\u0308"), ("à", "a\u0300")]
+    for form in 0, 1:
+        folder = tmp_path / str(form)
+        folder.mkdir()
+        for i, names in enumerate(accents):
+            (folder / names[form]).write_text(f"text {i}")
+        assert prepare_text(folder, "--out", "n") == 0
+        orders.append(texts_of(tiny / "n"))
+    assert orders[0] == orders[1]
+    for name in b"a\nb", b"\xff", b"a 1", b"'":
+        Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"" if name == b"\xff" else b"text")
+    assert prepare_text(folder, "--out", "n") == 0 and len(texts_of(tiny / "n")) == 8
+    assert "skipped 1 empty files, such as '\\udcff'\n" in capsys.readouterr().out
+
+
+def test_a_mark_is_dropped_and_line_ends_stay(tiny, tmp_path):
+    for name, text in ("a", "\ufeffone\r\ntwo\r"), ("b", "a\ufeff\n"):
+        (tmp_path / name).write_bytes(text.encode())
+    assert prepare_text(tmp_path / "a", tmp_path / "b", "--out", "n") == 0
+    assert sorted(texts_of(tiny / "n")) == ["a\ufeff\n", "one\r\ntwo\r"]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_line_of_its_own_ends_documents(tiny, tmp_path, capsys, end):
+    mark = "<|endoftext|>"
+    stories = [f"story {i}{end}" for i in range(200)] + [f"not {mark}{end}", f"{mark}not{end}", f"end{mark} {end}"]
+    path = tmp_path / "text"
+    path.write_text(f"{mark}{end}" + f"{mark} {end}".join(stories) + mark, newline="")
+    assert prepare_text(path, "--out", "n") == 0 and sorted(texts_of(tiny / "n")) == sorted(stories)
+    assert "\n204 lines <|endoftext|> end documents\n" in "\n" + capsys.readouterr().out
+
+
+def test_lines_of_json(tiny, tmp_path, capsys):
+    """The field `text` of a line is a document; what has none is counted; a file without such lines stays as it is."""
+    lines = ["one", "zwei\nzwei", "drei <|endoftext|>", "v\n<|endoftext|>\nw", "a" * 500, "  "]
+    bad = ['{"text": 1}', '{"text": null}', "{broken", '{"no": "text"}', "[1]", "7", '"text"', '{"text": "\\ud800"}',
+           '{"text": "\\u0000"}', "[" * 10**5]
+    content = "\ufeff" + "\n\n".join([json.dumps({"id": 1, "text": text}) for text in lines * 2] + bad) + "\n"
+    (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
+    (tmp_path / "b.txt").write_text('{"text": "five"}\r\n{"text": "six"}')
+    (tmp_path / "c.json").write_text('[\n{"text": "eight"},\n{"text": "nine"}\n]\n')
+    raw = {"d.json": '{"other": "field"}\n', "e": '{"a": 1}\n{"a": 2}\n', "f.json": '{\n "text": "x"\n}\n'}
+    for name, text in raw.items():
+        (tmp_path / name).write_text(text)
+    assert prepare_text(*(p for p in sorted(tmp_path.iterdir()) if p.is_file()), "--out", "n") == 0
+    documents = ["one", "zwei\nzwei", "drei <|endoftext|>", "v\n", "w", "a" * 437, "a" * 63] * 2
+    assert sorted(texts_of(tiny / "n")) == sorted([*documents, "five", "six", "eight", "nine", *raw.values()])
+    out = capsys.readouterr().out
+    assert "warning: skipped 10 lines of JSON without a text in the field `text`, such as 'a.jsonl'\n" in out
+    assert "JSON: 16 texts in the field `text`" in out
+    assert "warning: 3 files of JSON have no texts in a field `text` of their lines and are taken as they are" in out
+
+
+@pytest.mark.parametrize("count, whole", [(1, False), (5, False), (19, False), (20, True), (21, True)])
+def test_from_twenty_files_on_whole_files_validate(data, tmp_path, capsys, count, whole):
+    """The documents of fewer files represent all of them."""
+    (tmp_path / "texts").mkdir()
+    for i in range(count):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"file {i}.\n" * (60_000 // count))
+    assert prepare_text(tmp_path / "texts", "--out", "n", "--val-fraction", "0.1") == 0
+    train, val = ({text.split(".")[0].split()[-1] for text in texts_of(data / "n", [part])} for part in ("train", "val"))
+    line = re.search("^validation: (.*)$", capsys.readouterr().out, re.M)[1]
+    if whole:
+        assert train.isdisjoint(val) and len(train) + len(val) == count
+        assert line == f"{len(val)} of {count} files: " + ", ".join(f"'{i}.txt'" for i in sorted(val))
+    else:
+        assert val == train == {*map(str, range(count))}
+        assert re.fullmatch(r"\d+ documents of all files, chosen by a hash, since there are fewer than 20 files", line)
 
 
 @pytest.mark.parametrize("argv, expected", [
     ("text {}/missing --out n", "missing: no such file or folder"),
     ("text {}/empty --out n", "0 characters of text in 0 usable files"),
-    ("text {}/one.txt --out n", "3 characters of text in 1 usable files: two files at least"),
-    ("text {}/line.txt --out n", "1000 characters of text in 1 usable files: .* in several lines"),
+    ("text {}/one.txt --out n", "3 characters of text in 1 usable files: more text is needed"),
+    ("text {}/line.txt --out n", "no run can start on this text: .* more text is needed"),
+    ("text {}/lines.txt --out n --shard-tokens 300", "--shard-tokens 300: a document has 35[0-9] tokens, give more"),
+    ("text {}/lines.txt --out n --shard-tokens 500", "no run can start on this text: .* more text is needed"),
+    ("text {}/lines.txt --out n --val-fraction 0.9999", "no run can start on this text: .* more text is needed"),
+    ("text {}/pipe --out n", "0 characters of text in 0 usable files"),
     ("text {} --out stdlib", "--out stdlib: .* take another"), ("text {} --out ../n", "--out ../n"),
     ("text {} --out n --val-fraction nan", "--val-fraction nan"), ("text {} --out n --val-fraction 1", "--val-f"),
     ("text {} --out n --shard-tokens 0", "--shard-tokens 0"), ("fineweb --shards=104", "1 to 103"),
@@ -368,15 +563,34 @@ def test_errors_are_one_line_and_leave_nothing(data, tmp_path, capsys, monkeypat
     source = tmp_path / "source"
     (source / "empty").mkdir(parents=True)
     (source / "one.txt").write_text("one"), (source / "line.txt").write_text("x" * 1000)
+    (source / "lines.txt").write_text("a line\n" * 9000), os.mkfifo(source / "pipe")
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
     assert prepare.main(argv.format(source).split() + ["--tokenizer", "bytes"] * argv.startswith("text")) == 1
-    assert re.search(expected, one_line(capsys)) and not contents(data) and not (tmp_path / "n").exists()
+    assert re.search(expected, one_line(capsys)) and not list(data.iterdir()) and not (tmp_path / "n").exists()
+
+
+def test_a_job_that_makes_nothing_keeps_what_was_there(data, tmp_path, capsys):
+    (tmp_path / "text").write_text("a line\n" * 9000)
+    (tmp_path / "none").write_text("a")
+    assert prepare_text(tmp_path / "text", "--out", "n") == 0
+    before = contents(data)
+    for argv in [tmp_path / "none"], [tmp_path / "text", "--shard-tokens", 300], [tmp_path / "text", "--shard-tokens", 500]:
+        capsys.readouterr()
+        assert prepare_text(*argv, "--out", "n") == 1 and contents(data) == before and one_line(capsys)
+
+
+def test_a_file_that_changes_meanwhile(tiny, corpus, monkeypatch, capsys):
+    """Between the first and the second reading."""
+    survey = prepare.survey
+    monkeypatch.setattr(prepare, "survey", lambda files: [survey(files), (corpus / "a/0.txt").write_bytes(b"\xff")][0])
+    assert prepare_text(corpus, "--out", "n") == 1 and not list(tiny.iterdir())
+    assert one_line(capsys) == "error: 'a/0.txt' has changed meanwhile; run the same command again\n"
 
 
 @pytest.mark.parametrize("stop, status", [(KeyboardInterrupt, 130), (OSError("disk full"), 1)])
-def test_an_interrupted_build_leaves_what_was_there(data, corpus, monkeypatch, stop, status):
+def test_an_interrupted_build_leaves_what_was_there(tiny, corpus, monkeypatch, stop, status):
     """No shard changes before all are written. Then the validation shard loses its name first and gets it last."""
-    argv = [corpus, "--out", "n", "--shard-tokens"]
+    argv, data = [corpus, "--out", "n", "--shard-tokens"], tiny
     assert prepare_text(*argv, 900) == 0
     before = contents(data)
 
@@ -393,11 +607,12 @@ def test_an_interrupted_build_leaves_what_was_there(data, corpus, monkeypatch, s
             assert prepare_text(*argv, tokens) == status and list(calls) == []
         return contents(data)
 
-    assert build(400, prepare, "write_shard", 3) == before
-    assert "n/n_val_000000.bin" not in build(900, Path, "unlink", 1)
+    assert build(400, prepare.Part, "write", 3) == before
+    assert "n/n.json" not in build(900, Path, "unlink", 65)  # 64 files of the shuffle
+    assert "n/n_val_000000.bin" not in build(900, Path, "unlink", 66)
     for after in range(4):
         left = build(900, os, "replace", after)
-        assert len(left) == after and "n/n_val_000000.bin" not in left
+        assert len([name for name in left if "train" in name]) == after and "n/n_val_000000.bin" not in left
 
 
 @pytest.mark.parametrize("sizes", [[60_000], [60_000, 3_000], [30_000, 30_000, 30_000]])
@@ -430,28 +645,60 @@ def test_stdlib_is_complete_deterministic_and_not_built_twice(data, monkeypatch,
     files, build, folder = {}, prepare.build, data / "stdlib"
     monkeypatch.setattr(prepare, "build", lambda name, found, *rest: files.update(found) or build(name, found, *rest))
     assert prepare.main(["stdlib"]) == 0
-    first, train, val = contents(folder), tokens_of(folder, "train"), tokens_of(folder, "val")
+    first, val = contents(folder), tokens_of(folder, "val")
+    train, out = tokens_of(folder, "train"), capsys.readouterr().out
     assert len(list(folder.glob("*_train_*"))) >= 2 and len(val) >= 300_000
     assert 0.9 * prepare.STDLIB_BYTES < len(train) + len(val) < 1.1 * prepare.STDLIB_BYTES
     p = np.bincount(train) / len(train)
     entropy = -sum(x * math.log(x) for x in p if x)
-    assert f"unigram entropy: {entropy:.4f} nats/token" in capsys.readouterr().out and 2.5 < entropy < 4
+    assert f"unigram entropy: {entropy:.4f} nats/token" in out and 2.5 < entropy < 4 and " files: " in out
 
-    # Each file is whole and on one side, in the order of the names. The files are spread over the library.
+    # Each file is whole and on one side; validation has the order of the names, training none. The files are spread
+    # over the library.
     assert list(files) == sorted(files) and not any({"test", "site-packages"} & {*Path(key).parts} for key in files)
-    rest = {part: bytes(t[t < 256].astype(np.uint8)) for part, t in (("train", train), ("val", val))}
+    documents, rest = set(texts_of(folder, ["train"])), bytes(val[val < 256].astype(np.uint8))
+    places, order = [], texts_of(folder, ["train"])
     for path in files.values():
-        part = next(part for part in ("val", "train") if rest[part].startswith(path.read_bytes()))
-        rest[part] = rest[part][path.stat().st_size:]
-    assert rest == {"train": b"", "val": b""} and len({key.split("/")[0] for key in files}) > 100
+        content = path.read_bytes()
+        if rest.startswith(content) and content.decode()[:1100] not in documents:
+            rest = rest[len(content):]
+        elif content.strip():
+            places.append(next(i for i, text in enumerate(order) if content.decode().startswith(text)))
+    assert not rest and len({key.split("/")[0] for key in files}) > 100
+    assert abs(np.corrcoef(places, np.arange(len(places)))[0, 1]) < 0.2  # those of first documents
+    assert sum(map(len, order)) + len(val) > 0.9 * sum(path.stat().st_size for path in files.values())
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "build", None)
         assert prepare.main(["stdlib"]) == 0 and "already there" in capsys.readouterr().out
-    shard = folder / "stdlib_train_000002.bin"
-    shard.write_bytes(first[shard.name][:-2] + b"\x01\x01")
-    assert prepare.main(["stdlib"]) == 0 and contents(folder) == first
-    assert "damaged, building it again" in capsys.readouterr().out
+    shard, facts = folder / "stdlib_train_000002.bin", folder / "stdlib.json"
+    for damage, reason in {
+            lambda: shard.write_bytes(first["stdlib_train_000002.bin"][:-2] + b"\x01\x01"): "token 257",
+            shard.unlink: "stdlib_train_000002.bin is missing", facts.unlink: "no stdlib.json; if an older",
+            lambda: shard.with_name("stdlib_train_000004.bin").touch(): "stdlib_train_000004.bin is of another build",
+            lambda: shard.write_bytes(shard_bytes([256, 1])): "stdlib_train_000002.bin has 2 tokens instead of ",
+            lambda: facts.write_text(facts.read_text().replace('"order": 2', '"order": 1')): "another version",
+            lambda: facts.write_text("{"): "stdlib.json is damaged"}.items():
+        damage()
+        capsys.readouterr()
+        assert prepare.main(["stdlib"]) == 0 and contents(folder) == first
+        assert re.search(f"^building it again: .*{reason}", capsys.readouterr().out, re.M)
+
+
+def test_the_trainer_meets_shards_of_an_older_program(tiny, corpus):
+    """One line with the command; shards of other names, as of FineWeb, have no such file."""
+    assert prepare_text(corpus, "--out", "mine") == 0
+    config = train_gpt.parse_config(["--preset=cpu", "--val_files=data/mine/mine_val_*.bin"])
+    facts, warning = facts_of_run(config)
+    assert facts["validation"].startswith("1 of 30 files") and not warning
+    (tiny / "mine" / "mine_train_000001.bin").unlink()
+    assert facts_of_run(config) == (None, "mine_train_000001.bin is missing; make it again: python data/prepare.py text"
+                                          " PATH --out mine")
+    (tiny / "mine" / "mine.json").unlink()
+    facts, warning = facts_of_run(config)
+    assert facts is None and "order of the files' names" in warning and "text PATH --out mine" in warning
+    (tiny / "mine" / "mine_val_000000.bin").rename(tiny / "mine" / "fineweb_val_000000.bin")
+    assert facts_of_run(train_gpt.parse_config(["--val_files=data/mine/fineweb_val_*.bin"])) == (None, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,11 +710,11 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
     (tmp_path / "source").mkdir()
     for i in range(count):
         (tmp_path / "source" / f"{i}.txt").write_text((f"line {i}\n" * size)[:size])
-    assert prepare_text(tmp_path / "source", "--out", "m") == 0
-    out, available = capsys.readouterr().out, len(tokens_of(data / "m", "train"))
+    status = prepare_text(tmp_path / "source", "--out", "m")
     if count == 2:  # 340 tokens cannot fill a micro-batch of 1024
-        assert "\nwarning: no run can start on this: " in out and "more text is needed" in out and "run.sh" not in out
+        assert status == 1 and "more text is needed" in one_line(capsys) and not contents(data)
         return
+    out, available = capsys.readouterr().out, len(tokens_of(data / "m", "train"))
     script, *arguments = shlex.split(out.splitlines()[-1])
     assert (Path.cwd() / script).resolve() == ROOT / "run.sh" and "--preset=cpu" in arguments
     # Enough text: only the preset, the length of one pass, the files and the prompt. Without enough for the shortest
@@ -513,9 +760,13 @@ def test_own_text_to_a_sample(data, tmp_path, capsys):
     assert len(losses) == 2 and losses[1] < losses[0] - 0.1
     sample = out.partition("\nsample:\n")[2].partition("\nfinal_val_loss:")[0]
     assert sample.startswith("Once upon") and len(sample) > 10
+    facts = read_facts(data / "mine")
+    assert out.endswith(f"nats per token of the validation text: this model {losses[1]:.4f}, a unigram of the training"
+                        f" text {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
-def test_a_full_disk_names_the_file():
-    with pytest.raises(UserError, match=r"cannot write /dev/full \(No space left on device\)"):
-        prepare.write_shard(Path("/dev/full"), np.zeros(9, np.uint16))
+def test_a_full_disk_names_the_file(tmp_path):
+    (tmp_path / "n_000001.bin").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"cannot write .*/n_000001.bin \(No space left on device\)"):
+        prepare.Part(tmp_path / "n", 1, 9).add(np.zeros(9, np.uint16))
