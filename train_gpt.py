@@ -1883,7 +1883,7 @@ class Trainer:
         while self.unchecked and self.unchecked[0].done():
             if error := self.unchecked.popleft().result():
                 self.loader.rehearse()
-                self.log.line(f"warning: {error}; the run does not read this shard")
+                self.log.line(f"warning: {error}; the run goes on, since it does not need this shard")
 
     def synchronize(self):
         if self.rt.device.type == "cuda":

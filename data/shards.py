@@ -106,7 +106,7 @@ def missing_between(files: list[Path]) -> list[str]:
     series = {}  # (what is before a number, what is behind it) -> {number: its text}
     for path in files:
         for match in re.finditer(r"(?<!\d)\d{1,6}(?!\d)", path.name):  # a longer number is a date, for example
-            around = path.parent / path.name[:match.start()], path.name[match.end():]
+            around = f"{path.parent}/{path.name[:match.start()]}", path.name[match.end():]
             series.setdefault(around, {})[int(match[0])] = match[0]
     missing = []
     for (before, behind), numbers in series.items():
@@ -144,8 +144,7 @@ class Shards:
             raise UserError(f"{pattern}: no file holds a token; {REMAKE}")
         if missing := missing_between(found):
             names = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
-            self.warnings.append(f"{len(missing)} numbered shards are missing between others of {pattern}: {names};"
-                                 f" {REMAKE}")
+            self.warnings.append(f"{pattern}: shards are missing between others: {names}; {REMAKE}")
 
     def read(self, path, vocab_size, most=sys.maxsize):
         """`read_shard`. Raises UserError also when the file has changed."""

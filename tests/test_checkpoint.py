@@ -305,7 +305,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config, presets = T.PRESETS["cpu"], arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire)
-    assert arguments.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype", "init_from"}
+    assert arguments.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
     monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for key, value in flatten(config).items():
