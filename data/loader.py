@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.run.errors import UserError
-from data.shards import Shards, read_shard
+from data.shards import Shards, read_shard, require_separator
 
 
 # One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
@@ -234,12 +234,13 @@ def make_router(config, rt) -> RowRouter | None:
 class Shard:
     """The first `most` tokens of a training shard, and the starts and lengths of its documents.
 
-    Raises the UserErrors of `read`: `read_shard`, or `Shards.read`.
+    Raises UserError when it has no document separator, and those of `read`: `read_shard`, or `Shards.read`.
     """
 
     def __init__(self, path, model, most=sys.maxsize, read=read_shard):
         self.tokens = read(path, model.vocab_size, most)
         self.starts = np.flatnonzero(self.tokens == model.bos_id)
+        require_separator(path, len(self.starts), model.vocab_size)
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
@@ -387,8 +388,8 @@ class ValidationData:
 
     Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Ranks that share a table of n-grams
     fetch their rows together. So a rank that has a piece less than another rank yields piece 0 after its own pieces,
-    whose number is `pieces`. Nothing is read later. hash_ids: see make_batch; shards: see Loader. Raises the UserErrors
-    of `Shards.read` for the shards with these tokens; a separator has to be among their first 2^22 tokens.
+    whose number is `pieces`. Nothing is read later. hash_ids: see make_batch; shards: see Loader. Raises UserError for a
+    bad shard among those with these tokens; the first 2^22 tokens of each need a separator.
     """
 
     def __init__(self, config, rt, hash_ids=None, shards=None):
@@ -397,7 +398,9 @@ class ValidationData:
         shards = shards or Shards(config.data.val_files, config.model.vocab_size)
         for path in shards.files:
             if missing:
-                parts.append(shards.read(path, config.model.vocab_size, max(missing, 2**22))[:missing])
+                tokens = shards.read(path, config.model.vocab_size, max(missing, 2**22))
+                require_separator(path, (tokens == config.model.bos_id).any(), config.model.vocab_size)
+                parts.append(tokens[:missing])
                 missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         require_validation_tokens(config, len(self.tokens))

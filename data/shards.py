@@ -44,13 +44,16 @@ def read_shard_header(path: Path) -> int:
     return count
 
 
-def require_tokens(path, largest, separated, vocab_size):
-    """Raises UserError when the largest token of a shard is outside the vocabulary, or when the shard is not
-    `separated`: it has no separator, which is the last token of the vocabulary."""
+def require_vocabulary(path, largest, vocab_size):
+    """Raises UserError when the largest token of a shard is outside the vocabulary."""
     if largest >= vocab_size:
         raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
                         f" (--vocab_size, --preset), or damaged: {REMAKE}")
-    if not separated:
+
+
+def require_separator(path, found, vocab_size):
+    """Raises UserError unless a separator, the last token of the vocabulary, was `found` in a shard."""
+    if not found:
         raise UserError(f"{path}: no document separator (token {vocab_size - 1}); data of another tokenizer?"
                         " (--vocab_size, --preset)")
 
@@ -58,15 +61,14 @@ def require_tokens(path, largest, separated, vocab_size):
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
     """The first `most` tokens of a shard, uint16.
 
-    Raises UserError for a damaged file, and for what `require_tokens` refuses, unless there are no tokens.
+    Raises UserError for a damaged file or a token outside the vocabulary.
     """
     count = min(read_shard_header(path), most)
     with user_error(f"{path}: cannot be read"):
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
         if len(tokens) < count:
             raise OSError("it ends early")
-    if count:
-        require_tokens(path, int(tokens.max()), (tokens == vocab_size - 1).any(), vocab_size)
+    require_vocabulary(path, int(tokens.max(initial=0)), vocab_size)
     return tokens
 
 
@@ -174,7 +176,8 @@ class Shards:
             found = digest(path, look)
             self.require_same(path)
             self.digests[path] = found
-            require_tokens(path, largest, separated, self.vocab_size)
+            require_vocabulary(path, largest, self.vocab_size)
+            require_separator(path, separated, self.vocab_size)
         except UserError as error:
             return error
 

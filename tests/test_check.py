@@ -39,7 +39,8 @@ DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at
 def folder(tmp_path):
     """Good and bad data for --preset=cpu; the rows of its batches have 1024 tokens."""
     for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [256, *[97] * 39999],
-                         "val_2": [256, *[97] * 25536], "val_short": [256, *[97] * 65535], "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
+                         "val_2": [256, *[97] * 25536], "val_short": [256, *[97] * 65535],
+                         "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
                          "below_1": [256] * 1024, "below_2": [256] * 1023, "gpt2_val": [50256, *[97] * 65536]}.items():
         write_shard(tmp_path / f"{name}.bin", tokens)
     write_shard(tmp_path / "longer.bin", DOCUMENT * 3, count=1801)

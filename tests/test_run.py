@@ -488,7 +488,8 @@ def then_change(self, loader, plan, *args, **options):
     return step(self, loader, plan, *args, **options)
 T.Trainer.step = then_change"""
     out, err, code = finish(start(corpus, train, f"--log_dir={tmp_path}", ranks=2, hook=hook))
-    assert code == status and re.fullmatch("error: .*/train_[01].bin: changed, exchanged or deleted .*\n" * status, err), err
+    assert code == status and re.fullmatch("error: .*/train_[01].bin: changed, exchanged or deleted .*\n" * status,
+                                               err), err
     assert "\nstep:3/11" in out and ("\nfinal_val_loss" in out) == (not status)
 
 
@@ -498,7 +499,7 @@ def test_ranks_with_other_shards(corpus, tmp_path):
     hook = """if os.environ["RANK"] == "1":
     sys.argv[-1] = sys.argv[-1].replace("*", "[01]")"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", train, ranks=2, hook=hook))
-    assert status == 1 and "error: rank 1: the shards here are not those of rank 0: train_2.bin is missing\n" in err, err
+    assert status == 1 and "rank 1: the shards here are not those of rank 0: train_2.bin is missing\n" in err, err
 
 
 def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monkeypatch):

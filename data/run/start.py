@@ -252,7 +252,7 @@ def agree_on_shards(trainer, resumed, patience=2):
         found = everyone[0]
     if isinstance(found, UserError):
         raise found
-    for part, each in shards.items() if found else ():
+    for part, each in shards.items():
         if difference := other_shard(found[part], shard_table(each)):
             raise UserError(f"the shards here are not those of rank 0: {difference}")
         each.digests |= {path: known for path, (*_, known) in zip(each.files, found[part]) if known}
