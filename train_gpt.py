@@ -59,7 +59,7 @@ import sys
 import traceback
 from bisect import bisect_right
 from collections import defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -88,7 +88,7 @@ import triton_kernels as kernels
 from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
-from data.run.checkpoint import check_weights, load_checkpoint, write_checkpoint
+from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
 from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
@@ -100,9 +100,10 @@ from data.run.machine import (
     PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
-from data.run.start import check_start, fit_size
+from data.run.start import agree_on_shards, check_start, fit_size
 from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import require_codes, warm_up
+from data.shards import inspect_all, run_shards
 from data.tokenizer import normalised_ids, text_codec
 
 IMPORT_SECONDS = time.perf_counter() - started
@@ -363,6 +364,7 @@ class System:
     save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
     keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
     resume: str = ""  # checkpoint to continue, with the settings stored in it
+    other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
     init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
     sample_tokens: int = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
@@ -1676,10 +1678,13 @@ class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
     sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with (`load_weights`); profiler: class Profiler.
+    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start.
     """
 
-    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None):
+    def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
+                 shards=None):
+        self.shards = shards or run_shards(config)
+        self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
@@ -1694,7 +1699,7 @@ class Trainer:
             self.hash_ids = ((resumed or initial)["model"]["hash_ids"].numpy() if resumed or initial else
                              normalised_ids(text_codec(config.model.vocab_size)[1], config.model))
             log.line(f"hash_ids: sha256 {hashlib.sha256(self.hash_ids.tobytes()).hexdigest()}")
-        self.validation = ValidationData(config, rt, self.hash_ids)
+        self.validation = ValidationData(config, rt, self.hash_ids, self.shards["val"])
         self.set_length(config)
         watch.lap("data")
         self.model = GPT(config.model, ops, self.dtype, rt.device, rt.world)
@@ -1769,6 +1774,7 @@ class Trainer:
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.losses.append((step, copied, step_loss))
             self.check_losses(keep=2)
+            self.require_sound_shards()
             train_ms = 1000 * clock.seconds()
             seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{train_ms:.0f}ms"
@@ -1872,6 +1878,14 @@ class Trainer:
                 wait_for(copied, self.rt.world)
             require_finite(loss.item(), f"training loss of step {step}")
 
+    def require_sound_shards(self):
+        """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
+        checks that have ended since the last call, which only rank 0 has."""
+        while self.unchecked and self.unchecked[0].done():
+            if error := self.unchecked.popleft().result():
+                self.loader.rehearse()
+                self.log.line(f"warning: {error}; the run goes on, since it does not need this shard")
+
     def synchronize(self):
         if self.rt.device.type == "cuda":
             wait_for(torch.cuda.current_stream().record_event(), self.rt.world)
@@ -1893,6 +1907,9 @@ class Trainer:
         whole = {label: self.optimizer.whole_rows(label, self.model.get_parameter(label).detach())
                  for label in self.optimizer.few_rows}
         if self.rt.rank == 0:
+            read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
+            wait(check for part, end in read.items() for check in [*self.shards[part].checks.values()][:end])
+            state["shards"] = {part: shard_table(each) for part, each in self.shards.items()}
             if self.model.fp8_mlps:
                 state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
             model = self.model.state_dict().items()
@@ -1932,7 +1949,8 @@ class Trainer:
         self.loader = self.new_loader(self.plans[:-1], config)
 
     def new_loader(self, plans, config):
-        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids)
+        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids,
+                      self.shards["train"])
 
     def init_weights(self):
         """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
@@ -1973,18 +1991,21 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
     sources = loaded_sources()  # now, because somebody may edit the files during the run
     require_equal_ranks(rt, config, sources)
+    shards = run_shards(config)
     if rt.rank == 0:
-        write_header(log, argv, sources, config, machine, choices)
+        write_header(log, argv, sources, config, machine, choices, shards)
         facts, doubt = facts_of_run(config)
         for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):
             log.line(line)
-        digests = ThreadPoolExecutor(1).submit(shards_line, config)  # reads all shards, while the model compiles
+        for warning in shards["train"].warnings + shards["val"].warnings:
+            log.line(f"warning: {warning}")
+        inspect_all(shards)  # while the model compiles
         speak_at_ctrl_c(lambda: log.interrupted(system))
     resumed = load_checkpoint(system.resume) if system.resume else None
     initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
     watch.lap("log")
     try:
-        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler)
+        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards)
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
@@ -2009,14 +2030,16 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
                  f" {published(system.resume)}")
     elif initial:
         trainer.load_weights(initial)
+    agree_on_shards(trainer, resumed)
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     trainer.update_graphs.drop()
     phases |= clock.paused_seconds
     if rt.rank == 0:
-        error = digests.exception()  # such as a shard deleted during the run: the results must still be logged
-        log.line(f"warning: {one_line(error)}" if error else digests.result(), console=error is not None)
+        wait(trainer.unchecked)
+        trainer.require_sound_shards()  # only warns: the run reads no shard any more
+        log.line(shards_line(shards), console=False)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
     if system.sample_tokens and trainer.model.shared_rows:

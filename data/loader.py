@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.run.errors import UserError
-from data.shards import find_files, read_shard
+from data.shards import Shards, read_shard, require_separator
 
 
 # One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
@@ -234,15 +234,13 @@ def make_router(config, rt) -> RowRouter | None:
 class Shard:
     """The first `most` tokens of a training shard, and the starts and lengths of its documents.
 
-    Raises UserError when the file is damaged or has no document separator.
+    Raises UserError when it has no document separator, and those of `read`: `read_shard`, or `Shards.read`.
     """
 
-    def __init__(self, path, model, most=sys.maxsize):
-        self.tokens = read_shard(path, model.vocab_size, most)
+    def __init__(self, path, model, most=sys.maxsize, read=read_shard):
+        self.tokens = read(path, model.vocab_size, most)
         self.starts = np.flatnonzero(self.tokens == model.bos_id)
-        if not len(self.starts):
-            raise UserError(f"{path}: no document separator (token {model.bos_id}); data of another tokenizer?"
-                            " (--vocab_size, --preset)")
+        require_separator(path, len(self.starts), model.vocab_size)
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
@@ -267,12 +265,14 @@ class Loader:
     does not fit into the rest of a shard starts on the next shard. (Record 74 did so only on one rank.) One thread
     builds the next batch, another thread reads the next shard.
 
-    plans: the plans of the steps to serve, in order. hash_ids: see make_batch.
+    plans: the plans of the steps to serve, in order. hash_ids: see make_batch. shards: the training shards as they were
+    at the start of the run, for a run that makes several loaders.
     """
 
-    def __init__(self, config, rt, plans, warn=print, hash_ids=None):
+    def __init__(self, config, rt, plans, warn=print, hash_ids=None, shards=None):
         self.config, self.rt, self.plans, self.warn, self.hash_ids = config, rt, plans, warn, hash_ids
-        self.files = find_files(config.data.train_files)
+        self.shards = shards or Shards(config.data.train_files, config.model.vocab_size)
+        self.files = [*self.shards.files]
         self.stream = torch.cuda.Stream(rt.device) if rt.device.type == "cuda" else None
         self.builder, self.reader = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.router = make_router(config, rt)
@@ -318,15 +318,27 @@ class Loader:
             torch.cuda.current_stream().wait_event(copied)
         return batch.exchange
 
-    def _shard(self, index):
-        return Shard(self.files[index % len(self.files)], self.config.model)
+    def rehearse(self):
+        """Raises the UserError at which the run would end if it went on from here: reads the shards, makes no batch."""
+        for _ in self._rows(**self.state, warn=lambda text: None):
+            pass
 
-    def _batches(self, index, part, shard, cursor, routed=True):
+    def _shard(self, index):
+        return Shard(self.files[index % len(self.files)], self.config.model, read=self.shards.read)
+
+    def _batches(self, routed=True, **state):
         """Yields (batch, event after its copies, state after the batch), beginning at a state."""
+        for rows, plan, part, state in self._rows(**state, warn=self.warn):
+            yield *self._batch(*rows[self.rt.rank], plan, part, routed), state
+
+    def _rows(self, index, part, shard, cursor, warn):
+        """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
+        starts and lengths of the documents)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
         while index < len(self.plans):
-            tokens, max_doc_len = self.plans[index].micro_batch_tokens, self.plans[index].max_doc_len
-            for rank in range(self.rt.world):
+            plan, now, rows = self.plans[index], part, []
+            tokens, max_doc_len = plan.micro_batch_tokens, plan.max_doc_len
+            for _ in range(self.rt.world):
                 tried = 0
                 while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
                     shard, cursor, tried = shard + 1, 0, tried + 1
@@ -337,15 +349,14 @@ class Loader:
                         raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use"
                                         " --data_end=wrap")
                     if shard == len(self.files):
-                        self.warn("training data exhausted: starting again with the first shard; a second pass raises"
-                                  " the validation loss")
+                        warn("training data exhausted: starting again with the first shard; a second pass raises the"
+                             " validation loss")
                     current, following = following.result(), self.reader.submit(self._shard, shard + 1)
                 starts, lengths, cursor = packed
-                if rank == self.rt.rank:
-                    batch = self._batch(current, starts, lengths, self.plans[index], part, routed)
+                rows.append((current, starts, lengths))
             last_part = self.config.system.micro_batches // self.rt.world - 1
             index, part = (index, part + 1) if part < last_part else (index + 1, 0)
-            yield *batch, {"index": index, "part": part, "shard": shard, "cursor": cursor}
+            yield rows, plan, now, {"index": index, "part": part, "shard": shard, "cursor": cursor}
 
     def _batch(self, shard, starts, lengths, plan, part, routed):
         """(Batch on the device, event after its copies or None) of the packed documents. K2."""
@@ -377,15 +388,20 @@ class ValidationData:
 
     Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Ranks that share a table of n-grams
     fetch their rows together. So a rank that has a piece less than another rank yields piece 0 after its own pieces,
-    whose number is `pieces`. hash_ids: see make_batch.
+    whose number is `pieces`. Nothing is read later. hash_ids: see make_batch; shards: see Loader. Raises UserError for a
+    bad shard among those with these tokens; the first 2^22 tokens of each need a separator.
     """
 
-    def __init__(self, config, rt, hash_ids=None):
+    def __init__(self, config, rt, hash_ids=None, shards=None):
         self.config, self.rt, self.hash_ids, self.router = config, rt, hash_ids, make_router(config, rt)
         missing, parts = config.data.val_tokens + 1, []
-        for path in find_files(config.data.val_files):
-            parts.append(read_shard(path, config.model.vocab_size, missing))
-            missing -= len(parts[-1])
+        shards = shards or Shards(config.data.val_files, config.model.vocab_size)
+        for path in shards.files:
+            if missing:
+                tokens = shards.read(path, config.model.vocab_size, max(missing, 2**22))
+                require_separator(path, (tokens == config.model.bos_id).any(), config.model.vocab_size)
+                parts.append(tokens[:missing])
+                missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         require_validation_tokens(config, len(self.tokens))
         n, total = config.data.val_batch_tokens, config.data.val_tokens

@@ -1,4 +1,4 @@
-"""Token shards: which files a pattern names, and what is in a file.
+"""Token shards: which files a pattern names, what is in a file, and whether it changes during a run.
 
 README.md beside this file describes the format.
 """
@@ -6,7 +6,10 @@ README.md beside this file describes the format.
 import glob
 import hashlib
 import os
+import re
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +44,20 @@ def read_shard_header(path: Path) -> int:
     return count
 
 
+def require_vocabulary(path, largest, vocab_size):
+    """Raises UserError when the largest token of a shard is outside the vocabulary."""
+    if largest >= vocab_size:
+        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
+                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
+
+
+def require_separator(path, found, vocab_size):
+    """Raises UserError unless a separator, the last token of the vocabulary, was `found` in a shard."""
+    if not found:
+        raise UserError(f"{path}: no document separator (token {vocab_size - 1}); data of another tokenizer?"
+                        " (--vocab_size, --preset)")
+
+
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
     """The first `most` tokens of a shard, uint16.
 
@@ -51,18 +68,18 @@ def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
         if len(tokens) < count:
             raise OSError("it ends early")
-    if count and (largest := int(tokens.max())) >= vocab_size:
-        raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
-                        f" (--vocab_size, --preset), or damaged: {REMAKE}")
+    require_vocabulary(path, int(tokens.max(initial=0)), vocab_size)
     return tokens
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def digest(path: Path, look=None) -> str:
+    """SHA-256 of a file, in hexadecimal. look: a function that also gets all bytes, a mebibyte at a time."""
     found = hashlib.sha256()
     with user_error(f"{path}: cannot be read"), open(path, "rb") as file:
         while block := file.read(2**20):
             found.update(block)
+            if look:
+                look(block)
     return found.hexdigest()
 
 
@@ -84,3 +101,103 @@ def find_files(pattern: str) -> list[Path]:
         raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py,"
                         " or run ./run.sh")
     return files
+
+
+def missing_between(files: list[Path]) -> list[str]:
+    """Names of files that do not exist, although their names would count on from one of the files to another one."""
+    series = {}  # (what is before a number, what is behind it) -> {number: its text}
+    for path in files:
+        for match in re.finditer(r"(?<!\d)\d{1,6}(?!\d)", path.name):  # a longer number is a date, for example
+            around = f"{path.parent}/{path.name[:match.start()]}", path.name[match.end():]
+            series.setdefault(around, {})[int(match[0])] = match[0]
+    missing = []
+    for (before, behind), numbers in series.items():
+        for number in sorted({*range(min(numbers), max(numbers))} - {*numbers}):
+            path = Path(f"{before}{number:0{len(numbers[min(numbers)])}}{behind}")
+            missing += [path.name] * (not path.exists())
+    return missing
+
+
+def stamp(path: Path):
+    """(bytes, time of the last change in ns, inode) of a file; None if it is gone. Other bytes have another stamp."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+class Shards:
+    """The shards that match a pattern, as they were when this object was made: at the start of a run.
+
+    files: {path: its stamp}, in name order, without shards of no tokens. counts: their tokens. warnings: lines about
+    what is left out or missing. digests: {path: SHA-256}, as far as they are known. checks: {path: Future of the error
+    of `inspect`, or of None}, once `inspect_all` has begun. Raises UserError for a bad header, and when there are no
+    tokens.
+    """
+
+    def __init__(self, pattern, vocab_size):
+        self.vocab_size, self.digests, self.checks, found = vocab_size, {}, {}, find_files(pattern)
+        stamps = {path: (stamp(path), read_shard_header(path)) for path in found}
+        self.files = {path: before for path, (before, count) in stamps.items() if count}
+        self.counts = [count for _, count in stamps.values() if count]
+        self.warnings = [f"{path} holds no tokens and is passed over" for path in found if path not in self.files]
+        if not self.files:
+            raise UserError(f"{pattern}: no file holds a token; {REMAKE}")
+        if missing := missing_between(found):
+            names = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
+            self.warnings.append(f"{pattern}: shards are missing between others: {names}; {REMAKE}")
+
+    def read(self, path, vocab_size, most=sys.maxsize):
+        """`read_shard`. Raises UserError also when the file has changed."""
+        try:
+            return read_shard(path, vocab_size, most)
+        finally:
+            self.require_same(path)
+
+    def require_same(self, path):
+        """Raises UserError when a file has changed since the start, unless its bytes are known to be the same."""
+        if (now := stamp(path)) != self.files[path]:
+            if now is None or path not in self.digests or digest(path) != self.digests[path]:
+                raise UserError(f"{path}: changed, exchanged or deleted since the run began; put it back and start"
+                                " again, or --resume a checkpoint")
+            self.files[path] = now  # touched, or exchanged for a copy
+
+    def inspect(self, path) -> UserError | None:
+        """Reads a shard once, for its SHA-256 and for the checks of its tokens; what is wrong with it."""
+        largest, separated, skip = 0, False, SHARD_HEADER_BYTES
+
+        def look(block):
+            nonlocal largest, separated, skip
+            tokens = np.frombuffer(block[skip:len(block) // 2 * 2], "<u2")  # a file that is cut now may end anywhere
+            largest, separated, skip = (max(largest, int(tokens.max(initial=0))),
+                                        separated or bool((tokens == self.vocab_size - 1).any()), 0)
+        try:
+            found = digest(path, look)
+            self.require_same(path)
+            self.digests[path] = found
+            require_vocabulary(path, largest, self.vocab_size)
+            require_separator(path, separated, self.vocab_size)
+        except UserError as error:
+            return error
+
+
+def run_shards(config) -> dict[str, Shards]:
+    """The training ("train") and the validation shards ("val") of a run."""
+    return {part: Shards(getattr(config.data, f"{part}_files"), config.model.vocab_size) for part in ("train", "val")}
+
+
+def inspect_all(shards: dict[str, Shards]):
+    """Inspect all shards in a thread, those of the validation first, since every run reads them, the others in the
+    order in which a run reads them."""
+    jobs = [(shards[part], path, Future()) for part in ("val", "train") for path in shards[part].files]
+    for each, path, check in jobs:
+        each.checks[path] = check
+
+    def work():
+        for each, path, check in jobs:
+            try:
+                check.set_result(each.inspect(path))
+            except Exception as error:
+                check.set_exception(error)
+    threading.Thread(target=work, daemon=True).start()  # a run that fails does not wait for it

@@ -134,10 +134,17 @@ def memory(run):
     return memory_report(run.config, run.sizes, device, run.world)
 
 
+def data(run, part, survey):
+    """A line of `survey`, and what the shards hold, which the first process of a machine reads."""
+    found, fine = survey(run.config)
+    doubts = start.read_shards(run.config, part) if os.environ.get("LOCAL_RANK", "0") == "0" else []
+    return "; ".join([found, *doubts]), fine and not doubts
+
+
 CHECKS = {
     "versions": versions, "device": device, "kernels": implementations,
-    "training data": lambda run: start.survey_training_data(run.config),
-    "validation data": lambda run: start.survey_validation_data(run.config),
+    "training data": lambda run: data(run, "train", start.survey_training_data),
+    "validation data": lambda run: data(run, "val", start.survey_validation_data),
     "caches": caches, "disk": lambda run: start.require_disk(run.config, run.table),
     "memory": memory}
 

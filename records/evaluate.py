@@ -27,7 +27,7 @@ from data.run.errors import UserError
 from data.run.knobs import flatten, read_options, render
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
-from data.shards import data_root
+from data.shards import Shards, data_root
 from data.tokenizer import text_codec
 from train_gpt import RECORD74, load_model, summed_loss
 from train_gpt import validate as mean_loss
@@ -54,7 +54,10 @@ def bits_per_byte(config, loss, tokens):
 def validate(model, config, attention):
     """Prints the loss of the final validation. attention: its AttentionSettings."""
     rt = Runtime(0, 1, model.embed.device)
-    data = ValidationData(config, rt, hash_ids(model))
+    shards = Shards(config.data.val_files, config.model.vocab_size)
+    for warning in shards.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    data = ValidationData(config, rt, hash_ids(model), shards)
     loss = mean_loss(functools.partial(summed_loss, model, head(model)), data, attention, rt)
     print(f"val_loss: {loss:.4f}", flush=True)
     try:

@@ -26,7 +26,6 @@ from data.run.errors import UserError
 from data.run.memory import (
     VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,
     restart_with_more_micro_batches, state_bytes)
-from data.shards import read_shard
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C
@@ -39,9 +38,10 @@ DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at
 @pytest.fixture
 def folder(tmp_path):
     """Good and bad data for --preset=cpu; the rows of its batches have 1024 tokens."""
-    for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [97] * 40000, "val_2": [97] * 25537,
-                         "val_short": [97] * 65536, "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
-                         "below_1": [256] * 1024, "below_2": [256] * 1023}.items():
+    for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [256, *[97] * 39999],
+                         "val_2": [256, *[97] * 25536], "val_short": [256, *[97] * 65535],
+                         "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
+                         "below_1": [256] * 1024, "below_2": [256] * 1023, "gpt2_val": [50256, *[97] * 65536]}.items():
         write_shard(tmp_path / f"{name}.bin", tokens)
     write_shard(tmp_path / "longer.bin", DOCUMENT * 3, count=1801)
     (tmp_path / "xval_2.bin").symlink_to(tmp_path / "val_2.bin")
@@ -99,7 +99,8 @@ def gpus(check, folder, monkeypatch):
         monkeypatch.setattr(module, "text_codec", lambda size: None)
     monkeypatch.setattr(start, "tokens_and_passes", lambda *args: (10**8, 0.5, 10**8))  # as if the data were enough
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
-    args = ["--preset=record", f"--train_files={folder}/gpt2.bin", "--val_tokens=65536", "--val_batch_tokens=65536"]
+    args = ["--preset=record", f"--train_files={folder}/gpt2.bin", f"--val_files={folder}/gpt2_val.bin",
+            "--val_tokens=65536", "--val_batch_tokens=65536"]
 
     def fresh(run):
         def process(*more):
@@ -235,11 +236,37 @@ def test_expected_minutes(gpus, ranks, rate, minutes):
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes
 
 
-def test_only_the_beginning_of_one_shard_is_read(check, folder, monkeypatch):
-    read = Mock(side_effect=read_shard)
-    monkeypatch.setattr(L, "read_shard", read)
-    assert check()[0] == 0
-    assert [call.args for call in read.call_args_list] == [(folder / "train_1.bin", 257, 2**22)]  # 8 MB
+@pytest.mark.parametrize("part, second, args, ok, pattern", [
+    ("train", DOCUMENT * 2, "", "maybe", "; .*/x_\\*.bin: shards are missing between others: x_2.bin; .*again"
+     " with data/prepare.py"),
+    ("train", [], "", "maybe", "; .*/x_3.bin holds no tokens and is passed over; .*: shards are missing .*"),
+    ("train", [97] * 1800, "", "no", "/x_3.bin: no document separator .token 256.; .*"),
+    ("train", [*DOCUMENT, 257], "", "no", "/x_3.bin: token 257 but a vocabulary of 257; .*"),
+    # 65600 tokens: the run may or may not need more than the first shard
+    ("train", [97] * 1800, STEPS_20, "maybe", "; .*/x_3.bin: no document .*; the run ends there if it needs the shard"),
+    ("train", [97] * 1800, "--minutes=1", "maybe", "; .*/x_3.bin: no document .*; the run ends there if .*"),
+    ("val", [97] * 1800, "", "maybe", "; .*/x_3.bin: no document .*; the run ends there if it needs the shard"),
+    ("val", [97] * 1800, "--val_tokens=131072", "no", ".*/x_3.bin: no document separator .*"),
+    ("val", [*DOCUMENT, 257], "--val_tokens=131072", "no", ".*/x_3.bin: token 257 but a .*")])
+def test_check_reads_the_shards(check, folder, part, second, args, ok, pattern):
+    write_shard(folder / "x_1.bin", DOCUMENT * 110)
+    write_shard(folder / "x_3.bin", second)
+    write_shard(folder / "x_4.bin", DOCUMENT * 110)
+    name = {"train": "training data", "val": "validation data"}[part]
+    rows = check(f"--{part}_files={folder}/x_*.bin", *args.split())[1]
+    assert {key for key, (_, ok) in rows.items() if ok != "yes"} == {name} and rows[name][1] == ok
+    assert re.fullmatch(f".*{pattern}.*", rows[name][0]), rows[name]
+
+
+def test_check_reads_the_first_shards(check, folder):
+    """As many as fit into a number of bytes; the last token counts."""
+    write_shard(folder / "y_1.bin", DOCUMENT * 3)
+    write_shard(folder / "y_2.bin", [*DOCUMENT * 3, 257])
+    config = T.parse_config([*check.args, f"--train_files={folder}/y_*.bin"])
+    assert start.read_shards(config, "train", 7201) == [
+        "not read: 1 shards from y_2.bin on; a run reads them while it starts"]
+    with pytest.raises(UserError, match="y_2.bin: token 257"):
+        start.read_shards(config, "train", 7202)
     assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].model, 700).lengths.tolist() == [600, 100]
 
 

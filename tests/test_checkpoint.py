@@ -8,7 +8,9 @@ import io
 import pickle
 import re
 import resource
+import shutil
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,12 +20,14 @@ import torch
 
 import train_gpt as T
 from data.run import arguments
-from data.run.checkpoint import load_checkpoint, write_checkpoint
+from data.run.checkpoint import load_checkpoint, other_shard, write_checkpoint
 from data.run.disk import atomic_write
 from data.run.errors import UserError
 from data.run.knobs import config_from_dict, flatten, render, with_system
 from data.run.log import published
+from data.shards import Shards
 from records import compare, evaluate
+from oracles import write_shard
 from test_run import PAIR, STEPS, VAL_BATCH, corpus, fails, finish, ready, start  # noqa: F401 (two are fixtures)
 
 LAST_ONLY = "--save_every=0", "--save=true"  # a resumed run saves as before unless it is told
@@ -115,6 +119,86 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     assert f"\nresumed: step {step}, {seconds:.3f} s inside the clock, from {path}\n" in run.text
     assert 0 < seconds and float(re.search(r"^train_seconds: (.*)$", run.text, re.M)[1]) >= round(seconds, 3)
     assert compare.read_run(run.path).notes == [] and compare.read_run(run.path).finished
+
+
+def exchange(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:1030] + bytes([content[1030] ^ 1]) + content[1031:])  # the fourth token
+
+
+EXCHANGES = {  # what happens in the folder of the shards -> what the line says
+    "train_1": (exchange, "train_1.bin has other tokens"), "train_2": (exchange, "train_2.bin has other tokens"),
+    "val_2": (exchange, "val_2.bin has other tokens"),
+    "train_2 gone": (Path.unlink, "train_2.bin is missing"), "val_2 gone": (Path.unlink, "val_2.bin is missing"),
+    "train_1 gone": (Path.unlink, "train_2.bin is in the place of train_1.bin"),
+    "train_2 more": (lambda path: shutil.copy(path, path.with_name("train_3.bin")), "train_3.bin is one more"),
+    "train_2 renamed": (lambda path: path.rename(path.with_name("train_9.bin")),
+                        "train_9.bin is in the place of train_2.bin"),
+    "train_2 grown": (lambda path: write_shard(path, [256, *[97] * 29] * 100),
+                      "train_2.bin has 7024 bytes instead of 5624")}
+
+
+@pytest.fixture
+def moved(corpus, tmp_path):
+    """The arguments for a copy of the data, and its folder."""
+    folder = shutil.copytree(corpus.folder, tmp_path / "copy")
+    return SimpleNamespace(folder=folder, args=[word.replace(str(corpus.folder), str(folder)) for word in corpus.args])
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, case):
+    """Refused before the first step, also by --check. The knob goes on, and says so in the log."""
+    change, message = EXCHANGES[case]
+    change(moved.folder / f"{case.split()[0]}.bin")
+    resume = f"--resume={base.saved[9]}", *LAST_ONLY
+    fits = ["--val_tokens=768"] * (case == "val_2 gone")
+    fails([*moved.args, f"--log_dir={tmp_path / 'a'}", *resume, *fits],
+          f"--resume=.*9.pt: the shards are not those of the checkpoint: {message}; .* --other_data=true")
+    assert not any("\nstep:" in path.read_text() for path in (tmp_path / "a").glob("*"))
+    if T.dist.is_initialized():
+        T.dist.destroy_process_group()
+    assert T.main(["--check", *moved.args, *resume, *fits]) == 1
+    row = "".join(part.split(" |")[1].strip() for part in capsys.readouterr().out.splitlines())
+    assert message.replace(" ", "") in row.replace(" ", "")
+    run = train(moved, tmp_path / "b", *resume, *fits, "--other_data=true")
+    (warning,) = re.findall("^warning: the shards.*$", run.text, re.M)
+    assert re.fullmatch(f"warning: the shards are not those of the checkpoint: {message}; the run goes on .*", warning)
+    torch.save(torch.load(run.saved[STEPS], weights_only=True) | {"step": 9}, tmp_path / "c.pt")
+    assert not T.parse_config([f"--resume={tmp_path / 'c.pt'}"]).system.other_data  # only for the run that asks
+
+
+def test_a_run_resumes_on_a_copy_of_its_shards(base, moved, tmp_path):
+    run = train(moved, tmp_path / "a", f"--resume={base.saved[9]}", *LAST_ONLY)
+    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"} and "warning: the" not in run.text
+
+
+def test_an_older_checkpoint_does_not_know_its_shards(corpus, base, tmp_path):
+    state = torch.load(base.saved[9], weights_only=True)
+    del state["shards"]
+    torch.save(state, tmp_path / "old.pt")
+    run = train(corpus, tmp_path / "a", f"--resume={tmp_path / 'old.pt'}", *LAST_ONLY)
+    assert len(re.findall("^warning: the checkpoint is an older one that does not say which", run.text, re.M)) == 1
+    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"}
+
+
+def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_path, monkeypatch):
+    """It waits for these only. Without a checksum, names and sizes are compared."""
+    inspect, ended = Shards.inspect, threading.Event()
+    shutil.copy(moved.folder / "train_2.bin", moved.folder / "train_3.bin")
+
+    def slow(self, path):
+        if path.name == "train_3.bin":
+            assert ended.wait(60)
+        return inspect(self, path)
+    monkeypatch.setattr(Shards, "inspect", slow)
+    monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
+    monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
+    early = train(moved, tmp_path / "a", "--save_every=1", "--keep=0")
+    first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
+    assert [sha for *_, sha in last["train"] + last["val"]].count(None) == 0 and first["val"] == last["val"]
+    assert first["train"][0] == last["train"][0] and first["train"][2] == (*last["train"][2][:2], None)
+    assert other_shard(first["train"], last["train"]) == ""
+    assert other_shard([("a", 3, None)], [("a", 4, "0f")]) == "a has 4 bytes instead of 3"
 
 
 def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monkeypatch):
@@ -305,7 +389,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config, presets = T.PRESETS["cpu"], arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire)
-    assert arguments.KEPT_KNOBS == {"train_files", "seed", "micro_batches", "dtype", "init_from"}
+    assert arguments.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
     monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for key, value in flatten(config).items():

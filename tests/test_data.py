@@ -1,7 +1,9 @@
 """From shard files to batches, compared with the plain loops of oracles.py. All values are integers: exact equality."""
 
+import hashlib
 import json
 import os
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from data import loader as L
 from data.run.errors import UserError
 from data.run.graphs import MicroStepGraphs
 from data.run.machine import Runtime
-from data.shards import find_files, read_shard, read_shard_header
+from data.shards import Shards, find_files, inspect_all, missing_between, read_shard, read_shard_header
 from oracles import write_shard
 from records import check as C
 
@@ -482,11 +484,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
 
 def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
     corpus = random_corpus(tmp_path, 6)
-    write_shard(tmp_path / "train_001.bin", corpus.shards[1], version=3)
+    write_shard(tmp_path / "train_001.bin", [*corpus.shards[1], 50])
     loader = corpus.loader()
     for row in corpus.expected()[:8]:
         assert_batch(loader.next_batch(), row)
-    with pytest.raises(UserError, match="train_001.bin.*version 3"):
+    with pytest.raises(UserError, match="train_001.bin: token 50"):
         for _ in range(8 * 24):
             loader.next_batch()
 
@@ -494,6 +496,163 @@ def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
 def test_shard_without_documents(tmp_path):
     with pytest.raises(UserError, match=f"train_000.bin.*no document separator.*{SEP}"):
         Corpus(tmp_path, [np.arange(40, dtype=np.uint16)], [(16, 9)]).loader().next_batch()
+
+
+def test_shards_without_tokens_are_passed_over(tmp_path):
+    corpus, empty = random_corpus(tmp_path, 4), tmp_path / "train_000b.bin"
+    write_shard(empty, [])
+    corpus.assert_served()
+    assert Shards(corpus.config.data.train_files, 50).warnings == [f"{empty} holds no tokens and is passed over"]
+    val = random_shard(np.random.default_rng(3), 40)[:513]
+    assert np.array_equal(validation(tmp_path, [[], val[:200], [], val[200:]], 1).tokens, val)
+    with pytest.raises(UserError, match="train_000b.bin: no file holds a token"):
+        Shards(str(empty), 50)
+
+
+@pytest.mark.parametrize("names, missing", [
+    ("a_000001 a_000002 a_000005", "a_000003.bin a_000004.bin"), ("a_000003 a_000004", ""), ("a_9 a_11", "a_10.bin"),
+    ("1_of_3 3_of_3", "2_of_3.bin"), ("a_20240131 a_20240228", ""), ("one two", ""), ("a1_7 a2_7 b1_9", ""),
+    ("a_1 a_3 b_2", "a_2.bin")])
+def test_gaps_in_numbered_shards(tmp_path, names, missing):
+    files = [write_shard(tmp_path / f"{name}.bin", TOKENS) for name in names.split()]
+    assert missing_between(files) == missing.split()
+    warnings = Shards(f"{tmp_path}/*.bin", 50).warnings
+    assert len(warnings) == bool(missing) and all(name in warnings[0] for name in missing.split())
+    write_shard(tmp_path / "a_3.bin", TOKENS)
+    assert missing_between([tmp_path / "a_2.bin", tmp_path / "a_4.bin"]) == []  # only the pattern leaves it out
+
+
+def grown(path):
+    write_shard(path, [*read_shard(path, 50), 7])
+
+
+def exchanged(path):
+    """By a rename, for other tokens in a file of the same size and time."""
+    tokens, before = read_shard(path, 50), path.stat()
+    other = write_shard(path.with_name("other"), [*tokens[:-1], (tokens[-1] + 1) % SEP])
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.rename(path)
+    assert path.stat().st_mtime_ns == before.st_mtime_ns and path.stat().st_ino != before.st_ino
+
+
+def overwritten(path):
+    tokens = read_shard(path, 50)
+    write_shard(path, [*tokens[:-1], (tokens[-1] + 1) % SEP])
+    os.utime(path, ns=(1, 1))  # two writes may fall into one tick of the clock
+
+
+def relinked(path):
+    tokens = read_shard(path, 50)
+    path.unlink()
+    path.symlink_to(write_shard(path.with_name("other"), [*tokens[:-1], (tokens[-1] + 1) % SEP]))
+
+
+def touched(path):
+    os.utime(path, ns=(1, 1))
+
+
+def copied(path):
+    shutil.copy(path, path.with_name("copy"))
+    path.with_name("copy").rename(path)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def emptied(path):
+    write_shard(path, [])
+
+
+OTHERS = grown, cut, emptied, exchanged, overwritten, relinked, os.unlink
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("change", [*OTHERS, touched, copied])
+def test_a_shard_that_changes_during_the_run(tmp_path, change, known):
+    """The first shard, on the second pass, on each rank; the same bytes are welcome if their checksum is known."""
+    corpus = random_corpus(tmp_path, 6)
+    for rank in (0, 1):
+        corpus = random_corpus(tmp_path, 6)
+        loader, rows = corpus.loader(rank, 2), corpus.expected()[rank::2]
+        for row in rows[:corpus.rows_before_the_end() // 2]:
+            assert_batch(loader.next_batch(), row)
+        path = loader.files[0]
+        if known:
+            assert [loader.shards.inspect(each) for each in loader.files] == [None] * 3
+        change(path)
+        if known and change in (touched, copied):
+            for row in rows[corpus.rows_before_the_end() // 2:]:
+                assert_batch(loader.next_batch(), row)
+        else:
+            with pytest.raises(UserError, match=f"^{path}: changed, exchanged or deleted since the run began; [^\n]*$"):
+                for _ in rows:
+                    loader.next_batch()
+        (tmp_path / path.name).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_validation_holds_what_it_has_read(tmp_path, change):
+    val = random_shard(np.random.default_rng(3), 40)[:513]
+    data, path = validation(tmp_path, [val], 1), tmp_path / "val_0.bin"
+    before = [batch.tokens.tolist() for batch in data]
+    shards = Shards(str(path), 50)
+    change(path)
+    assert [batch.tokens.tolist() for batch in data] == before
+    with pytest.raises(UserError, match="val_0.bin: changed"):  # between the start and the reading
+        L.ValidationData(data.config, data.rt, shards=shards)
+
+
+BIG = 2**20  # tokens; a shard is read in pieces of half as many
+
+
+@pytest.mark.parametrize("places, message", [
+    ({0: SEP}, None), ({BIG: SEP}, None), ({}, "no document separator .token 49"), ({0: SEP, BIG: 50}, "token 50 but"),
+    ({0: SEP, 2**19 - 512: 65535}, "token 65535 but"), ({BIG: 50}, "token 50 but")])
+def test_inspection_reads_all_tokens(tmp_path, places, message):
+    """The first and the last one, and those at a border of what is read at once."""
+    tokens = np.zeros(BIG + 1, np.uint16)
+    tokens[[*places]] = [*places.values()]
+    path = write_shard(tmp_path / "a.bin", tokens)
+    shards = {"val": Shards(str(path), 50), "train": Shards(str(path), 50)}
+    inspect_all(shards)
+    for each in shards.values():
+        error = each.checks[path].result(60)
+        assert error is None if message is None else str(error).startswith(f"{path}: {message.replace('.', '(')}")
+        assert each.digests == {path: hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 2**20 + 1, 2**20 + 1500])
+def test_a_shard_that_is_cut_during_its_inspection(tmp_path, size):
+    path = write_shard(tmp_path / "a.bin", np.full(BIG, SEP))
+    shards = Shards(str(path), 50)
+    os.truncate(path, size)
+    assert str(shards.inspect(path)).startswith(f"{path}: changed") and shards.digests == {}
+
+
+@pytest.mark.parametrize("bad", [[7] * 3000, [SEP, 50] * 1500])
+@pytest.mark.parametrize("data_end", ["wrap", "stop"])
+def test_rehearsal_meets_the_bad_shards_of_the_run(tmp_path, bad, data_end):
+    """And no others. It leaves the batches as they are."""
+    shards = [random_shard(np.random.default_rng(seed), 90) for seed in range(2)]
+    corpus = Corpus(tmp_path, [*shards, np.array(bad)], [(64, 30)] * 60, micro_batches=1, data_end=data_end)
+    path, reached = tmp_path / "train_002.bin", 0
+    with pytest.raises(UserError, match="train_002.bin"):
+        loader = corpus.loader()
+        for _ in range(60):
+            loader.next_batch()
+            reached += 1
+    for count, meets in (reached, False), (reached + 1, True):
+        corpus.spec = [(64, 30)] * count
+        loader = corpus.loader()
+        loader.next_batch()
+        try:
+            loader.rehearse()
+            assert not meets
+        except UserError as error:
+            assert meets and str(error).startswith(f"{path}: ")
+        assert_batch(loader.next_batch(), corpus.expected()[1])
+    assert reached > 9 and not corpus.warnings
 
 
 def test_where_files_are_looked_for(tmp_path, monkeypatch):
@@ -526,6 +685,17 @@ def validation(folder, files, world, rank=0, pieces=8, n=64):
         write_shard(folder / f"val_{i}.bin", tokens)
     data = T.Data(val_files=f"{folder}/val_*.bin", val_tokens=pieces * n, val_batch_tokens=n)
     return L.ValidationData(T.Config(model=MODEL, data=data), Runtime(rank, world, CPU))
+
+
+def test_validation_shards_of_another_tokenizer(tmp_path):
+    """Those that are read; a separator may come behind the tokens that are used."""
+    good = [SEP, *[3] * 400]
+    assert len(validation(tmp_path, [good, [3] * 200 + [SEP]], 1).tokens) == 513
+    assert len(validation(tmp_path, [good * 2, [3] * 200, [50] * 200], 1).tokens) == 513
+    for i, bad, message in (0, [3] * 600, "no document separator .token 49"), (1, [3] * 200, "no document separator"), (
+            1, [SEP, *[3] * 198, 50], "token 50 but a vocabulary of 50"):
+        with pytest.raises(UserError, match=f"val_{i}.bin: {message}"):
+            validation(tmp_path, [good, good][:i] + [bad], 1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 3, 16])  # 3 does not divide 8 pieces, and of 16 ranks 8 have no piece

@@ -148,6 +148,14 @@ def test_validation_is_that_of_the_run(trained, corpus, capsys, monkeypatch):
     assert less.keys() == {"val_loss"} and less["val_loss"] != found["val_loss"]
 
 
+def test_evaluation_says_what_it_passes_over(trained, corpus, tmp_path, capsys):
+    (tmp_path / "val_1.bin").symlink_to(corpus.folder / "val_1.bin")
+    oracles.write_shard(tmp_path / "val_0.bin", [])
+    argv = [trained.checkpoint, "--device=cpu", "--val_tokens=1536", f"--val_files={tmp_path}/val_*.bin"]
+    assert E.main(argv) == 0 and capsys.readouterr().err == (
+        f"warning: {tmp_path}/val_0.bin holds no tokens and is passed over\n")
+
+
 def test_bits_per_byte_of_longer_tokens(monkeypatch):
     """Tokens of 1, 2 and 3 bytes. The separator is predicted but is no text. Here 4 tokens of 3 nats have 6 bytes."""
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=lambda name: BPE))
@@ -216,7 +224,10 @@ def test_hellaswag_is_fetched_once_and_scored(trained, tmp_path, capsys, monkeyp
     ("CKPT --hellaswag=long", "an example has 2007 tokens: --val_batch_tokens=768"),
     *((f"CKPT --hellaswag=line{i}", "line 2: not an example with ctx, four endings and label") for i in range(4)),
     ("CKPT --export=empty/x", "cannot write empty/x"),
-    ("CKPT --val_files=none_*.bin --validate=true", "no files match .*none_")])
+    ("CKPT --val_files=none_*.bin --validate=true", "no files match .*none_"),
+    ("CKPT --val_files=CWD/val_gpt2.bin", "val_gpt2.bin: token 50256 but a vocabulary of 257"),
+    ("CKPT --val_files=CWD/val_few.bin", "val_few.bin: no document separator .token 256"),
+    ("CKPT --val_files=CWD/val_0.bin", "val_0.bin: no file holds a token")])
 def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     good, long, few, wrong = (json.dumps(EXAMPLES[0] | changes) for changes in (
@@ -224,8 +235,10 @@ def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, messa
     lines = {f"line{i}": f"{good}\n{line}\n" for i, line in enumerate(["", "{", few, wrong])}
     for name, content in {"empty": "", "binary": "\xff\xfe", "long": long, **lines}.items():
         (tmp_path / name).write_text(content, "latin-1")
+    for name, tokens in {"gpt2": [50256, *[97] * 4000], "few": [97] * 4000, "0": []}.items():
+        oracles.write_shard(tmp_path / f"val_{name}.bin", tokens)
     main = T.main if args.startswith("--sample") else E.main
-    argv = [*args.replace("CKPT", trained.checkpoint).split(), "--device=cpu"]
+    argv = [*args.replace("CKPT", trained.checkpoint).replace("CWD", str(tmp_path)).split(), "--device=cpu"]
     assert main(argv + ["--validate=false"] * (main is E.main and "--val" not in args)) == 1
     assert re.fullmatch(rf"error: .*({message}).*\n", err := capsys.readouterr().err), err
 

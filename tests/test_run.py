@@ -11,8 +11,10 @@ import py_compile
 import re
 import runpy
 import signal
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,11 +28,11 @@ import torch
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
-from data.run import log
 from data.run.checkpoint import load_checkpoint
 from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.log import published
+from data.shards import Shards
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard
 from records import compare
@@ -316,15 +318,46 @@ def test_log_lines_and_results(runs):
     assert run.state["loader"]["shard"] >= 2 * 2 and run.out.count("warning: training data exhausted") == 1
 
 
-def test_a_shard_that_cannot_be_read_any_more_costs_no_results(corpus, tmp_path, monkeypatch, capsys):
-    """Checksums are read beside the run."""
-    def gone(path):
-        raise UserError(f"{path}: cannot be read")
-    monkeypatch.setattr(log, "digest", gone)
-    args = [*corpus.args, "--scheduled_steps=3", "--extension_steps=1", f"--log_dir={tmp_path}"]
-    assert T.main(args) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^warning: .*train_1.bin: cannot be read$", out, re.M) and "\nfinal_val_loss: " in out
+SHORT = "--scheduled_steps=3", "--extension_steps=1", "--val_every=0"  # does not need a fourth shard
+
+
+def shards_of(corpus, folder, *names):
+    """The argument for training shards that are copies of files of the corpus, train_0.bin and so on."""
+    for i, name in enumerate(names):
+        shutil.copy(corpus.folder / f"{name}.bin", folder / f"train_{i}.bin")
+    return f"--train_files={folder}/train_*.bin"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("bad", ["train", "val", "unreadable"])
+def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, capsys, fails, bad, late):
+    """A warning, on the screen and in the log, and all results; also where its check ends last."""
+    train = shards_of(corpus, tmp_path, "train_1", "train_2", "train_1", "foreign")
+    write_shard(tmp_path / "val_2.bin", [97] * 50)
+    inspect, ended = Shards.inspect, threading.Event()
+
+    def slow(self, path):
+        assert not late or ended.wait(60)
+        unreadable = bad == "unreadable" and path.name == "train_3.bin"
+        return UserError(f"{path}: cannot be read") if unreadable else inspect(self, path)
+    monkeypatch.setattr(Shards, "inspect", slow)
+    monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 60 * (not late)))
+    run = T.Trainer.run
+    monkeypatch.setattr(T.Trainer, "run", lambda self: (run(self), ended.set())[0])
+    shutil.copy(corpus.folder / "val_1.bin", tmp_path)
+    more = [f"--val_files={tmp_path}/val_*.bin", f"--val_tokens={VAL_BATCH}"] * (bad == "val")
+    if bad == "val":
+        (tmp_path / "train_3.bin").unlink()
+    assert T.main([*corpus.args, *SHORT, f"--log_dir={tmp_path}", train, *more]) == 0
+    out, text = capsys.readouterr().out, next(tmp_path.glob("*.txt")).read_text().split(RULE)[-1]
+    message = {"train": "train_3.bin: token 257 but .*", "val": "val_2.bin: no document separator .*",
+               "unreadable": "train_3.bin: cannot be read"}[bad]
+    for seen in out, text:
+        (line,) = re.findall("^warning: .*$", seen, re.M)
+        assert re.fullmatch(f"warning: .*{message}; the run goes on, since it does not need this shard", line)
+    assert "\nfinal_val_loss: " in out
+    assert (text.index(line) > text.index("\nstep:4/4 ")) == late
+    assert (",unknown val_sha256=" in text) == (bad == "unreadable")
 
 
 @pytest.fixture
@@ -407,13 +440,66 @@ T.Trainer.step = stop if os.environ["RANK"] == "1" else T.Trainer.step"""
     assert status != 0 and err == "error: rank 1: rank 1 had enough\n"
 
 
-def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path):
-    """The thread that reads ahead finds it, on every rank; the steps before it are in the log."""
-    for i, source in enumerate(("train_1", "train_2", "foreign")):
-        (tmp_path / f"shard_{i}.bin").symlink_to(corpus.folder / f"{source}.bin")
-    out, err, status = finish(start(corpus, f"--train_files={tmp_path}/shard_*.bin", f"--log_dir={tmp_path}", ranks=2))
-    assert status == 1 and re.fullmatch(r"error: .*/shard_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
-    assert "\nstep:2/11 train_time:" in next(tmp_path.glob("*.txt")).read_text()
+SLOW_CHECKS = """from data.shards import Shards
+Shards.inspect, agree = lambda self, path: time.sleep(1000), T.agree_on_shards
+T.agree_on_shards = lambda *args: agree(*args, 0)"""
+
+
+@pytest.mark.parametrize("hook", ["", SLOW_CHECKS])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path, ranks, hook):
+    """Found before the first step; where the checks take longer, by the thread that reads ahead, on every rank."""
+    train = shards_of(corpus, tmp_path, "train_1", "train_2", "foreign")
+    out, err, status = finish(start(corpus, train, f"--log_dir={tmp_path}", ranks=ranks, hook=hook))
+    assert status == 1 and re.fullmatch(r"error: .*/train_2\.bin: token 257 but a vocabulary of 257.*\n", err), err
+    text = next(tmp_path.glob("*.txt")).read_text()
+    assert ("\nstep:2/11 train_time:" in text) == ("\nstep:" in text) == bool(hook)
+
+
+def test_a_check_that_ends_late_ends_the_run(corpus, tmp_path, monkeypatch, fails):
+    """Long before the bad shard is read."""
+    train = shards_of(corpus, tmp_path, "train_1", "train_2", "train_1", "foreign")
+    inspect, stepped, step = Shards.inspect, threading.Event(), T.Trainer.step
+    monkeypatch.setattr(Shards, "inspect", lambda self, path: stepped.wait(60) and inspect(self, path))
+    monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
+
+    def then_wait(self, *args, **options):
+        stepped.set()
+        while not all(check.done() for check in self.unchecked):
+            time.sleep(0.01)
+        return step(self, *args, **options)
+    monkeypatch.setattr(T.Trainer, "step", then_wait)
+    fails([*corpus.args, train, f"--log_dir={tmp_path}"], "train_3.bin: token 257 but a vocabulary of 257")
+    assert "\nstep:1/" not in next(tmp_path.glob("*.txt")).read_text()
+
+
+@pytest.mark.parametrize("change, status", [
+    ("os.utime(path, ns=(1, 1))", 0), ("path.write_bytes(path.read_bytes()[:-2] + b'ab')", 1), ("path.unlink()", 1)])
+def test_shards_that_change_during_a_run_on_two_ranks(corpus, tmp_path, change, status):
+    """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date."""
+    train = shards_of(corpus, tmp_path, "train_1", "train_2")
+    hook = f"""step = T.Trainer.step
+def then_change(self, loader, plan, *args, **options):
+    if plan.step == 2:
+        T.dist.barrier()
+        for path in self.shards["train"].files if os.environ["RANK"] == "0" else ():
+            {change}
+        T.dist.barrier()
+    return step(self, loader, plan, *args, **options)
+T.Trainer.step = then_change"""
+    out, err, code = finish(start(corpus, train, f"--log_dir={tmp_path}", ranks=2, hook=hook))
+    assert code == status and re.fullmatch("error: .*/train_[01].bin: changed, exchanged or deleted .*\n" * status,
+                                               err), err
+    assert "\nstep:3/11" in out and ("\nfinal_val_loss" in out) == (not status)
+
+
+def test_ranks_with_other_shards(corpus, tmp_path):
+    train = shards_of(corpus, tmp_path, "train_1", "train_2")
+    write_shard(tmp_path / "train_2.bin", text(500, 1))
+    hook = """if os.environ["RANK"] == "1":
+    sys.argv[-1] = sys.argv[-1].replace("*", "[01]")"""
+    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", train, ranks=2, hook=hook))
+    assert status == 1 and "rank 1: the shards here are not those of rank 0: train_2.bin is missing\n" in err, err
 
 
 def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monkeypatch):

@@ -14,7 +14,8 @@ from data.run.machine import choose_kernels, find_device
 from data.run.size import SIZE_KNOBS
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
-KEPT_KNOBS = {"train_files", "seed", "micro_batches", "dtype", "init_from"}
+# The shards are compared with those of the checkpoint, wherever they are (`compare_shards`).
+KEPT_KNOBS = {"seed", "micro_batches", "dtype", "init_from"}
 
 
 class Presets(NamedTuple):
@@ -118,7 +119,7 @@ def begun_config(overrides, preset, world, presets):
         raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
     saved = config_from_dict(presets.configs["record74"], load_checkpoint(path)["config"])
     # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
-    saved = with_system(saved, resume="", profile="", init_from="", micro_batches=0)
+    saved = with_system(saved, resume="", profile="", init_from="", micro_batches=0, other_data=False)
     saved = dataclasses.replace(saved, schedule=dataclasses.replace(saved.schedule, train_tokens=0))
     config = override(saved, overrides)
     if config.model != saved.model:
@@ -137,7 +138,7 @@ def resumed_config(overrides, preset, world, presets):
     """
     path = overrides["resume"]
     state = load_checkpoint(path)
-    saved = with_system(config_from_dict(presets.configs["record74"], state["config"]), profile="")
+    saved = with_system(config_from_dict(presets.configs["record74"], state["config"]), profile="", other_data=False)
     wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
     config = override(saved, allowed_changes(path, wanted, saved, overrides, preset))
     step, total = state["step"], stage_starts(config.schedule)[-1]

@@ -3,6 +3,7 @@
 import functools
 import os
 import zipfile
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -62,3 +63,40 @@ def check_weights(state, model, table):
     expected |= {"hash_ids": (model.padded_vocab,)} if model.bigram_normal else {}
     if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
         raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")
+
+
+def shard_table(shards) -> list[tuple]:
+    """(name, bytes, SHA-256 or None if it is not known yet) of every file of a Shards."""
+    return [(path.name, size, shards.digests.get(path)) for path, (size, *_) in shards.files.items()]
+
+
+def other_shard(saved, found) -> str:
+    """The first difference between two `shard_table`s in words, which name the file; "" if there is none."""
+    for old, new in zip_longest(saved, found):
+        if old is None:
+            return f"{new[0]} is one more"
+        if new is None:
+            return f"{old[0]} is missing"
+        if old[0] != new[0]:
+            return f"{new[0]} is in the place of {old[0]}"
+        if old[1] != new[1]:
+            return f"{new[0]} has {new[1]} bytes instead of {old[1]}"
+        if old[2] and new[2] and old[2] != new[2]:
+            return f"{new[0]} has other tokens"
+    return ""
+
+
+def compare_shards(state, config, shards) -> str:
+    """A warning about the shards of a run that resumes the checkpoint `state`, or "". shards: part of the data ->
+    Shards. Raises UserError when they are not those of the checkpoint, unless --other_data is set."""
+    saved = state.get("shards")
+    if saved is None:
+        return "the checkpoint is an older one that does not say which shards it has read, so nobody has compared them"
+    found = [other_shard(saved[part], shard_table(each)) for part, each in shards.items()]
+    if not any(found):
+        return ""
+    found = f"the shards are not those of the checkpoint: {next(filter(None, found))}"
+    if not config.system.other_data:
+        raise UserError(f"--resume={config.system.resume}: {found}; bring those back (DATA_PATH may name their folder),"
+                        " or go on with --other_data=true")
+    return f"{found}; the run goes on at the same place of these, as --other_data=true says"

@@ -16,7 +16,6 @@ import torch
 from data.run.disk import ROOT
 from data.run.errors import UserError, user_error
 from data.run.knobs import flatten, render
-from data.shards import digest, find_files
 
 
 class Log:
@@ -129,18 +128,18 @@ def revision(sources) -> str:
         return "unknown"
 
 
-def shards_line(config) -> str:
-    """The SHA-256 of all shards of a run, in name order."""
-    parts = {part: find_files(getattr(config.data, f"{part}_files")) for part in ("train", "val")}
-    return "shards: " + " ".join(f"{part}_sha256={','.join(map(digest, files))}" for part, files in parts.items())
+def shards_line(shards) -> str:
+    """The SHA-256 of all shards of a run, in name order; unknown where a file could not be read."""
+    return "shards: " + " ".join(f"{part}_sha256=" + ",".join(each.digests.get(path, "unknown") for path in each.files)
+                                 for part, each in shards.items())
 
 
-def write_header(log, argv, sources: dict, config, machine: dict, choices: dict):
+def write_header(log, argv, sources: dict, config, machine: dict, choices: dict, shards: dict):
     """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
     kernels and the sizes of the micro-batches.
 
     argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the number of ranks;
-    choices: {operation: name of its implementation}.
+    choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
     """
     try:
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
@@ -150,9 +149,8 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict)
     triton = sys.modules.get("triton")
     facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
                        "command": shlex.join(["train_gpt.py", *map(published, argv)]), "sources": " ".join(sources)}
-    for part in "train", "val":
-        files = find_files(getattr(config.data, f"{part}_files"))
-        facts[f"{part}_shards"] = " ".join(f"{path.name}:{path.stat().st_size}" for path in files)
+    for part, each in shards.items():
+        facts[f"{part}_shards"] = " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
     facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
               if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
               and not key.startswith("TORCHELASTIC")}  # these variables differ between runs

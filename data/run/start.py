@@ -10,21 +10,24 @@ import os
 import re
 import sys
 import tempfile
+from concurrent.futures import wait
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
-from data.run.checkpoint import check_weights, load_checkpoint
+from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.run.disk import ROOT, is_writable, require_room
 from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.size import FITTED, SIZES, best_seconds, rank_sizes, seconds
-from data.shards import find_files, matching_files, read_shard_header
+from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
 
 
@@ -76,8 +79,8 @@ def survey_training_data(config) -> tuple[str, bool]:
 
     Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
     """
-    files, batches = find_files(config.data.train_files), [stage.batch_tokens for stage in config.schedule.stages]
-    counts = [read_shard_header(path) for path in files]
+    shards = Shards(config.data.train_files, config.model.vocab_size)
+    files, counts, batches = [*shards.files], shards.counts, [stage.batch_tokens for stage in config.schedule.stages]
     available = sum(counts)
     longest = max(batches) // (config.system.micro_batches or 1) + 1  # 0: nobody has chosen the number yet
     if longest > max(counts):
@@ -103,14 +106,36 @@ def survey_training_data(config) -> tuple[str, bool]:
 def survey_validation_data(config) -> tuple[str, bool]:
     """(a line about the validation data, whether no file of it is trained on). Raises UserError when the files hold too
     few tokens."""
-    files = find_files(config.data.val_files)
-    counts = [read_shard_header(path) for path in files]
+    shards = Shards(config.data.val_files, config.model.vocab_size)
+    files, counts = shards.files, shards.counts
     require_validation_tokens(config, sum(counts))
     found = f"{len(counts)} files, {sum(counts):,} tokens, {config.data.val_tokens + 1:,} of them used"
     trained = {path.resolve() for path in matching_files(config.data.train_files)}
     if both := trained.intersection(path.resolve() for path in files):
         return f"the run trains on {min(both).name}, which is also a file of the validation; {found}", False
     return found, True
+
+
+def read_shards(config, part, most=2**30) -> list[str]:
+    """Lines about the shards of one part of the data ("train", "val") for --check: what is doubtful, and what was not
+    read, since it is behind the first `most` bytes. Raises UserError for a bad shard that the run certainly reads, and
+    for shards that are not those of the checkpoint to resume."""
+    shards = Shards(getattr(config.data, f"{part}_files"), config.model.vocab_size)
+    trained = 1 if config.schedule.minutes else total_tokens(config.schedule)
+    taken = trained if part == "train" else config.data.val_tokens + 1
+    found, unread = list(shards.warnings), []
+    for path, start, count in zip(shards.files, accumulate(shards.counts, initial=0), shards.counts):
+        if 2 * (start + count) > most:
+            unread.append(path)
+        elif error := shards.inspect(path):
+            if start < taken:
+                raise error
+            found.append(f"{error}; the run ends there if it needs the shard")
+    if unread:
+        found.append(f"not read: {len(unread)} shards from {unread[0].name} on; a run reads them while it starts")
+    if config.system.resume:
+        found.append(compare_shards(load_checkpoint(config.system.resume), config, {part: shards}))
+    return list(filter(None, found))
 
 
 def needs_tokenizer(config) -> bool:
@@ -155,7 +180,9 @@ def check_start(config, param_table, world, rows_open):
     require_torch()
     device = find_device(config)
     if path := config.system.resume or config.system.init_from:
-        check_weights(load_checkpoint(path), config.model, param_table(config.model))
+        check_weights(state := load_checkpoint(path), config.model, param_table(config.model))
+        if config.system.resume:
+            compare_shards(state, config, run_shards(config))
     config, sizes = fit_memory(choose_kernels(config, device)[0], param_table, device, world, rows_open)
     training_data, validation_data = survey_training_data(config), survey_validation_data(config)
     if needs_tokenizer(config):
@@ -199,3 +226,33 @@ def fit_size(schedule, parse, param_table, world, gpu, device):
     if not FITTED[0] <= tokens <= FITTED[1]:
         line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in FITTED))
     return parse(best.size, gpu), line, time
+
+
+def agree_on_shards(trainer, resumed, patience=2):
+    """The last check of a start: all ranks end here if rank 0 has found a shard by now that the run must not read.
+
+    resumed: the checkpoint. A run that resumes waits until all shards are compared with it; another run waits
+    `patience` seconds at most, since the loader checks each shard again before it uses it. Every rank must call this:
+    it gets the SHA-256 that are known.
+    """
+    found, shards, rt, config = None, trainer.shards, trainer.rt, trainer.config
+    if rt.rank == 0:
+        compared = resumed and "shards" in resumed and not config.system.other_data
+        wait([check for each in shards.values() for check in each.checks.values()], None if compared else patience)
+        try:
+            if warning := resumed and compare_shards(resumed, config, shards):
+                trainer.log.line(f"warning: {warning}")
+            trainer.require_sound_shards()
+            found = {part: shard_table(each) for part, each in shards.items()}
+        except UserError as error:
+            found = error
+    if rt.world > 1:
+        everyone = [found]
+        dist.broadcast_object_list(everyone, 0)
+        found = everyone[0]
+    if isinstance(found, UserError):
+        raise found
+    for part, each in shards.items():
+        if difference := other_shard(found[part], shard_table(each)):
+            raise UserError(f"the shards here are not those of rank 0: {difference}")
+        each.digests |= {path: known for path, (*_, known) in zip(each.files, found[part]) if known}
