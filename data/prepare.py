@@ -489,7 +489,7 @@ def cut(parts, size):
             after, end = start + least, start + most
             if (line := rest.find("\n", after, end + 1)) >= 0 or (line := rest.find("\r", after, end + 1)) >= 0:
                 end = line + 1
-            elif space := WHITE_SPACE.search(rest, after, end + 1):
+            elif end < len(rest) and (space := WHITE_SPACE.search(rest, after, end + 1)):
                 end = space.end()
             end += rest[end - 1:end + 1] == "\r\n"
             yield rest[start:end]
@@ -593,7 +593,8 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     encode, separator = load_tokenizer(tokenizer)
     sizes = {key: count for key, (count, _) in found.items()}
     val, total, few = split(sizes, val_fraction), sum(sizes.values()), len(sizes) < WHOLE_FILES
-    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total:
+    most = min(4 * val_fraction, (1 + val_fraction) / 2) * total
+    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= most:
         val = set()
     folder = folder_of(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
