@@ -386,7 +386,7 @@ def test_a_document_ends_at_a_line_end_a_space_or_anywhere(text, lengths):
     assert pieces(*((letter, False) for letter in text)) == pieces((text, False))
 
 
-@pytest.mark.parametrize("line", ["ein Satz ohne Ende, " * 90_000, "漢字" * 300_000, "a" * 2_000_000, "word\r" * 300_000,
+@pytest.mark.parametrize("line", ["ein Satz ohne Ende, " * 90_000, "漢字" * 300_000, "a" * 2**21, "word\r" * 300_000,
                                   ("word " * 150 + "\n") * 2000, "дом\r\n" * 200_000, "a\u0301 " * 500_000],
                          ids=["spaces", "Chinese", "letters", "CR", "paragraphs", "CRLF", "accents"])
 def test_the_loader_drops_next_to_nothing(data, tmp_path, line):
@@ -484,6 +484,8 @@ def test_odd_names(tiny, tmp_path, capsys):
         assert prepare_text(folder, "--out", "n") == 0
         orders.append(texts_of(tiny / "n"))
     assert orders[0] == orders[1]
+    if sys.platform == "darwin":
+        return  # its names are text
     for name in b"a\nb", b"\xff", b"a 1", b"'":
         Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_bytes(b"" if name == b"\xff" else b"text")
     assert prepare_text(folder, "--out", "n") == 0 and len(texts_of(tiny / "n")) == 8
@@ -525,7 +527,7 @@ def test_lines_of_json(tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "warning: skipped 10 lines of JSON without a text in the field `text`, such as 'a.jsonl'\n" in out
     assert "JSON: 16 texts in the field `text`" in out
-    assert "warning: 3 files of JSON have no texts in a field `text` of their lines and are taken as they are" in out
+    assert "warning: took 3 files of JSON as they are, for most lines have no text in a field `text`, such as" in out
 
 
 @pytest.mark.parametrize("count, whole", [(1, False), (5, False), (19, False), (20, True), (21, True)])
