@@ -5,10 +5,10 @@
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
-prepare.py cuts texts at line ends into documents of about 1000 tokens of GPT-2 or 400 bytes, because the loader uses
-only the beginning of a longer document. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder,
-or of DATA_PATH. A shard gets its name when it is finished and verified. After an interruption or damage, run the same
-command again.
+prepare.py cuts texts into documents of about 1000 tokens of GPT-2 or 400 bytes, because the loader uses only the
+beginning of a longer document, and shuffles them: equal files give equal shards everywhere. The shards are in
+data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. They get their names when all are finished
+and verified. After an interruption or damage, run the same command again.
 """
 import argparse
 import array
@@ -406,8 +406,7 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
                 continue
             found[key], ends = (size, read_plain), ends + marks
             if json_lines:
-                notices.add("{} files of JSON have no texts in a field `text` of their lines and are taken as they are",
-                            key)
+                notices.add("took {} files of JSON as they are, for most lines have no text in a field `text`", key)
         except NotText as kind:
             notices.add(str(kind), key)
         except OSError:
@@ -489,7 +488,7 @@ def cut(parts, size):
             after, end = start + least, start + most
             if (line := rest.find("\n", after, end + 1)) >= 0 or (line := rest.find("\r", after, end + 1)) >= 0:
                 end = line + 1
-            elif space := WHITE_SPACE.search(rest, after, end + 1):
+            elif end < len(rest) and (space := WHITE_SPACE.search(rest, after, end + 1)):
                 end = space.end()
             end += rest[end - 1:end + 1] == "\r\n"
             yield rest[start:end]
@@ -506,7 +505,7 @@ class Part:
 
     def __init__(self, prefix: Path, number: int, limit: int):
         self.prefix, self.number, self.limit = prefix, number, limit
-        self.lengths = {}  # path of each shard -> lengths of its documents in tokens, uint16: the largest stands for more
+        self.lengths = {}  # path of each shard -> lengths of its documents, uint16: tokens, the largest stands for more
         self.counts = np.zeros(2**16, np.int64)  # of each token
         self.tokens = self.room = 0
         self.path, self.pending = None, []
@@ -532,7 +531,7 @@ class Part:
             self.flush()
 
     def flush(self) -> None:
-        tokens, self.pending = np.concatenate(self.pending or [np.empty(0, "<u2")]), []
+        tokens, self.pending = np.concatenate([np.empty(0, "<u2"), *self.pending]), []
         self.counts += np.bincount(tokens, minlength=2**16)
         self.write("ab", tokens)
 
@@ -585,15 +584,16 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
           check=None):
     """Makes the shards of data/NAME from `files`, {relative name: path}, and returns what `check` returns.
 
-    Training documents have the order of a hash of their file's name and their number in it. size: as `document_size`
-    makes it. check(name, folder, separator, lengths of the documents of all training shards, of all validation shards) may
-    refuse the shards, before they replace older ones. Raises UserError when there is too little text.
+    Training documents have the order of a hash of their file's name and their number in it. size: what `document_size`
+    returns; check: a function like `training_command`, which may refuse the shards before they replace older ones.
+    Raises UserError when there is too little text.
     """
     found = survey(files)
     encode, separator = load_tokenizer(tokenizer)
     sizes = {key: count for key, (count, _) in found.items()}
     val, total, few = split(sizes, val_fraction), sum(sizes.values()), len(sizes) < WHOLE_FILES
-    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total:
+    most = min(4 * val_fraction, (1 + val_fraction) / 2) * total
+    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= most:
         val = set()
     folder = folder_of(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -608,9 +608,9 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
                 _, reader = found[key]
                 # A file system may store an accent as a character of its own.
                 stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
-                sizes = size or document_size(encode, DOCUMENT_TOKENS[separator])
+                length = size or document_size(encode, DOCUMENT_TOKENS[separator])
                 try:
-                    for i, document in enumerate(cut(reader(files[key]), sizes)):
+                    for i, document in enumerate(cut(reader(files[key]), length)):
                         ids = encode(document)
                         tokens = np.empty(1 + len(ids), "<u2")
                         tokens[0], tokens[1:] = separator, ids
@@ -638,8 +638,8 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
             why = f"there are fewer than {WHOLE_FILES} files" if few else "whole files do not make up this share"
             chosen = f"{sum(map(len, lengths[1])):,} documents of all files, chosen by a hash, since {why}"
         entropy, loss = unigram(parts["train"].counts, parts["val"].counts, separator + 1)
-        facts = {"order": ORDER, "separator": separator, "documents": sum(map(len, sum(lengths, []))), "validation": chosen,
-                 "train": parts["train"].sizes(), "val": parts["val"].sizes(),
+        facts = {"order": ORDER, "separator": separator, "documents": sum(map(len, sum(lengths, []))),
+                 "validation": chosen, **{key: part.sizes() for key, part in parts.items()},
                  "unigram_entropy": round(entropy, 6), "unigram_loss": round(loss, 6)}
         install(made, folder, facts)
     report(folder, facts)
@@ -739,6 +739,7 @@ def main(argv: list[str]) -> int:
     args = vars(parser.parse_args(argv))
     try:
         args.pop("run")(**args)
+        sys.stdout.flush()  # into a pipe that may be closed, or on a full disk
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -750,6 +751,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the name of a file
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)  # torch would take another 0.13 GB of memory to end
+    os._exit(main(sys.argv[1:]))  # torch would take another 0.13 GB of memory to end

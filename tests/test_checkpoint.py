@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -146,15 +147,21 @@ def moved(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, case):
-    """Refused before the first step, also by --check. The knob goes on, and says so in the log."""
+def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, monkeypatch, case):
+    """Refused before the first step, which waits for the checksums, or before there is a log; also by --check. The knob
+    goes on, and says so in the log."""
     change, message = EXCHANGES[case]
+    waiting, inspect = threading.Event(), Shards.inspect
+    monkeypatch.setattr(Shards, "inspect", lambda self, path: waiting.wait(60) and inspect(self, path))
+    monkeypatch.setattr("data.run.start.wait", lambda *args: (waiting.set(), wait(*args)))
     change(moved.folder / f"{case.split()[0]}.bin")
     resume = f"--resume={base.saved[9]}", *LAST_ONLY
     fits = ["--val_tokens=768"] * (case == "val_2 gone")
     fails([*moved.args, f"--log_dir={tmp_path / 'a'}", *resume, *fits],
           f"--resume=.*9.pt: the shards are not those of the checkpoint: {message}; .* --other_data=true")
-    assert not any("\nstep:" in path.read_text() for path in (tmp_path / "a").glob("*"))
+    logs = [path.read_text() for path in (tmp_path / "a").glob("*.txt")]
+    assert len(logs) == (change is exchange) and not any("\nstep:" in text for text in logs)
+    waiting.set()
     if T.dist.is_initialized():
         T.dist.destroy_process_group()
     assert T.main(["--check", *moved.args, *resume, *fits]) == 1
@@ -183,15 +190,17 @@ def test_an_older_checkpoint_does_not_know_its_shards(corpus, base, tmp_path):
 
 def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_path, monkeypatch):
     """It waits for these only. Without a checksum, names and sizes are compared."""
-    inspect, ended = Shards.inspect, threading.Event()
+    inspect, asked, ended = Shards.inspect, threading.Event(), threading.Event()
     shutil.copy(moved.folder / "train_2.bin", moved.folder / "train_3.bin")
 
     def slow(self, path):
+        assert asked.wait(60)
         if path.name == "train_3.bin":
             assert ended.wait(60)
         return inspect(self, path)
     monkeypatch.setattr(Shards, "inspect", slow)
     monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
+    monkeypatch.setattr(T, "wait", lambda checks: (asked.set(), wait(checks)))
     monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
     early = train(moved, tmp_path / "a", "--save_every=1", "--keep=0")
     first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))

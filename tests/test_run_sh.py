@@ -157,9 +157,9 @@ def test_gpus_and_arguments_decide(machine, count, arguments, data, procs, prese
 
 
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
-    """A second start only starts. It does not import torch, which takes seconds."""
+    """A second start asks prepare.py again, which knows what is complete. It does not import torch, which takes seconds."""
     assert machine.run() == [STDLIB, CPU] and machine.threads == str(len(os.sched_getaffinity(0)))
-    assert machine.run() == [CPU] and machine.err == "" and not machine.imported
+    assert machine.run() == [STDLIB, CPU] and machine.err == "" and not machine.imported
 
 
 def test_torch_has_the_last_word_on_gpus(machine):
@@ -236,14 +236,15 @@ def test_without_a_recent_torch_a_venv_is_made_once(machine):
     start = train(1, "--preset=cpu", python=IN_VENV)
     assert machine.run(PIP_STATUS="1", status=1) == VENV
     assert machine.err.splitlines()[-1].startswith("run.sh: could not install requirements.txt into .venv")
-    assert machine.run() == [*VENV, f"{IN_VENV}|data/prepare.py|stdlib", start]
+    data = f"{IN_VENV}|data/prepare.py|stdlib"
+    assert machine.run() == [*VENV, data, start]
     assert "/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
-    assert machine.run() == [start]
+    assert machine.run() == [data, start]
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("# changed\n")
-    assert machine.run() == [*VENV, start]
+    assert machine.run() == [*VENV, data, start]
     machine.site("system", "3.0.1")
-    assert machine.run() == [CPU]  # a recent torch is used as it is
+    assert machine.run() == [STDLIB, CPU]  # a recent torch is used as it is
 
 
 def test_a_python_without_venv_is_named(machine):
@@ -314,8 +315,9 @@ def test_runs_side_by_side_find_the_data_there(machine):
     argv = "--repeat 1 --label a --parallel --label b".split()
     _, first, *runs = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
     assert first == STDLIB and sorted(runs) == [
-        train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"]
-    assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == []
+        *(train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"),
+        STDLIB, STDLIB]
+    assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
 
 
 def test_rerun_and_help(machine):
