@@ -30,7 +30,7 @@ def read_facts(folder: Path) -> dict:
     except FileNotFoundError:
         raise UserError(f"{name}: no {path.name}; if an older prepare.py made it, its documents are in the order of"
                         f" the files' names, and a model learns less; make it again: {remake}") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path.name} is damaged ({error}); make it again: {remake}") from None
     if order != ORDER:
         raise UserError(f"{name}: another version of prepare.py made it; make it again: {remake}")

@@ -53,7 +53,7 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 DOCUMENT_TOKENS = {GPT2_SEPARATOR: 900, BYTE_SEPARATOR: 350}
 STDLIB_CHARACTERS = 1000, 4000  # the library has more text than a run takes, and losses stay comparable
 WHOLE_FILES = 20  # so many files make validation by whole files representative
-END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>(?<![^\r\n]<\|endoftext\|>)[ \t]*(?:\r\n?|\n|\Z)")  # a line of its own
+END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>[ \t]*(?:\r\n?|\n|\Z)")  # if only blanks stand before it in its line
 WHITE_SPACE = re.compile(r"\s")
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
@@ -308,7 +308,8 @@ def walk(root: Path, notices: Notices, skip=frozenset()):
     found, entered = [], {os.path.realpath(root)}
 
     def name_of(path):
-        return Path(path).relative_to(root).as_posix()
+        # The bytes of the name, whatever the locale: the order of documents depends on it.
+        return os.fsencode(Path(path).relative_to(root).as_posix()).decode("utf-8", "surrogateescape")
 
     def enter(folder, name):
         path = os.path.join(folder, name)
@@ -332,6 +333,17 @@ class NotText(Exception):
     """The kind of notice about a file that is no text."""
 
 
+def split_documents(text: str) -> list[str]:
+    """The texts that lines <|endoftext|> end, then the rest."""
+    parts, start = [], 0
+    for mark in END_OF_DOCUMENT.finditer(text):
+        before = text[start:mark.start()].rstrip(" \t")
+        if not before or before[-1] in "\r\n":
+            parts.append(before)
+            start = mark.end()
+    return [*parts, text[start:]]
+
+
 def read_plain(path: Path):
     """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time.
 
@@ -342,7 +354,7 @@ def read_plain(path: Path):
             while block := file.read(2**20) + file.readline(2**16):
                 if "\0" in block:
                     raise NotText("skipped {} files with NULs (binary, or UTF-16)")
-                *ended, rest = END_OF_DOCUMENT.split(block)
+                *ended, rest = split_documents(block)
                 yield from ((text if text.strip() else "", True) for text in ended)
                 yield rest, False
     except UnicodeDecodeError:
@@ -365,7 +377,7 @@ def read_json(path: Path):
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 yield None, True
                 continue
-            yield from ((part, True) for part in END_OF_DOCUMENT.split(text) if part.strip())
+            yield from ((part, True) for part in split_documents(text) if part.strip())
 
 
 def is_json(path: Path) -> bool:
@@ -395,7 +407,7 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
         try:
             if json_lines := is_json(path):
                 size, good, bad, _ = read(key, read_json)
-                if good > bad:
+                if good:
                     found[key], texts = (size, read_json), texts + good
                     if bad:
                         notices.add("skipped {} lines of JSON without a text in the field `text`", key, bad)
@@ -406,7 +418,7 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
                 continue
             found[key], ends = (size, read_plain), ends + marks
             if json_lines:
-                notices.add("took {} files of JSON as they are, for most lines have no text in a field `text`", key)
+                notices.add("took {} files of JSON as they are, for no line has a text in a field `text`", key)
         except NotText as kind:
             notices.add(str(kind), key)
         except OSError:
@@ -661,7 +673,7 @@ def install(made: Path, folder: Path, facts: dict) -> None:
         os.replace(made / name, folder / name)
 
 
-def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
+def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
     if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag"):
@@ -673,8 +685,9 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
     files, known, notices = {}, set(), Notices()
     for root in paths:
         if not os.path.exists(root):
-            raise UserError(f"{root}: no such file or folder")
-        for key, path in walk(root, notices) if os.path.isdir(root) else [(root.name, root)]:
+            raise UserError(f"{root or 'an empty path'}: no such file or folder")
+        root = Path(root)
+        for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
                 dead = os.path.islink(path) and not os.path.exists(path)
                 notices.add("skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)",
@@ -727,7 +740,7 @@ def main(argv: list[str]) -> int:
                          help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
     command = commands.add_parser("text", help="tokenise text files")
     command.set_defaults(run=text)
-    command.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
+    command.add_argument("paths", nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
     command.add_argument("--val-fraction", type=float, default=0.05,
                          help="share of the text for validation (default %(default)s)")

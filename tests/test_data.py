@@ -512,7 +512,7 @@ def test_shards_without_tokens_are_passed_over(tmp_path):
 @pytest.mark.parametrize("names, missing", [
     ("a_000001 a_000002 a_000005", "a_000003.bin a_000004.bin"), ("a_000003 a_000004", ""), ("a_9 a_11", "a_10.bin"),
     ("1_of_3 3_of_3", "2_of_3.bin"), ("a_20240131 a_20240228", ""), ("one two", ""), ("a1_7 a2_7 b1_9", ""),
-    ("a_1 a_3 b_2", "a_2.bin")])
+    ("a_1 a_3 b_2", "a_2.bin"), ("v1_000001 v1_000002 v4_000001 v4_000002", "")])
 def test_gaps_in_numbered_shards(tmp_path, names, missing):
     files = [write_shard(tmp_path / f"{name}.bin", TOKENS) for name in names.split()]
     assert missing_between(files) == missing.split()

@@ -514,7 +514,7 @@ def test_a_line_of_its_own_ends_documents(tiny, tmp_path, capsys, end):
     mark = "<|endoftext|>"
     stories = [f"story {i}{end}" for i in range(200)] + [f"not {mark}{end}", f"{mark}not{end}", f"end{mark} {end}"]
     path = tmp_path / "text"
-    path.write_text(f"{mark}{end}" + f"{mark} {end}".join(stories) + mark, newline="")
+    path.write_text(f"{mark}{end}" + f" \t{mark} {end}".join(stories) + mark, newline="")
     assert prepare_text(path, "--out", "n") == 0 and sorted(texts_of(tiny / "n")) == sorted(stories)
     assert "\n204 lines <|endoftext|> end documents\n" in "\n" + capsys.readouterr().out
 
@@ -527,7 +527,7 @@ def test_lines_of_json(tiny, tmp_path, capsys):
     content = "\ufeff" + "\n\n".join([json.dumps({"id": 1, "text": text}) for text in lines * 2] + bad) + "\n"
     (tmp_path / "a.jsonl").write_text(content, encoding="utf-8")
     (tmp_path / "b.txt").write_text('{"text": "five"}\r\n{"text": "six"}')
-    (tmp_path / "c.json").write_text('[\n{"text": "eight"},\n{"text": "nine"}\n]\n')
+    (tmp_path / "c.json").write_text('[\n{"text": "eight"},\n{"text": "nine"},\n{"no": 1},\n{"no": 1},\n{"no": 1}]\n')
     raw = {"d.json": '{"other": "field"}\n', "e": '{"a": 1}\n{"a": 2}\n', "f.json": '{\n "text": "x"\n}\n'}
     for name, text in raw.items():
         (tmp_path / name).write_text(text)
@@ -535,9 +535,9 @@ def test_lines_of_json(tiny, tmp_path, capsys):
     documents = ["one", "zwei\nzwei", "drei <|endoftext|>", "v\n", "w", "a" * 437, "a" * 63] * 2
     assert sorted(texts_of(tiny / "n")) == sorted([*documents, "five", "six", "eight", "nine", *raw.values()])
     out = capsys.readouterr().out
-    assert "warning: skipped 10 lines of JSON without a text in the field `text`, such as 'a.jsonl'\n" in out
+    assert "warning: skipped 13 lines of JSON without a text in the field `text`, such as 'a.jsonl', 'c.json'\n" in out
     assert "JSON: 16 texts in the field `text`" in out
-    assert "warning: took 3 files of JSON as they are, for most lines have no text in a field `text`, such as" in out
+    assert "warning: took 3 files of JSON as they are, for no line has a text in a field `text`, such as" in out
 
 
 @pytest.mark.parametrize("count, whole", [(1, False), (5, False), (19, False), (20, True), (21, True)])
