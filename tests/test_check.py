@@ -118,7 +118,8 @@ def sizes(config):
 
 def checked(config, world):
     """The argument of the checks."""
-    return C.Run(config, world, T.param_table(config.model), {name: each.model for name, each in T.PRESETS.items()})
+    models = {name: preset.config.model for name, preset in T.PRESETS.items()}
+    return C.Run(config, world, T.param_table(config.model), models)
 
 
 def joined(text):
@@ -267,7 +268,7 @@ def test_check_reads_the_first_shards(check, folder):
         "not read: 1 shards from y_2.bin on; a run reads them while it starts"]
     with pytest.raises(UserError, match="y_2.bin: token 257"):
         start.read_shards(config, "train", 7202)
-    assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].model, 700).lengths.tolist() == [600, 100]
+    assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].config.model, 700).lengths.tolist() == [600, 100]
 
 
 def test_one_minimum_of_torch():
@@ -504,7 +505,7 @@ def test_micro_batches_that_divide():
 
 def test_too_little_memory(gpus, monkeypatch):
     """A warning, once per machine, since it is an estimate. What the advice names, helps. A start measures nothing."""
-    config = T.PRESETS["record"]
+    config = T.PRESETS["record"].config
     allocated, reserved = estimate_memory(config, sizes(config), 1)
     reserved += 850  # outside PyTorch
     gpus.free = int(reserved + 2)

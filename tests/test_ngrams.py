@@ -414,7 +414,7 @@ def test_memory(corpus):  # noqa: F811
     ("--ngram_rows=1", "--ngram_rows=1.0: up to 7 numbers, each 0 or at least 2"),
     ("--ngram_rows=9,9,9,9,9,9,9,9", "--ngram_rows=9.0,9.0,9.0,9.0,9.0,9.0,9.0,9.0: up to 7 numbers"),
     ("--ngram_rows=2e9,2e9", "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows"),
-    ("--ngram_rows=-5", "--ngram_rows=-5.0: up to 7 numbers, each 0 or at least 2")])
+    ("--ngram_rows=2.5", "--ngram_rows=2.5: up to 7 whole numbers, each 0 or at least 2")])
 def test_refused(args, message):
     with pytest.raises(UserError, match=message):
         T.parse_config(args.split())
