@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import threading
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ import torch
 import oracles
 import train_gpt as T
 from data.run.errors import UserError
-from data.run.knobs import config_from_dict, flatten, parse_value, render
+from data.run.arguments import leaves_size_open
+from data.run.knobs import FIRST, Bounds, config_from_dict, flatten, parse_value, render
 from data.run.length import momentum_steps, stage_starts
+from data.run.limits import check_values
 from data.run.log import Log, loaded_sources, published
 from data.run.machine import Runtime
 from data.run.warmup import steps_with_new_keys
@@ -254,12 +257,102 @@ def test_written_out_config_is_read_back(preset, base):
     """Every knob of a preset, as render writes it, turns any preset into that one."""
     config = T.parse_config([f"--preset={preset}"])
     args = [f"--preset={base}", *(f"--{key}={render(value)}" for key, value in flatten(config).items())]
-    assert T.parse_config([arg for arg in args if not arg.endswith("=")]) == config
+    assert T.parse_config([arg for arg in args if arg[-1] != "=" or "prompt" in arg]) == config
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+@pytest.mark.parametrize("length", [[], ["--train_tokens=7e7"]])
+def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, length):
+    """Also one that follows from the length. Any other setting stays as it is."""
+    words = [f"--preset={preset}", *length]
+    config = T.parse_config(words)
+    learned = {**vars(config.model), **vars(config.schedule), **vars(config.optim), "micro_batches": 0, "dtype": 0}
+    for knob, value in flatten(config).items():
+        if (knob in learned or knob.startswith("stage")) and (length or "." not in knob):
+            assert T.parse_config([*words, f"--{knob}={render(value)}"]) == config, knob
+    by_hand = {"stage1.batch_tokens": 4096, "stage2.lr_mul": 0.5, "table_beta2": 0.9, "extension_steps": 30}
+    found = flatten(T.parse_config([*words, *(f"--{knob}={value}" for knob, value in by_hand.items())]))
+    assert {knob: found[knob] for knob in by_hand} == by_hand
+
+
+def edited(config, knob, value):
+    """The config as an edit of the file makes it, with another value of a knob, for example of stage1.share."""
+    item, number, name = re.fullmatch(r"(?:(stage|layer)(\d+)\.)?(\w+)", knob).groups()
+    key, section = next((key, each) for key, each in vars(config).items() if hasattr(each, f"{item}s" if item else name))
+    if item:
+        items = list(getattr(section, f"{item}s"))
+        items[int(number) - FIRST[f"{item}s"]] = dataclasses.replace(
+            items[int(number) - FIRST[f"{item}s"]], **{name: value})
+        name, value = f"{item}s", tuple(items)
+    return dataclasses.replace(config, **{key: dataclasses.replace(section, **{name: value})})
+
+
+@pytest.mark.parametrize("kind", [T.Layer, T.Model, T.Stage, T.Schedule, T.Optim, T.Data, T.System])
+def test_every_number_has_bounds(kind):
+    """In the file, and on the command line; of several numbers, each."""
+    tried = 0
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        knob = {T.Layer: f"layer8.{name}", T.Stage: f"stage2.{name}"}.get(kind, name)
+        several = get_origin(hint) is tuple and name not in FIRST
+        for i, one in enumerate(arg for arg in get_args(hint) if arg is not ...) if several else [(0, hint)]:
+            if get_origin(one) is Literal:
+                outside = [type(get_args(one)[0])("3")]
+            elif get_origin(one) is Annotated:
+                (low, high, below), whole = get_args(one)[1], float not in (get_args(one)[0], *get_args(get_args(one)[0]))
+                outside = [low - 1 if whole else low - 1e-6 * (low == 0) - 0.5 * low, high if below else high * 1.5 + 1,
+                           math.nan, math.inf, -math.inf]
+                outside = [int(x) if whole and math.isfinite(x) else x for x in outside]
+            else:
+                assert one not in (int, float, int | None, int | float), f"{name} has no bounds"
+                continue
+            for value in outside:
+                value, tried = ((0.5,) * i + (value,) + (0.5,) * (1 - i) if several else value), tried + 1
+                with pytest.raises(UserError, match=rf"^--{knob}=.*: must be "):
+                    check_values(edited(RECORD, knob, value))
+                with pytest.raises(UserError, match=rf"^--{knob}=.*: (must be|expected) "):
+                    T.parse_config([f"--{knob}={render(value)}"])
+    assert tried >= 5
+
+
+def test_a_preset_is_one_entry(monkeypatch, capsys):
+    """Its layers have the depth that the run trains and logs; --depth makes others. A size that the rule does not know
+    stays, whatever the length."""
+    short = T.PRESETS["short"]
+    def size_is_open(*args):
+        return leaves_size_open(["--preset=mine", *args], T.PRESETS)
+    monkeypatch.setitem(T.PRESETS, "mine", short._replace(config=edited(short.config, "muon_lr", 0.02)))
+    assert T.parse_config(["--preset=mine"]) == T.parse_config(["--preset=short", "--muon_lr=0.02"])
+    assert size_is_open() and not size_is_open("--depth=11")
+    deep = edited(short.config, "layers", T.wire(16))
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(deep, sized="always"))
+    for args in [], ["--train_tokens=5e7"], ["--depth=16"], ["--layers=16"]:
+        config = T.parse_config(["--preset=mine", *args])
+        assert config.model == deep.model and config.model.depth == 16 and not size_is_open(*args)
+        assert [key for key, value in flatten(config).items() if value == 16] == ["layers"]
+    assert T.parse_config(["--preset=mine", "--depth=6"]).model.layers == T.wire(6)
+    assert T.main(["--preset=mine", "--help"]) == 0 and "\n  --depth=16 " in capsys.readouterr().out
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(edited(deep, "layer3.xsa", False), sized="always"))
+    assert not T.parse_config(["--preset=mine", "--depth=16"]).model.layers[3].xsa and not size_is_open()
+    with pytest.raises(UserError, match="--depth=8: the layers of this preset are not those of `wire`"):
+        T.parse_config(["--preset=mine", "--depth=8"])
+    for model in deep.model, RECORD.model:  # older checkpoints have a depth, which need not be that of the layers
+        tree = dataclasses.asdict(edited(RECORD, "layers", model.layers))
+        tree["model"]["depth"] = 11
+        assert config_from_dict(T.Config(), tree).model.layers == model.layers
+
+
+def test_batches_of_a_preset_suit_its_gpus(monkeypatch):
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(RECORD, gpus=2))
+    one, two = (T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0] for world in (1, 2))
+    assert (one.batch_tokens, two.batch_tokens) == (98304, 131072)
 
 
 def test_help_lists_every_knob(capsys):
     assert T.main(["--preset=cpu", "-h"]) == 0
     text = capsys.readouterr().out
+    knobs = re.findall(r"^  --(\S+?)=(.*?)  +(.*)$", text, re.M)
+    assert {"depth", "adam_every", "stage<n>.lr_mul", "layer<n>.xsa"} < {knob for knob, *_ in knobs}
+    assert [knob for knob, _, comment in knobs if not comment and not re.fullmatch(r"layer\d+", knob)] == []
     for key, value in flatten(T.PRESETS["cpu"].config).items():
         if not key.startswith("stage") or key == "stages":
             assert f"\n  --{key}={render(value)}".rstrip() in text

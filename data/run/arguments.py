@@ -9,7 +9,7 @@ from data.run.checkpoint import load_checkpoint
 from data.run.errors import UserError
 from data.run.knobs import (
     config_from_dict, flatten, override, parse_value, read_arguments, render, with_system)
-from data.run.length import FITTED, fit_length, stage_starts
+from data.run.length import FITTED, SHORTEST_RUN, fit_length, stage_starts
 from data.run.limits import check_config, check_values
 from data.run.machine import choose_kernels, find_device
 from data.run.size import SIZE_KNOBS, SIZES, Size
@@ -108,7 +108,8 @@ def with_length(base, overrides, made_for, world, gpu=None):
     """
     config, by_hand = override(base, overrides), set()
     check_values(config)  # `fit_length` computes with them
-    if config.schedule.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
+    asked = config.schedule
+    if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     wanted = {key: value for key, value in flatten(config).items() if key in overrides and FITTED.fullmatch(key)}
     while True:
@@ -118,8 +119,13 @@ def with_length(base, overrides, made_for, world, gpu=None):
         config = fit_length(config, by_hand, made_for, world, gpu)
         found = flatten(config)
         if not (others := {key for key, value in wanted.items() if found[key] != value}):
-            return config
+            break
         by_hand |= others
+    steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
+    if getattr(asked, knob) and "scheduled_steps" not in overrides and steps < SHORTEST_RUN:
+        raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
+                        f" {config.schedule.stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    return config
 
 
 def begun_config(overrides, preset, world, presets):

@@ -10,6 +10,7 @@ The type of a field says which values it takes: Literal, or Annotated with Bound
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 from data.run.errors import UserError
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
+hints_of = functools.cache(get_type_hints)  # a config is read several times, and each call takes .1 ms
 
 
 class Bounds(NamedTuple):
@@ -36,7 +38,7 @@ class Bounds(NamedTuple):
 
 def fields_of(item, prefix=""):
     """Yields (name, value, type) of each field of a section, and in place of its items of theirs."""
-    hints = get_type_hints(type(item), include_extras=True)
+    hints = hints_of(type(item), include_extras=True)
     for key, value in vars(item).items():
         if key in FIRST:
             for i, one in enumerate(value, FIRST[key]):
@@ -92,7 +94,7 @@ def parse_value(key, text, kind, example):
     kind = type(get_args(kind)[0]) if get_origin(kind) is Literal else kind
     try:
         if dataclasses.is_dataclass(kind):
-            words, hints = (word.partition("=") for word in text.split() if word != "default"), get_type_hints(kind)
+            words, hints = (word.partition("=") for word in text.split() if word != "default"), hints_of(kind)
             return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], vars(kind())[word])
                            for word, _, value in words})
         if kind is bool:
@@ -163,7 +165,7 @@ def override(config, overrides):
         return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
 
     def updated(item, prefix=""):
-        hints, new = get_type_hints(type(item)), {}
+        hints, new = hints_of(type(item)), {}
         for key, old in vars(item).items():
             if key in FIRST:
                 name, items = prefix + key[:-1], enumerate(resized(key, old), FIRST[key])
@@ -245,7 +247,7 @@ def config_from_dict(default, tree):
     Raises UserError for an unknown knob.
     """
     def section(old, values):
-        hints = get_type_hints(type(old))
+        hints = hints_of(type(old))
         values = {key: value for key, value in values.items() if key != "depth"}  # older ones have it beside the layers
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)

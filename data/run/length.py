@@ -118,10 +118,6 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     if "scheduled_steps" not in by_hand:
         extension = schedule.extension_steps if "extension_steps" in by_hand else None
         schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
-        if schedule.scheduled_steps < SHORTEST_RUN:
-            knob = "minutes" if schedule.minutes else "train_tokens"
-            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps"
-                            f" of {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
     if "adam_every" not in by_hand and stage_starts(schedule)[-1] > max(MANY_STEPS, stage_starts(native)[-1]):
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, adam_every=2))
     for key in {"muon_warmup", "muon_cooldown"} - by_hand:
