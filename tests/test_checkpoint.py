@@ -222,6 +222,10 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     config = T.parse_config(begun)
     assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
     assert config.system.micro_batches == 0  # that of the checkpoint suited its batches and its GPU
+    old = load_checkpoint(first)["config"]["system"]  # what a run is called and keeps is its own
+    assert {key for key, value in vars(config.system).items() if value != old[key]} == {
+        "seed", "micro_batches", "init_from", "log_dir", "save_every", "keep"}
+    assert (config.system.log_dir, config.system.save_every, config.system.keep) == ("logs", 0, 2)
     plans = [T.make_plan(with_system(config, micro_batches=1), step) for step in range(9)]
     assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
     first.unlink()

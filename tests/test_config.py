@@ -17,7 +17,7 @@ import oracles
 import train_gpt as T
 from data.run.errors import UserError
 from data.run.arguments import leaves_size_open
-from data.run.knobs import FIRST, Bounds, config_from_dict, flatten, parse_value, render
+from data.run.knobs import FIRST, config_from_dict, flatten, parse_value, render
 from data.run.length import momentum_steps, stage_starts
 from data.run.limits import check_values
 from data.run.log import Log, loaded_sources, published
@@ -127,7 +127,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--preset=cpu --layer6.attention=true": "unknown key --layer6.attention: this run has layers 0 to 3",
     "tests": r"argument 'tests': write --key=value \(see --help\), or ./run.sh test$",
     "--resume=": "--resume= has no value: is there no checkpoint yet[?] --save=true makes one",
-    "--init_from=": "--init_from= has no value: is there no checkpoint yet", "--minutes=": "--minutes= has no value: give",
+    "--init_from=": "--init_from= has no value: is there no checkpoint", "--minutes=": "--minutes= has no value: give",
     "--train_files=": "--train_files= has no value", "--profile=": "--profile= has no value",
     "--layer3=": "--layer3= has no value",
     "--layer3=lang": "--layer3=lang: expected words that are fields of Layer, for example --layer3=long",
@@ -278,12 +278,12 @@ def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, len
 def edited(config, knob, value):
     """The config as an edit of the file makes it, with another value of a knob, for example of stage1.share."""
     item, number, name = re.fullmatch(r"(?:(stage|layer)(\d+)\.)?(\w+)", knob).groups()
-    key, section = next((key, each) for key, each in vars(config).items() if hasattr(each, f"{item}s" if item else name))
+    field = f"{item}s" if item else name
+    key, section = next((key, each) for key, each in vars(config).items() if hasattr(each, field))
     if item:
-        items = list(getattr(section, f"{item}s"))
-        items[int(number) - FIRST[f"{item}s"]] = dataclasses.replace(
-            items[int(number) - FIRST[f"{item}s"]], **{name: value})
-        name, value = f"{item}s", tuple(items)
+        items, i = list(getattr(section, field)), int(number) - FIRST[field]
+        items[i] = dataclasses.replace(items[i], **{name: value})
+        name, value = field, tuple(items)
     return dataclasses.replace(config, **{key: dataclasses.replace(section, **{name: value})})
 
 
@@ -298,7 +298,8 @@ def test_every_number_has_bounds(kind):
             if get_origin(one) is Literal:
                 outside = [type(get_args(one)[0])("3")]
             elif get_origin(one) is Annotated:
-                (low, high, below), whole = get_args(one)[1], float not in (get_args(one)[0], *get_args(get_args(one)[0]))
+                number, (low, high, below) = get_args(one)
+                whole = float not in (number, *get_args(number))
                 outside = [low - 1 if whole else low - 1e-6 * (low == 0) - 0.5 * low, high if below else high * 1.5 + 1,
                            math.nan, math.inf, -math.inf]
                 outside = [int(x) if whole and math.isfinite(x) else x for x in outside]
@@ -343,8 +344,8 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
 
 def test_batches_of_a_preset_suit_its_gpus(monkeypatch):
     monkeypatch.setitem(T.PRESETS, "mine", T.Preset(RECORD, gpus=2))
-    one, two = (T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0] for world in (1, 2))
-    assert (one.batch_tokens, two.batch_tokens) == (98304, 131072)
+    assert [T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0].batch_tokens
+            for world in (1, 2)] == [98304, 131072]
 
 
 def test_help_lists_every_knob(capsys):
@@ -526,6 +527,27 @@ def test_parameter_table():
     assert {row.label: row.tied_to for row in table if row.tied_to} == {"embed": "lm_head"}
     assert RECORD74.optim == T.Optim(adam_lr=0.008, adam_eps=1e-10, adam_wd=0.005, muon_lr=0.023, muon_beta2=0.95,
                                      muon_wd=1.2)
+
+
+@pytest.mark.parametrize("label, change, message", [
+    ("vo_bank", {"optim": "adam"}, "optim='adam': betas=None: must be two numbers from 0 to below 1, the second one"),
+    ("vo_bank", {"optim": "adam", "betas": (0.9, 1.0)}, "betas=.0.9, 1.0.: must be two numbers"),
+    ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam or rows"),
+    ("vo_bank", {"sharded": None}, "needs `sharded` and a shape of three numbers or more"),
+    ("vo_bank", {"shape": (48, 48)}, "needs `sharded` and a shape of three numbers or more"),
+    ("vo_bank", {"lr_mul": 2.0}, "does not read betas, lr_mul and wd_mul; its factors are matrix_lr"),
+    ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
+    ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
+    ("smear_gate", {"shape": (7.5,)}, "the shape .7.5,. must be a tuple of whole numbers"),
+    ("smear_gate", {"shape": 7}, "the shape 7 must be a tuple of whole numbers"),
+    ("smear_gate", {"label": "vo_bank"}, "optim='normuon': another row has this name"),
+    ("smear_gate", {"betas": (0.9,)}, "betas=.0.9,.: must be two numbers"),
+    ("embed", {"tied_to": "head"}, "tied_to='head': there is no such row")])
+def test_rows_that_no_optimizer_can_serve(label, change, message):
+    table = [row._replace(**change) if row.label == label else row for row in T.param_table(RECORD74.model)]
+    with pytest.raises(UserError, match=f"^param_table, row .*{message}"):
+        for row in table:
+            T.check_row(row, [each.label for each in table])
 
 
 def test_parameters_of_features_that_record74_lacks():
