@@ -2613,10 +2613,11 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
 # Real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale. The constants are those of
-# record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±1.6
-# saturate; they begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the largest gradient that one term
+# record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±W_LIMIT
+# saturate, and the log counts them. They begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the largest gradient that one term
 # of the loss can have. The codes of the gradient were e4m3 at first, whence the 448; e5m2 reaches 128 times as far.
-X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
+W_LIMIT = 1.6
+X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 
 
 def softcap(logits):
@@ -2962,6 +2963,10 @@ class HeadLoss:
         if self.fp8:
             weight, *codes = (x.detach()[None] for x in (self.weight, self.codes, self.codes_t))
             quantise_weights(weight, self.scale_w.view(1, 1), *codes, static=True)
+
+    def count_beyond(self) -> int:
+        """Number of weights that the codes saturate."""
+        return int((self.weight.detach().abs() > W_LIMIT).sum()) if self.fp8 else 0
 
     def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None, codes=None):
         if exact:

@@ -99,8 +99,8 @@ def find_files(pattern: str) -> list[Path]:
     """`matching_files`. Raises UserError when there are none."""
     files = matching_files(pattern)
     if not files:
-        raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py,"
-                        " or run ./run.sh")
+        raise UserError(f"no files match {data_root() / os.path.expanduser(pattern)}; fetch or build data with"
+                        " data/prepare.py, or run ./run.sh")
     return files
 
 

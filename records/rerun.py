@@ -88,7 +88,7 @@ def settings(run: Run, overrides) -> dict[str, str]:
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
     begun = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0"}  # else those of the checkpoint
     begun = {key: value for key, value in begun.items() if run.facts.get("init_from") and key in knobs}
-    knobs = {key: value for key, value in knobs.items() if key not in LEFT_OUT and key not in overrides}
+    knobs = {key: value for key, value in knobs.items() if value and key not in LEFT_OUT and key not in overrides}
     knobs |= begun | overrides
     # A relative path would lead into the temporary folder.
     return knobs | {key: str(ROOT / knobs[key]) for key in ("log_dir", "init_from") if knobs.get(key)}

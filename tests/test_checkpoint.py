@@ -231,6 +231,10 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     config = T.parse_config(begun)
     assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
     assert config.system.micro_batches == 0  # that of the checkpoint suited its batches and its GPU
+    old = load_checkpoint(first)["config"]["system"]  # what a run is called and keeps is its own
+    assert {key for key, value in vars(config.system).items() if value != old[key]} == {
+        "seed", "micro_batches", "init_from", "log_dir", "save_every", "keep"}
+    assert (config.system.log_dir, config.system.save_every, config.system.keep) == ("logs", 0, 2)
     plans = [T.make_plan(with_system(config, micro_batches=1), step) for step in range(9)]
     assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
     first.unlink()
@@ -251,7 +255,7 @@ def test_the_example_in_python(base, monkeypatch, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--preset=cpu"], "the checkpoint brings its settings; leave out --preset=cpu"),
     (["--model_dim=96", "--seed=3"], "that model is another one; leave out --model_dim"),
-    (["--layer3.xsa=true", "--depth=4"], "that model is another one; leave out --layer3.xsa, --depth"),
+    (["--layer3.xsa=true"], "that model is another one; leave out --layer3.xsa"),
     (["--layers=4"], "that model is another one; leave out --layers")])
 def test_a_checkpoint_brings_the_model_of_a_new_run(base, args, message):
     with pytest.raises(UserError, match=f"^--init_from=.*state_step000011.pt: {message}$"):
@@ -397,7 +401,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
-    config, presets = T.PRESETS["cpu"], arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire)
+    config, presets = T.PRESETS["cpu"].config, T.PRESETS
     assert arguments.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
     monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})

@@ -752,7 +752,7 @@ def test_the_printed_command_fits_the_text(data, tmp_path, capsys, count, size):
 def test_the_shard_of_the_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec((ROOT / "data/README.md").read_text().partition("```python\n")[2].partition("```")[0], {})
-    shard = L.Shard(Path("own_train_000001.bin"), train_gpt.PRESETS["cpu"].model)
+    shard = L.Shard(Path("own_train_000001.bin"), train_gpt.PRESETS["cpu"].config.model)
     documents = [bytes(shard.tokens[start + 1:start + length].astype(np.uint8))
                  for start, length in zip(shard.starts, shard.lengths)]
     assert documents == [b"The first document.\n" * 90, b"The second.\n" * 90]

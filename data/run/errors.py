@@ -30,9 +30,9 @@ def user_error(message, *kinds):
 
 
 def is_out_of_memory(error) -> bool:
-    """Whether PyTorch, CUDA, Triton or cuBLAS found too little GPU memory."""
+    """Whether PyTorch, CUDA, Triton or cuBLAS found too little memory."""
     return type(error).__name__ == "OutOfMemoryError" or bool(  # PyTorch's; programs without PyTorch import this file
-        re.search("CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(error)))
+        re.search("CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator", str(error)))
 
 
 def error_message(error) -> str | None:
@@ -40,7 +40,7 @@ def error_message(error) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
-        return f"out of GPU memory: {LESS_MEMORY} ({one_line(error)})"
+        return f"out of {'GPU ' * ('CPUAllocator' not in str(error))}memory: {LESS_MEMORY} ({one_line(error)})"
     if re.search("no space left|disk quota|file too large", str(error), re.I):  # a run's own files have other messages
         return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, the"
                 f" folders of compiled kernels, to folders on another disk ({' '.join(str(error).split())})")
