@@ -197,7 +197,7 @@ def read_run(path: Path) -> Run:
 def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
     """{label: runs} of [label=]log arguments, without logs that are copies of others, unless `copies`. Raises
     UserError."""
-    groups, label, seen = {}, "runs", {}
+    groups, label, seen, again = {}, "runs", {}, {}
     for argument in arguments:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
         if match and not Path(argument).exists():
@@ -215,9 +215,10 @@ def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
             if (first := seen.setdefault(run.content, run)) is run or copies:
                 group.append(run)
             else:
-                first.notes.append(f"{path} is the same log, and a run counts once")
+                again[label] = f"{path} is the same log as {first.path}, and a run counts once"
+                first.notes.append(again[label])
     if empty := [label for label, runs in groups.items() if not runs]:
-        raise UserError(f"{empty[0]}: all its logs are logs of other groups, too, and a run counts once")
+        raise UserError(f"{empty[0]}: {again[empty[0]]}")
     return groups
 
 
