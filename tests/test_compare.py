@@ -304,7 +304,7 @@ new − base, loss    +0.0006  -0.0019 to +0.0031  0.5294
 odd − base, time s  -89.049  -90.664 to -87.435  0.0006
   by seed, 2 pairs  -89.007  -91.497 to -86.517  0.0014
 odd − base, loss    -0.1782  -0.1808 to -0.1756   2e-07
-  by seed, 2 pairs  -0.1781  -0.2004 to -0.1559  0.0063
+  by seed, 2 pairs  -0.1782  -0.2004 to -0.1559  0.0063
 
 validation loss at step              base               new               odd    new − base (p)  odd − base (p)
 0                        10.8000 (0.0000)  10.8000 (0.0000)  10.8000 (0.0000)       +0.0000 (–)     +0.0000 (–)
