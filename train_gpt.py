@@ -95,7 +95,7 @@ from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
 from data.run.knobs import Bounds, demand, help_page
 from data.run.length import momentum_steps, stage_starts
-from data.run.log import Log, loaded_sources, published, shards_line, write_header
+from data.run.log import Log, loaded_sources, published, quoted, shards_line, write_header
 from data.run.machine import (
     PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
@@ -1752,7 +1752,7 @@ class Trainer:
         compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
         compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
-        self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
+        self.losses = deque()  # (step, event after the copy of its loss, loss on the host, seconds), not yet logged
 
         self.hash_ids = None
         if config.model.bigram_normal:
@@ -1806,6 +1806,7 @@ class Trainer:
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
+                self.log_losses(keep=0)
                 self.synchronize()  # steps that the GPU has still to do belong to the training time
             if step == system.profiled.stop:
                 with clock.paused("profile"):
@@ -1816,7 +1817,7 @@ class Trainer:
                 self.optimizer.blend(plan)
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
             if validates or saves:
-                self.check_losses(keep=0)
+                self.log_losses(keep=0)
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
@@ -1832,21 +1833,21 @@ class Trainer:
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
-            self.losses.append((step, copied, step_loss))
-            self.check_losses(keep=2)
+            self.log_losses(keep=1)  # the host stays at most two steps ahead
+            self.losses.append((step, copied, step_loss, clock.seconds()))
             self.require_sound_shards()
-            train_ms = 1000 * clock.seconds()
-            seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
-            self.log.progress(f"step:{step + 1}/{self.total} train_time:{train_ms:.0f}ms"
-                              f" step_avg:{train_ms / (step + 1):.2f}ms", seconds_left)
+            if not copied:
+                self.log_losses(keep=0)
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):
-        """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
+        """All micro-batches of a step, then the optimizer. Returns the mean loss of the next tokens, 0-D: before the
+        update, of this rank, over the classes of the step.
 
         eager: launch the kernels of the first micro-batch and of the update one by one.
         """
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
+        self.head.next_loss.zero_()
         with trace_range(f"step {plan.step}"):
             for part in range(micro_steps):
                 with trace_range("data"):
@@ -1855,7 +1856,7 @@ class Trainer:
                 if not plan.tables or part + 1 < micro_steps:  # else the rows change before the next micro-batch
                     self.fetch_ahead(loader)
                 with trace_range("micro-step"):
-                    loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
+                    self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
@@ -1865,7 +1866,7 @@ class Trainer:
                 self.fetch_ahead(loader)
             with trace_range("update"):
                 self.update_graphs(plan, numbers, eager)
-        return loss
+        return self.head.next_loss / plan.micro_batch_tokens
 
     def update(self, plan, numbers):
         """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
@@ -1923,20 +1924,26 @@ class Trainer:
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""
         attn = self.attn[-1 if step == self.total else plan.stage]
-        loss, train_ms = validate(self.summed_loss, self.validation, attn, self.rt), 1000 * seconds
-        self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{train_ms:.0f}ms"
-                      f" step_avg:{train_ms / max(step, 1):.2f}ms")
+        loss = validate(self.summed_loss, self.validation, attn, self.rt)
+        self.log.line("\n".join(self.step_lines(step, f"val_loss:{loss:.4f}", seconds)))
         require_finite(loss, f"validation loss before step {step}")
         return loss
 
-    def check_losses(self, keep):
-        """Raises UserError at a training loss that is not finite. The GPU may still compute the last `keep` steps, so
-        the host does not wait for their losses."""
+    def step_lines(self, step, loss, seconds):
+        """The two lines of a step in the log: the loss, which a diff can compare, and the training time."""
+        return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
+                f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
+
+    def log_losses(self, keep):
+        """Logs the steps. Raises UserError at a training loss that is not finite. The GPU may still compute the last
+        `keep` steps, so the host does not wait for their losses."""
         while len(self.losses) > keep:
-            step, copied, loss = self.losses.popleft()
+            step, copied, loss, seconds = self.losses.popleft()
             if copied is not None:
                 wait_for(copied, self.rt.world)
-            require_finite(loss.item(), f"training loss of step {step}")
+            self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
+                              seconds * (self.tokens[-1] / self.tokens[step] - 1))
+            require_finite(loss.item(), f"training loss of step {step + 1}")
 
     def require_sound_shards(self):
         """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
@@ -1977,7 +1984,7 @@ class Trainer:
             state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.system.keep)
-            self.log.line(f"checkpoint: {published(str(path))}")
+            self.log.line(f"checkpoint: {quoted(published(str(path)))}")
 
     def load_state_dict(self, state):
         """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
@@ -2090,10 +2097,12 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     if resumed:
         trainer.load_state_dict(resumed)
         log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
-                 f" {published(system.resume)}")
+                 f" {quoted(published(system.resume))}")
     elif initial:
         trainer.load_weights(initial)
     agree_on_shards(trainer, resumed)
+    if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
+        log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
@@ -2133,7 +2142,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         try:
             groups = compare.read_groups([str(log.path)])
             compare.plot(picture, groups, compare.track_target(groups))
-            log.line(f"plot: {published(str(picture))}")
+            log.line(f"plot: {quoted(published(str(picture)))}")
         except compare.UserError as error:
             log.line(f"warning: no plot: {error}")
 

@@ -14,6 +14,7 @@ The exit status is 0 when the rerun finishes, whatever its losses are; otherwise
 """
 
 import glob
+import json
 import math
 import os
 import re
@@ -45,6 +46,14 @@ OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|
 
 
 # ---- From the log ----------------------------------------------------------------------------------------------------
+
+def value_of(text) -> str:
+    """A setting as the trainer had it: `quoted` of data/run/log.py writes some as JSON. Older logs have none."""
+    try:
+        return json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+
 
 def title(name) -> str:
     """The title before the text of a file, as `write_header` of data/run/log.py writes it."""
@@ -84,7 +93,7 @@ def settings(run: Run, overrides) -> dict[str, str]:
     """The knobs of the rerun: the log's knobs with the user's overrides."""
     keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels, then SHA-256
     first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS[:2] or key.startswith("env."))
-    knobs = {key: run.facts[key] for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
+    knobs = {key: value_of(run.facts[key]) for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
     begun = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0"}  # else those of the checkpoint
     begun = {key: value for key, value in begun.items() if run.facts.get("init_from") and key in knobs}
@@ -99,7 +108,7 @@ def environment(run: Run) -> dict[str, str]:
     env = dict(os.environ)
     for key, value in run.facts.items():
         if key.startswith("env.") and not OF_MACHINE.fullmatch(key) and "/" not in value:
-            env[key.removeprefix("env.")] = value
+            env[key.removeprefix("env.")] = value_of(value)
     env["DATA_PATH"] = os.path.abspath(env.get("DATA_PATH") or ROOT)
     # A module that is missing in the log must not come from this repository.
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]

@@ -112,7 +112,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
-    steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_time", run.text, re.M)]
+    steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_loss", run.text, re.M)]
     assert steps == list(range(step + 1, STEPS + 1))
     # The clock goes on, and the log says where.
     seconds = torch.load(base.saved[step], weights_only=True)["seconds"]

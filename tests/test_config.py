@@ -2,11 +2,9 @@
 
 import dataclasses
 import functools
-import io
 import itertools
 import math
 import re
-import threading
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -20,11 +18,9 @@ from data.run.arguments import leaves_size_open
 from data.run.knobs import FIRST, config_from_dict, flatten, parse_value, render
 from data.run.length import momentum_steps, stage_starts
 from data.run.limits import check_values
-from data.run.log import Log, loaded_sources, published
-from data.run.machine import Runtime
 from data.run.warmup import steps_with_new_keys
 
-CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
+CPU = torch.device("cpu")
 RECORD, RECORD74 = T.PRESETS["record"].config, T.PRESETS["record74"].config
 STEPS = range(1491)  # the last is the final validation
 
@@ -708,65 +704,3 @@ def test_rates_of_narrow_models():
     for label, rate in wide.items():
         factor = 2 if label in ("lm_head", "embed") else 2**0.5
         assert narrow[label] == pytest.approx(factor * rate), label
-
-
-# ---- Log ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, expected", {
-    "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane",
-    "../../jane/x": "x", "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt",
-    "data/x/x_*.bin": "data/x/x_*.bin", "--sample_prompt=1/2": "--sample_prompt=1/2", "1.0,0.5": "1.0,0.5"}.items())
-def test_no_folder_of_this_machine_is_published(text, expected):
-    """Values and arguments that are paths; names inside the repository keep their folders, all else stays as it is."""
-    assert published(text) == expected
-
-
-def test_sources_are_those_of_the_repository(monkeypatch):
-    """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
-    sources = loaded_sources()
-    assert next(iter(sources)) == "train_gpt.py"
-    assert {"data/loader.py", "triton_kernels.py", "tests/test_config.py"} <= sources.keys()
-    assert all((ROOT / name).read_text() == text for name, text in sources.items())
-    monkeypatch.setattr("sys.prefix", str(ROOT / "tests"))
-    assert not any(name.startswith("tests/") for name in loaded_sources())
-
-
-# ---- Console ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, terminal):
-    """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines
-    as they are."""
-    screen = io.StringIO()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", screen)
-    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
-    log.progress("step:1/9 train_time:5ms", 119.7)
-    log.line("step:1/9 val_loss:3.0000")
-    plain = "step:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"
-    assert log.path.read_text() == plain
-    shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
-    fancy = "\r\033[Kstep:1/9 train_time:5ms eta:2m00s\r\033[Kstep:1/9 val_loss:3.0000\n"
-    assert shown == (fancy if terminal else plain)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_line_that_moves(tmp_path, monkeypatch, terminal):
-    """A terminal shows it until the work is done, or has failed, and it leaves nothing behind."""
-    screen, count, twice, threads = io.StringIO(), itertools.count(1), threading.Event(), threading.active_count()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", screen)
-    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
-
-    def text():
-        if (number := next(count)) == 2:
-            twice.set()
-        return f"{number} s"
-    with pytest.raises(ZeroDivisionError), log.moving(text, every=0.001):
-        assert not terminal or twice.wait(20)
-        1 / 0
-    shown = screen.getvalue().partition("\n")[2]
-    assert log.path.read_text() == "" and threading.active_count() == threads
-    assert shown.startswith("\r\033[K1 s\r\033[K2 s") and shown.endswith("\r\033[K") if terminal else shown == ""

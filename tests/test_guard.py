@@ -100,7 +100,8 @@ def numbers_of_numpy():
 
 
 def curve(args):
-    """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch."""
+    """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch, with the
+    weights of the later tokens."""
     config = T.parse_config(["--preset=record74", *GUARD, *args])
     rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
@@ -112,10 +113,12 @@ def curve(args):
     trainer.model.load_state_dict(initial.state_dict())
     trainer.head.refresh()
 
+    graphs, losses = trainer.graphs, []
+    trainer.graphs = lambda *args: losses.append(graphs(*args))
     yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[0], rt)
     for plan in trainer.plans[:-1]:
-        loss = trainer.step(trainer.loader, plan, trainer.micro_steps).item()
-        yield loss * trainer.micro_steps / plan.micro_batch_tokens
+        trainer.step(trainer.loader, plan, trainer.micro_steps)
+        yield losses[-1].item() * trainer.micro_steps / plan.micro_batch_tokens
     yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], rt)
 
 

@@ -189,7 +189,7 @@ def test_minutes(free, tmp_path, ranks):
         assert run.losses == plain_losses(free, tmp_path / "plain", run, length)
         (first,) = tmp_path.glob("*/state_step000020.pt")
         resumed = train(SimpleNamespace(args=[]), tmp_path / "resumed", f"--resume={first}")
-        assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f} " in resumed.text
+        assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f}\n" in resumed.text
 
 
 def plain_losses(free, folder, run, length):

@@ -167,9 +167,10 @@ def require_equal_ranks(rt, config, sources: dict):
         return
     mine = {f"--{knob}": render(value) for knob, value in flatten(config).items() if knob not in PATHS} | sources
     everyone = [None] * rt.world
-    dist.all_gather_object(everyone, {name: zlib.crc32(text.encode()) for name, text in mine.items()})
+    dist.all_gather_object(everyone, {name: zlib.crc32(text.encode(errors="backslashreplace"))  # of any prompt
+                                      for name, text in mine.items()})
     for rank, found in enumerate(everyone):
-        if names := [name for name in found.keys() & everyone[0].keys() if found[name] != everyone[0][name]]:
+        if names := [name for name in found.keys() | everyone[0].keys() if found.get(name) != everyone[0].get(name)]:
             raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted(names))}: start all processes with"
                             " the same command and the same code")
 
