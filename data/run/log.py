@@ -1,17 +1,21 @@
 """The log of a run, on file and console, and its header, which is enough to repeat the run."""
 
+import errno
 import os
 import platform
 import re
 import shlex
 import subprocess
+import signal
 import sys
 import threading
+import traceback
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from data.run.disk import ROOT
 from data.run.errors import UserError, user_error
@@ -19,19 +23,22 @@ from data.run.knobs import flatten, render
 
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing.
+    """The log file and the console of rank 0; other ranks write nothing but the error that ends them.
 
     The file is line-buffered, so a killed run loses no line.
     """
 
     def __init__(self, config, rt):
         self.path = ROOT / config.system.log_dir / f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        if rt.world > 1:
+            dist.broadcast_object_list(path := [self.path], 0)
+            self.path, = path
+        self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
         self.write_error = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
         if self.is_main:
             with user_error(self.write_error):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.path, "w", encoding="utf-8", buffering=1)
+                self.file = open(self.path, "a", encoding="utf-8", buffering=1)  # `failed` appends, too
             self.line(str(self.path), file=False)
 
     def line(self, text, console=True, file=True, end="\n"):
@@ -40,24 +47,36 @@ class Log:
         with user_error(self.write_error):  # a run without a log is useless
             if file:
                 self.file.write(text + "\n")  # one call (2.4 µs, Xeon at 2.5 GHz): the loader's thread also writes
-            if console:
-                print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+            try:
+                if console:
+                    print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+            except OSError as error:
+                if error.errno != errno.EIO:  # a terminal that has been closed does not end the run
+                    raise
 
-    def interrupted(self, system):
-        """The line at Ctrl-C: how to go on. system: the section of the config."""
+    def ended(self, system, number, place=""):
+        """The line about the signal that ends a run: how to go on. system: the section of the config."""
         checkpoints = [system.resume or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
         if newest := checkpoints[-1]:
             advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
         else:
             advice = "there is no checkpoint"
-            advice += "" if system.save_every else ": --save_every=100 writes one every 100 steps"
-        self.line(f"\nended by Ctrl-C; {advice}", file=False)
-
-    def failed(self, message):
-        """The error of rank 0 that ends the run, for the file; the console gets it on standard error, on a line of its
-        own."""
+            advice += "" if system.save or system.save_every else ": --save_every=100 writes one every 100 steps"
+        line = f"ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}{place}; {advice}"
         with suppress(UserError):
-            self.line(f"error: {message}", console=False)
+            self.line(line, console=False)
+            self.line(f"\n{line}", file=False)
+
+    def failed(self, message, error):
+        """The error that ends the run, for the file, with its traceback if it is not the user's; the console gets it on
+        standard error, on a line of its own."""
+        text = f"error: {f'rank {self.rank}: ' if self.rank else ''}{message}\n"
+        if not isinstance(error, UserError):
+            text += "".join(traceback.format_exception(error))
+        with suppress(OSError, UserError):
+            if self.path.exists():  # else this rank is on another machine
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(text)
             if self.terminal:
                 self.line("", file=False, end="")
 
