@@ -90,7 +90,7 @@ from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line, told
+from data.run.errors import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
 from data.run.knobs import help_page
@@ -1637,9 +1637,9 @@ def validate(summed_loss, data, attn, rt) -> float:
 
 
 def require_finite(value, name):
-    """Raises UserError when a loss, a Python float, is nan or inf."""
+    """Raises NotFinite when a loss, a Python float, is nan or inf."""
     if not math.isfinite(value):
-        raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
+        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
 def wait_for(event, world, limit=PATIENCE):
@@ -1744,9 +1744,9 @@ class Trainer:
         try:
             self.stop.waits = True
             return self.timed_run()
-        except Exception:
+        except Exception as error:
             system, rt = self.config.system, self.rt
-            if self.whole and (system.save or system.save_every):
+            if self.whole and (system.save or system.save_every) and not isinstance(error, NotFinite):
                 with suppress(Exception):  # the first error is the one to tell
                     if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
                         self.check_losses(keep=0)
@@ -1904,14 +1904,13 @@ class Trainer:
             return wish.to("cpu", non_blocking=True)
 
     def check_losses(self, keep):
-        """Raises UserError at a training loss that is not finite. The GPU may still compute the last `keep` steps, so
+        """Raises NotFinite at a training loss that is not finite. The GPU may still compute the last `keep` steps, so
         the host does not wait for their losses."""
         while len(self.losses) > keep:
-            step, copied, loss = self.losses[0]
+            step, copied, loss = self.losses.popleft()
             if copied is not None:
                 wait_for(copied, self.rt.world)
             require_finite(loss.item(), f"training loss of step {step}")
-            self.losses.popleft()  # not before: a run with a bad loss must not be saved
             self.agreed = self.agreed or int(self.wishes.popleft() or 0)
 
     def require_sound_shards(self):
@@ -1936,7 +1935,7 @@ class Trainer:
 
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
-        that the run validated. Every rank must call this. Raises UserError when a number is not finite."""
+        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
         self.whole = None  # an error in here would come again
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may

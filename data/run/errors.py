@@ -15,6 +15,10 @@ class UserError(Exception):
     """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
 
 
+class NotFinite(UserError):
+    """A number that is nan or inf. What the run has now is worth less than its last checkpoint."""
+
+
 def one_line(error) -> str:
     """The message of an error on one line; for an OSError only the reason."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
