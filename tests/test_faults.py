@@ -152,7 +152,7 @@ SIGNALLED = """step, rank = T.Trainer.step, os.environ.get("RANK", "0")
 def then_signal(self, loader, plan, *args, **options):
     say(f"rank {rank} takes step {plan.step}")
     if plan.step == 3 and rank == "SENDER":
-        os.kill(os.getpid(), 10), os.kill(os.getpid(), 28), time.sleep(0.3)
+        os.kill(os.getpid(), 28), os.kill(os.getpid(), 10), time.sleep(0.3)
     return step(self, loader, plan, *args, **options)
 T.Trainer.step, main = then_signal, T.main
 T.main = lambda argv: [status := main(argv), say(f"rank {rank} has status {status}")][0]"""
@@ -233,8 +233,21 @@ def test_an_error_in_a_step_leaves_no_half_of_it(corpus, tmp_path, fails, monkey
     """The screen gets one line, the log also the traceback."""
     monkeypatch.setattr(T.Trainer, "update", Mock(side_effect=RuntimeError("NCCL error: remote process exited")))
     fails([*corpus.args, f"--log_dir={tmp_path}", "--save=true"], "lost the connection.*remote process exited")
-    last = r"\nerror: lost the connection.*\nTraceback .*, in step\n.*\nRuntimeError: NCCL error: remote process exited\n$"
+    last = (r'\nerror: lost the connection.*\nTraceback .*\n  File "train_gpt.py", line \d+, in step\n.*'
+            r"\nRuntimeError: NCCL error: remote process exited\n$")
     assert re.search(last, next(tmp_path.glob("*.txt")).read_text(), re.S) and saved(tmp_path) == []
+
+
+@pytest.mark.parametrize("text, start", [
+    ("NCCL error: remote process exited or there was a network error", "lost the connection"),
+    ("NCCL watchdog: CUDA error: an illegal memory access was encountered", None),
+    ("NCCL error in: x.cpp:9, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.", None),
+    ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", None),
+    ("ncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'", "out of GPU memory")])
+def test_what_is_a_lost_connection(text, start):
+    """A fault of a kernel, which NCCL has noticed, is none, and keeps its traceback on the screen."""
+    message = error_message(RuntimeError(text))
+    assert message is None if start is None else message.startswith(start)
 
 
 @pytest.mark.parametrize("rank", "01")

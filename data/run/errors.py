@@ -48,7 +48,7 @@ def error_message(error) -> str | None:
     if re.search("no space left|disk quota|file too large", str(error), re.I):  # a run's own files have other messages
         return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, the"
                 f" folders of compiled kernels, to folders on another disk ({' '.join(str(error).split())})")
-    if re.search("cuda (error|fail|function)|unhandled cuda|device-side assert|invalid (usage|argument)", str(error), re.I):
+    if re.search("cuda (error|fail|function)|device-side assert|invalid (usage|argument)", str(error), re.I):
         return None  # also where NCCL, which was waiting, has noticed it
     if re.search("connection (closed|reset)|broken pipe|timed out waiting|nccl", str(error), re.I):
         return f"lost the connection to another process, which may say why ({one_line(error)})"

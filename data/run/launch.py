@@ -32,7 +32,7 @@ def pass_on(number, frame):
 
 if __name__ == "__main__":
     die_at_ctrl_c()  # until torchrun handles signals; its import takes seconds
-    handled = are_default((signal.SIGINT, signal.SIGQUIT)) or [signal.SIGVTALRM]  # torchrun wants one; nobody sends this
+    handled = are_default((signal.SIGINT, signal.SIGQUIT)) or [signal.SIGVTALRM]  # nobody sends it; torchrun wants one
     for number in are_default(STOPPING):
         signal.signal(number, pass_on)
     subprocess.Popen = Process
@@ -40,7 +40,8 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
     try:
-        main([f"--signals_to_handle={','.join(signal.Signals(number).name for number in handled)}", *sys.argv[1:]])
+        names = ",".join(signal.Signals(number).name for number in handled)
+        main([f"--signals_to_handle={names}", *sys.argv[1:]])
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:

@@ -5,8 +5,8 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -72,7 +72,8 @@ class Log:
         standard error, on a line of its own."""
         text = f"error: {f'rank {self.rank}: ' if self.rank else ''}{message}\n"
         if not isinstance(error, UserError):
-            text += "".join(traceback.format_exception(error))
+            trace = "".join(traceback.format_exception(error))
+            text += re.sub(rf'(?<=File ")({re.escape(str(ROOT))}/|[^"]*/(?=lib/python))', "", trace)
         with suppress(OSError, UserError):
             if self.path.exists():  # else this rank is on another machine
                 with open(self.path, "a", encoding="utf-8") as file:

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 
-STOPPING = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU  # schedulers send them
+# Schedulers send them; Windows has only the first.
+STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+            if hasattr(signal, name)]
 
 
 def are_default(numbers) -> list[int]:
@@ -51,7 +53,7 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
     when `is_over()`. The same signal within a second is no second one: a scheduler may send it to torchrun, which
     passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before."""
     stop, first = Stop(), {}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler or sys.platform == "win32":
         return stop
     numbers = are_default((signal.SIGINT, *STOPPING))
     read, write = os.pipe()
