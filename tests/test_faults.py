@@ -257,7 +257,8 @@ def test_the_traceback_of_any_rank_is_in_the_log(corpus, tmp_path, rank):
 T.Trainer.step = stop if os.environ["RANK"] == "{rank}" else T.Trainer.step"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook), 30)
     text = next(tmp_path.glob("*.txt")).read_text()
-    assert re.search(f"\nerror: {'rank 1: ' * int(rank)}NCCL watchdog: CUDA error.*\nTraceback .*, in stop\n", text, re.S)
+    who = "rank 1: " * int(rank)
+    assert re.search(f"\nerror: {who}NCCL watchdog: CUDA error.*\nTraceback .*, in stop\n", text, re.S)
     assert status == 1 and err.count("Traceback") == 1 and "error: lost" not in err, err
 
 
