@@ -231,7 +231,13 @@ def test_an_error_between_steps_leaves_the_last_good_state(corpus, tmp_path, fai
 
 def test_an_error_in_a_step_leaves_no_half_of_it(corpus, tmp_path, fails, monkeypatch):
     """The screen gets one line, the log also the traceback."""
-    monkeypatch.setattr(T.Trainer, "update", Mock(side_effect=RuntimeError("NCCL error: remote process exited")))
+    update = T.Trainer.update
+
+    def then_fail(self, plan, *args):
+        if plan.step == 3:
+            raise RuntimeError("NCCL error: remote process exited")
+        update(self, plan, *args)
+    monkeypatch.setattr(T.Trainer, "update", then_fail)
     fails([*corpus.args, f"--log_dir={tmp_path}", "--save=true"], "lost the connection.*remote process exited")
     last = (r'\nerror: lost the connection.*\nTraceback .*\n  File "train_gpt.py", line \d+, in step\n.*'
             r"\nRuntimeError: NCCL error: remote process exited\n$")
