@@ -254,4 +254,4 @@ errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
 
 # This starts the torchrun of this Python; the torchrun on PATH may belong to another Python.
 exec "$python" -m data.run.launch --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
-  2> >(trap '' HUP INT TERM; exec awk "$errors" >&2)
+  2> >(trap '' HUP INT TERM USR1 USR2 XCPU; exec awk "$errors" >&2)

@@ -63,13 +63,13 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 from typing import Annotated, Callable, Literal, NamedTuple
 
 from data import require_packages
 from data.run.disk import keep_bytecode, keep_compiled
-from data.run.signals import die_at_ctrl_c, die_with_torchrun, speak_at_ctrl_c
+from data.run.signals import Stop, Stopped, die_at_ctrl_c, die_with_torchrun, watch_signals
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
@@ -90,14 +90,14 @@ from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
+from data.run.errors import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
 from data.run.knobs import Bounds, demand, help_page
 from data.run.length import momentum_steps, stage_starts
 from data.run.log import Log, loaded_sources, published, quoted, shards_line, write_header
 from data.run.machine import (
-    PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
+    PATIENCE, agreed_gpu, all_come, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
@@ -1697,9 +1697,9 @@ def validate(summed_loss, data, attn, rt) -> float:
 
 
 def require_finite(value, name):
-    """Raises UserError when a loss, a Python float, is nan or inf."""
+    """Raises NotFinite when a loss, a Python float, is nan or inf."""
     if not math.isfinite(value):
-        raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
+        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
 def wait_for(event, world, limit=PATIENCE):
@@ -1738,11 +1738,14 @@ class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
     sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start.
+    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start; stop:
+    the Stop of `watch_signals`.
     """
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
-                 shards=None):
+                 shards=None, stop=None):
+        self.stop, self.wishes, self.agreed = stop or Stop(), deque(), 0  # a signal of all ranks; see `wish`
+        self.whole = None  # between two steps: (number of the next one, training time until now)
         self.shards = shards or run_shards(config)
         self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
@@ -1797,7 +1800,21 @@ class Trainer:
         watch.lap("model")
 
     def run(self) -> tuple[float, Clock]:
-        """The timed run -> (final validation loss, clock)."""
+        """`timed_run`; an error between two steps leaves a checkpoint of this state, if the run saves any."""
+        try:
+            self.stop.waits = True
+            return self.timed_run()
+        except Exception as error:
+            system, rt = self.config.system, self.rt
+            if self.whole and (system.save or system.save_every) and not isinstance(error, NotFinite):
+                with suppress(Exception):  # the first error is the one to tell
+                    if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
+                        self.check_losses(keep=0)
+                        self.save(*self.whole)
+            raise
+
+    def timed_run(self) -> tuple[float, Clock]:
+        """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
@@ -1816,7 +1833,9 @@ class Trainer:
             if last and self.config.optim.average_blend:
                 self.optimizer.blend(plan)
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
-            if validates or saves:
+            if stops := not last and (self.agreed if self.rt.world > 1 else self.stop.number):
+                validates, saves = False, (system.save or system.save_every) and self.first_step < step
+            if validates or saves or stops:
                 self.log_losses(keep=0)
                 self.synchronize()
                 with clock.paused("validation") as seconds:
@@ -1824,13 +1843,19 @@ class Trainer:
                         loss = self.validate(step, plan, seconds)
                     if saves:
                         self.save(step, seconds)
+                    if stops:
+                        self.log.ended(system, stops, f" after step {step}/{self.total}")
                     self.sync_ranks()
+                if stops:
+                    raise Stopped(stops)
                 if last:
                     break
             if step == system.profiled.start:
                 with clock.paused("profile"):
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
+            self.whole = step + 1, clock.seconds()
+            self.wishes.append(self.wish())
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.log_losses(keep=1)  # the host stays at most two steps ahead
@@ -1852,6 +1877,7 @@ class Trainer:
             for part in range(micro_steps):
                 with trace_range("data"):
                     batch = loader.next_batch()
+                self.whole = None
                 self.fetch_rows(batch)
                 if not plan.tables or part + 1 < micro_steps:  # else the rows change before the next micro-batch
                     self.fetch_ahead(loader)
@@ -1934,8 +1960,16 @@ class Trainer:
         return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
                 f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
 
+    def wish(self) -> Tensor | None:
+        """With several ranks: the signal of any rank, on the host of all, where it is valid with the loss of the step.
+        All ranks must call this, and end after the same step."""
+        if self.rt.world > 1:
+            wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU
+            all_reduce(wish, self.rt, dist.ReduceOp.MAX)
+            return wish.to("cpu", non_blocking=True)
+
     def log_losses(self, keep):
-        """Logs the steps. Raises UserError at a training loss that is not finite. The GPU may still compute the last
+        """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
         `keep` steps, so the host does not wait for their losses."""
         while len(self.losses) > keep:
             step, copied, loss, seconds = self.losses.popleft()
@@ -1944,6 +1978,7 @@ class Trainer:
             self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
                               seconds * (self.tokens[-1] / self.tokens[step] - 1))
             require_finite(loss.item(), f"training loss of step {step + 1}")
+            self.agreed = self.agreed or int(self.wishes.popleft() or 0)
 
     def require_sound_shards(self):
         """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
@@ -1967,7 +2002,8 @@ class Trainer:
 
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
-        that the run validated. Every rank must call this."""
+        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
+        self.whole = None  # an error in here would come again
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -1982,6 +2018,9 @@ class Trainer:
             model = self.model.state_dict().items()
             # The tensors are copied, since a view would bring the whole padded buffer into the file.
             state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
+            numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
+            for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
+                require_finite(bound.item(), f"largest weight before step {step}")
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.system.keep)
             self.log.line(f"checkpoint: {quoted(published(str(path)))}")
@@ -2070,12 +2109,12 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         for warning in shards["train"].warnings + shards["val"].warnings:
             log.line(f"warning: {warning}")
         inspect_all(shards)  # while the model compiles
-        speak_at_ctrl_c(lambda: log.interrupted(system))
+    stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None
     initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
     watch.lap("log")
     try:
-        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards)
+        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
@@ -2121,7 +2160,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         log.line("warning: no sample: this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
     elif system.sample_tokens and rt.rank == 0:
         try:
-            log.line("sample:\n" + "".join(sample(trainer.model, config, trainer.attn[-1])))
+            text = sample(trainer.model, config, trainer.attn[-1])
+            log.line("sample:\n" + "".join(takewhile(lambda _: not stop.number, text)))
         except Exception as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
     spent, gpus = time.perf_counter() - started, rt.world if rt.device.type == "cuda" else 0
@@ -2197,17 +2237,20 @@ def main(argv) -> int:
         train(config, rt, log, argv, watch, automatic, size, seconds)
         dist.destroy_process_group()
         return 0
+    except Stopped as stopped:
+        return stopped.status
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not log:  # of `--check | head -n 1`, for example
             return 1
         message = error_message(error) if isinstance(error, (UserError, RuntimeError, OSError)) else None
-        if log:
-            log.failed(message or one_line(error))
+        claimed = claim_report(local)
+        if log and (claimed or rank == 0 or message is None):
+            log.failed(message or one_line(error), error)
         if message is None:
             raise
     finally:
         gc.enable()
-    if claim_report(local):
+    if claimed:
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1
 

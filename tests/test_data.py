@@ -286,9 +286,11 @@ def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
 
 
 def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
+    """Before the first micro-batch of the step that the shard cannot serve."""
     corpus = random_corpus(tmp_path, 4, data_end="stop")
     loader, expected = corpus.loader(), corpus.expected()
-    for row in expected[:corpus.rows_before_the_end()]:
+    assert (rows := corpus.rows_before_the_end()) % 8
+    for row in expected[:rows - rows % 8]:
         assert_batch(loader.next_batch(), row)
     with pytest.raises(UserError, match="training data exhausted.*data_end=wrap"):
         loader.next_batch()
@@ -297,8 +299,8 @@ def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
 
 def test_wrap_warns_once(tmp_path):
     corpus = random_corpus(tmp_path, 4)
-    loader, early = corpus.loader(), corpus.rows_before_the_end() - 1
-    for _ in range(early):  # the loader builds one batch ahead
+    loader, early = corpus.loader(), corpus.rows_before_the_end() // 8 * 8 - 1
+    for _ in range(early):  # the loader builds one batch ahead, and chooses the documents of a step at once
         loader.next_batch()
     assert early and not corpus.warnings
     for _ in range(8 * len(corpus.spec) - early):

@@ -526,7 +526,8 @@ def test_a_check_that_ends_late_ends_the_run(corpus, tmp_path, monkeypatch, fail
 @pytest.mark.parametrize("change, status", [
     ("os.utime(path, ns=(1, 1))", 0), ("path.write_bytes(path.read_bytes()[:-2] + b'ab')", 1), ("path.unlink()", 1)])
 def test_shards_that_change_during_a_run_on_two_ranks(corpus, tmp_path, change, status):
-    """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date."""
+    """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date. If it ends,
+    it saves what it has."""
     train = shards_of(corpus, tmp_path, "train_1", "train_2")
     hook = f"""step = T.Trainer.step
 def then_change(self, loader, plan, *args, **options):
@@ -537,7 +538,9 @@ def then_change(self, loader, plan, *args, **options):
         T.dist.barrier()
     return step(self, loader, plan, *args, **options)
 T.Trainer.step = then_change"""
-    out, err, code = finish(start(corpus, train, f"--log_dir={tmp_path}", ranks=2, hook=hook))
+    out, err, code = finish(start(corpus, train, f"--log_dir={tmp_path}", "--save=true", ranks=2, hook=hook))
+    steps = max(map(int, re.findall(r"^step:(\d+)/11 train_time", out, re.M)))
+    assert load_checkpoint(next(tmp_path.glob("run_*/state_step*.pt")))["step"] == steps
     assert code == status and re.fullmatch("error: .*/train_[01].bin: changed, exchanged or deleted .*\n" * status,
                                                err), err
     assert "\nstep:3/11" in out and ("\nfinal_val_loss" in out) == (not status)

@@ -375,9 +375,9 @@ def test_ctrl_c_before_the_training(machine, command):
     assert "launch" not in (calls.read_text() if calls.exists() else "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_is_named(machine, number):
-    """SIGHUP comes when a terminal closes. The line comes from a process of run.sh, which gets the signal, too."""
+    """SIGHUP comes when a terminal closes, SIGUSR1 from a scheduler. The line comes from a process of run.sh, which gets the signal, too."""
     machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
                                touch "$CALLS.waits"; sleep 60 & wait"""
     assert signal_all(machine, number) == (9, "", said(f"ended by signal {number}, from outside"))

@@ -1,20 +1,24 @@
 """The log of a run, on file and console, and its header, which is enough to repeat the run."""
 
+import errno
 import hashlib
 import json
 import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
+import traceback
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from data.run.disk import ROOT
 from data.run.errors import UserError, user_error
@@ -24,14 +28,17 @@ from data.shards import data_root
 
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing.
+    """The log file and the console of rank 0; other ranks write nothing but the error that ends them.
 
     The file is line-buffered, so a killed run loses no line.
     """
 
     def __init__(self, config, rt):
         self.path = ROOT / config.system.log_dir / f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        if rt.world > 1:
+            dist.broadcast_object_list(path := [self.path], 0)
+            self.path, = path
+        self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
         knobs, home = flatten(config), os.path.expanduser("~")
         folders = {ROOT, data_root(), Path(home), *(Path(os.path.expanduser(knobs[key])).parent for key in PATHS)}
         self.private = sorted((f"{folder}/" for folder in folders if len(folder.parts) > 1 and folder.is_absolute()),
@@ -40,8 +47,8 @@ class Log:
         if self.is_main:
             with user_error(self.write_error):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                # A name of a file may have bytes that are no UTF-8.
-                self.file = open(self.path, "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+                # `failed` appends, too. A name of a file may have bytes that are no UTF-8.
+                self.file = open(self.path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
             self.line(str(self.path), file=False)
 
     def line(self, text, console=True, file=True, end="\n"):
@@ -53,24 +60,37 @@ class Log:
                 for folder in self.private if text.startswith(("warning: ", "error: ")) else ():
                     kept = kept.replace(folder, "")  # logs are published
                 self.file.write(kept + "\n")  # one call (2.4 µs, Xeon at 2.5 GHz): the loader's thread also writes
-            if console:
-                print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+            try:
+                if console:
+                    print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+            except OSError as error:
+                if error.errno != errno.EIO:  # a terminal that has been closed does not end the run
+                    raise
 
-    def interrupted(self, system):
-        """The line at Ctrl-C: how to go on. system: the section of the config."""
+    def ended(self, system, number, place=""):
+        """The line about the signal that ends a run: how to go on. system: the section of the config."""
         checkpoints = [system.resume or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
         if newest := checkpoints[-1]:
             advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
         else:
             advice = "there is no checkpoint"
-            advice += "" if system.save_every else ": --save_every=100 writes one every 100 steps"
-        self.line(f"\nended by Ctrl-C; {advice}", file=False)
-
-    def failed(self, message):
-        """The error of rank 0 that ends the run, for the file; the console gets it on standard error, on a line of its
-        own."""
+            advice += "" if system.save or system.save_every else ": --save_every=100 writes one every 100 steps"
+        line = f"ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}{place}; {advice}"
         with suppress(UserError):
-            self.line(f"error: {message}", console=False)
+            self.line(line, console=False)
+            self.line(f"\n{line}", file=False)
+
+    def failed(self, message, error):
+        """The error that ends the run, for the file, with its traceback if it is not the user's; the console gets it on
+        standard error, on a line of its own."""
+        text = f"error: {f'rank {self.rank}: ' if self.rank else ''}{message}\n"
+        if not isinstance(error, UserError):
+            trace = "".join(traceback.format_exception(error))
+            text += re.sub(rf'(?<=File ")({re.escape(str(ROOT))}/|[^"]*/(?=lib/python))', "", trace)
+        with suppress(OSError, UserError):
+            if self.path.exists():  # else this rank is on another machine
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(text)
             if self.terminal:
                 self.line("", file=False, end="")
 

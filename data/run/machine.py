@@ -3,6 +3,7 @@
 import os
 import platform
 import socket
+import time
 import zlib
 from datetime import timedelta
 from typing import NamedTuple
@@ -87,6 +88,17 @@ def init_runtime(config) -> Runtime:
                                 device_id=device if device.type == "cuda" else None)
         dist.barrier()
     return Runtime(rank, world, device)
+
+
+def all_come(rt, place, seconds=10) -> bool:
+    """Whether all ranks call this with the same `place` (text) within so many seconds. A collective would hang where
+    one does not come."""
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    count = store.add(place, 1)
+    while count < rt.world and time.monotonic() < end:
+        time.sleep(0.05)
+        count = store.add(place, 0)
+    return count == rt.world
 
 
 def capability(device) -> dict[str, str]:
