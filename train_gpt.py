@@ -56,7 +56,6 @@ import hashlib
 import math
 import os
 import sys
-import traceback
 from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import wait
@@ -67,16 +66,21 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
+from data.run.cores import FreeCores, choose_waiting
 from data.run.disk import keep_bytecode, keep_compiled
+from data.run.program import open_outputs, run_program
 from data.run.signals import die_at_ctrl_c, die_with_torchrun, speak_at_ctrl_c
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
+    open_outputs()
     keep_bytecode()
     keep_compiled()
     die_with_torchrun()
     die_at_ctrl_c()
+    choose_waiting(sys.argv[1:])
 
 import numpy as np
 import torch
@@ -1743,6 +1747,7 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
+        cores = FreeCores() if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
@@ -1779,6 +1784,8 @@ class Trainer:
             seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
             self.log.progress(f"step:{step + 1}/{self.total} train_time:{train_ms:.0f}ms"
                               f" step_avg:{train_ms / (step + 1):.2f}ms", seconds_left)
+            if cores and step == self.first_step + 2 and (line := cores.line(torch.get_num_threads())):
+                self.log.line(f"warning: {line}")
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):
@@ -2120,7 +2127,8 @@ def main(argv) -> int:
             watch.lap("size")
         log = Log(config, rt)
         train(config, rt, log, argv, watch, automatic, size, seconds)
-        dist.destroy_process_group()
+        if world > 1:
+            dist.destroy_process_group()
         return 0
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not log:  # of `--check | head -n 1`, for example
@@ -2138,12 +2146,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    try:
-        status = main(sys.argv[1:])
-    except Exception:  # a bug
-        traceback.print_exc()
-        status = 1
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(status)  # do not wait for other ranks, which may hang in a collective after an error
+    run_program(main)

@@ -414,11 +414,13 @@ class Profiler:
         count = len(plans) * trainer.micro_steps
         batches = trainer.loader.replay(self.loader_state, count)
         log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
-        dist.broadcast_object_list(log)
+        if trainer.rt.world > 1:
+            dist.broadcast_object_list(log)
         path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
         trainer.log.line(report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
                                 trainer.head))
-        dist.barrier()
+        if trainer.rt.world > 1:
+            dist.barrier()
 
 
 def main(paths):

@@ -3,12 +3,17 @@
     python -m data.run.launch --standalone --nproc_per_node=8 train_gpt.py --key=value ...
 """
 
+import re
+import socket
 import sys
 
+from data.run.cores import choose_waiting
 from data.run.signals import die_at_ctrl_c
 
 if __name__ == "__main__":
     die_at_ctrl_c()  # until torchrun handles signals; its import takes seconds
+    choose_waiting(sys.argv, int(re.search(r"--nproc_per_node=(\d+)", " ".join(sys.argv))[1]))
+    socket.getfqdn = lambda name="": "localhost"  # torchrun wants the name only for its reports, and asks the network
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main
     try:
