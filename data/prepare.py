@@ -37,7 +37,9 @@ require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
 
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
+from data.run.disk import user_path  # noqa: E402
 from data.run.errors import UserError, user_error  # noqa: E402
+from data.run.program import run_program  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
@@ -190,8 +192,8 @@ def training_command(name: str, made: Path, separator: int, train: list[np.ndarr
             note = "; several GPUs make no sample"
         except UserError:  # too few steps, since a step is larger on several GPUs
             start = "NPROC=1 "
-    if "DATA_PATH" in os.environ:
-        note += f"; it needs DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
+    if os.environ.get("DATA_PATH"):
+        start += f"DATA_PATH={shlex.quote(str(data_root()))} "
     command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
     return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
 
@@ -727,7 +729,7 @@ def main(argv: list[str]) -> int:
                          help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
     command = commands.add_parser("text", help="tokenise text files")
     command.set_defaults(run=text)
-    command.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
+    command.add_argument("paths", type=user_path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
     command.add_argument("--val-fraction", type=float, default=0.05,
                          help="share of the text for validation (default %(default)s)")
@@ -739,6 +741,8 @@ def main(argv: list[str]) -> int:
     args = vars(parser.parse_args(argv))
     try:
         args.pop("run")(**args)
+    except BrokenPipeError:  # of the output, not of a file
+        raise
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -749,7 +753,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the name of a file
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)  # torch would take another 0.13 GB of memory to end
+    run_program(main)  # a normal end would take another 0.13 GB of memory for torch

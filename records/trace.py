@@ -25,9 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.run.disk import user_path
 from data.run.errors import one_line
+from data.run.program import run_program
 from records.work import WORK, calls, describe, plain
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
@@ -423,17 +424,20 @@ class Profiler:
             dist.barrier()
 
 
-def main(paths):
+def main(paths) -> int:
+    if not paths or "--help" in paths:
+        print(__doc__)
+        return int(not paths)
     for path in paths:
         try:
-            data = Path(path).read_bytes()
+            data = user_path(path).read_bytes()
             trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             print(f"{path}\n{table(analyse(trace))}\n")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
-            sys.exit(f"error: {path}: {one_line(error)}")
-    if not paths:
-        sys.exit(__doc__)
+            print(f"error: {path}: {one_line(error)}", file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data.run.disk import ROOT
+from data.run.disk import ROOT, user_path
 from data.run.errors import UserError, user_error
 from data.run.knobs import flatten, render
 
@@ -25,7 +25,7 @@ class Log:
     """
 
     def __init__(self, config, rt):
-        self.path = ROOT / config.system.log_dir / f"{config.system.run_label}_{uuid.uuid4()}.txt"
+        self.path = ROOT / user_path(config.system.log_dir) / f"{config.system.run_label}_{uuid.uuid4()}.txt"
         self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
         self.write_error = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
         if self.is_main:
@@ -41,7 +41,11 @@ class Log:
             if file:
                 self.file.write(text + "\n")  # one call (2.4 µs, Xeon at 2.5 GHz): the loader's thread also writes
             if console:
-                print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+                try:
+                    print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+                except BrokenPipeError:
+                    raise UserError("the run ends, since nobody reads its output any more; a run without readers takes"
+                                    " > /dev/null, its log has every line") from None
 
     def interrupted(self, system):
         """The line at Ctrl-C: how to go on. system: the section of the config."""
