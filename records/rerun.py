@@ -29,7 +29,6 @@ from data.run.disk import ROOT, user_path
 from data.run.errors import UserError
 from data.run.knobs import read_arguments
 from data.run.program import run_program
-from data.shards import data_root
 from records import compare
 from records.compare import Run
 
@@ -101,7 +100,7 @@ def environment(run: Run) -> dict[str, str]:
     for key, value in run.facts.items():
         if key.startswith("env.") and not OF_MACHINE.fullmatch(key) and "/" not in value:
             env[key.removeprefix("env.")] = value
-    env["DATA_PATH"] = str(data_root())
+    env["DATA_PATH"] = os.path.abspath(user_path(env.get("DATA_PATH") or ROOT))
     env.pop("PYTHONSAFEPATH", None)  # older code needs its folder on the path
     # A module that is missing in the log must not come from this repository.
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
