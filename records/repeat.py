@@ -100,7 +100,7 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))  # as CUDA does
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8").stdout
     except OSError:
         return []
     return re.findall(r"^GPU (\d+)", listed, re.M)

@@ -23,7 +23,7 @@ def quota(group) -> float:
     """The limit of a control group, in cores; inf without a limit. group: its folder, of version 2 or 1."""
     for names in ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]:
         with suppress(OSError, ValueError):
-            most, period = map(int, " ".join((group / name).read_text() for name in names).split())
+            most, period = map(int, " ".join((group / name).read_text(encoding="utf-8") for name in names).split())
             if most > 0:
                 return most / period
     return math.inf
@@ -32,8 +32,8 @@ def quota(group) -> float:
 def allowed_cores(own=Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")) -> float:
     """How many cores this process may use: those of its affinity, or fewer by the quota of a container."""
     groups = {root, root / "cpu"}  # a container may not see the rest of its path
-    with suppress(OSError):
-        for line in own.read_text().splitlines():
+    with suppress(OSError, ValueError):
+        for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if {"", "cpu"} & {*controllers.split(",")}:
                 place = root / ("cpu" if controllers else "") / path.lstrip("/")
@@ -46,8 +46,8 @@ def busy_seconds() -> float:
 
     Raises OSError on systems without /proc/stat.
     """
-    cores, ticks = core_numbers(), 0
-    for core, numbers in re.findall(r"^cpu(\d+) (.*)", Path("/proc/stat").read_text(), re.M):
+    cores, ticks, stat = core_numbers(), 0, Path("/proc/stat").read_text(encoding="utf-8")
+    for core, numbers in re.findall(r"^cpu(\d+) (.*)", stat, re.M):
         user, nice, system, _, _, *others = map(int, numbers.split()[:8])  # without idle time and waiting for disks
         ticks += (user + nice + system + sum(others)) * (int(core) in cores)
     return ticks / os.sysconf("SC_CLK_TCK")

@@ -123,7 +123,8 @@ def published(text) -> str:
 def revision(sources) -> str:
     """The commit of the repository, and whether the sources have changed since the commit."""
     def git(*words):
-        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, encoding="utf-8", errors="replace",
+                              check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", *sources)
@@ -146,7 +147,7 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict,
     choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
     """
     try:
-        gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
     except OSError:
         gpus = "nvidia-smi: not found"
