@@ -15,6 +15,7 @@ recording; main. work.py has the bytes and operations of our kernels.
 
 import gzip
 import json
+import os
 import re
 import sys
 import zlib
@@ -403,6 +404,8 @@ class Profiler:
         from torch.profiler import ProfilerActivity, profile  # reading a trace does not need torch
         self.loader_state = self.trainer.loader.state_dict()
         gpu = self.trainer.rt.device.type == "cuda"
+        if not gpu:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints an error about the missing GPU
         self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
         self.profiler.start()
 
