@@ -56,7 +56,6 @@ import hashlib
 import math
 import os
 import sys
-import traceback
 from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import wait
@@ -67,16 +66,21 @@ from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 from typing import Annotated, Callable, Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
+from data.run.cores import FreeCores, choose_waiting
 from data.run.disk import keep_bytecode, keep_compiled
+from data.run.program import open_outputs, run_program
 from data.run.signals import Stop, Stopped, die_at_ctrl_c, die_with_torchrun, watch_signals
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
+    open_outputs()
     keep_bytecode()
     keep_compiled()
     die_with_torchrun()
     die_at_ctrl_c()
+    choose_waiting(sys.argv[1:])
 
 import numpy as np
 import torch
@@ -1809,7 +1813,7 @@ class Trainer:
             if self.whole and (system.save or system.save_every) and not isinstance(error, NotFinite):
                 with suppress(Exception):  # the first error is the one to tell
                     if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
-                        self.check_losses(keep=0)
+                        self.log_losses(keep=0)
                         self.save(*self.whole)
             raise
 
@@ -1820,6 +1824,7 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
+        cores = FreeCores() if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
@@ -1863,6 +1868,8 @@ class Trainer:
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
+            if cores and step == self.first_step + 2 and (line := cores.line(torch.get_num_threads())):
+                self.log.line(f"warning: {line}")
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):
@@ -2235,7 +2242,8 @@ def main(argv) -> int:
             watch.lap("size")
         log = Log(config, rt)
         train(config, rt, log, argv, watch, automatic, size, seconds)
-        dist.destroy_process_group()
+        if world > 1:
+            dist.destroy_process_group()
         return 0
     except Stopped as stopped:
         return stopped.status
@@ -2256,12 +2264,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    try:
-        status = main(sys.argv[1:])
-    except Exception:  # a bug
-        traceback.print_exc()
-        status = 1
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(status)  # do not wait for other ranks, which may hang in a collective after an error
+    run_program(main)

@@ -37,7 +37,9 @@ require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
 
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
+from data.run.disk import user_path  # noqa: E402
 from data.run.errors import UserError, user_error  # noqa: E402
+from data.run.program import run_program  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
@@ -190,8 +192,8 @@ def training_command(name: str, made: Path, separator: int, train: list[np.ndarr
             note = "; several GPUs make no sample"
         except UserError:  # too few steps, since a step is larger on several GPUs
             start = "NPROC=1 "
-    if "DATA_PATH" in os.environ:
-        note += f"; it needs DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
+    if os.environ.get("DATA_PATH"):
+        start += f"DATA_PATH={shlex.quote(str(data_root()))} "
     command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
     return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
 
@@ -683,10 +685,10 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
     files, known, notices = {}, set(), Notices()
-    for root in paths:
-        if not os.path.exists(root):
-            raise UserError(f"{root or 'an empty path'}: no such file or folder")
-        root = Path(root)
+    for given in paths:
+        root = user_path(given)
+        if not given or not os.path.exists(root):
+            raise UserError(f"{given or 'an empty path'}: no such file or folder")
         for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
                 dead = os.path.islink(path) and not os.path.exists(path)
@@ -753,6 +755,8 @@ def main(argv: list[str]) -> int:
     try:
         args.pop("run")(**args)
         sys.stdout.flush()  # into a pipe that may be closed, or on a full disk
+    except BrokenPipeError:  # of the output, not of a file
+        raise
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -763,5 +767,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the name of a file
-    os._exit(main(sys.argv[1:]))  # torch would take another 0.13 GB of memory to end
+    run_program(main)  # a normal end would take another 0.13 GB of memory for torch

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.run.disk import ROOT
+from data.run.disk import ROOT, user_path
 from data.run.errors import UserError, user_error
 
 
@@ -85,8 +85,8 @@ def digest(path: Path, look=None) -> str:
 
 
 def data_root() -> Path:
-    """The folder to which patterns are relative."""
-    return Path(os.environ.get("DATA_PATH") or ROOT)
+    """The folder to which patterns are relative, an absolute path."""
+    return user_path(os.environ.get("DATA_PATH") or ROOT).absolute()
 
 
 def matching_files(pattern: str) -> list[Path]:
@@ -99,8 +99,8 @@ def find_files(pattern: str) -> list[Path]:
     """`matching_files`. Raises UserError when there are none."""
     files = matching_files(pattern)
     if not files:
-        raise UserError(f"no files match {data_root() / os.path.expanduser(pattern)}; fetch or build data with"
-                        " data/prepare.py, or run ./run.sh")
+        raise UserError(f"no files match {data_root() / user_path(pattern)}; fetch or build data with data/prepare.py,"
+                        " or run ./run.sh")
     return files
 
 

@@ -202,6 +202,7 @@ def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
         if match and not Path(argument).exists():
             label, argument = match.groups()
+        argument = os.path.expanduser(argument)
         if Path(argument).is_dir() and argument:
             paths = sorted(path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log"))
         elif Path(argument).is_file():
@@ -830,6 +831,10 @@ def plot(path: Path, groups, target, dots=()):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
+def user_path(text):
+    return Path(os.path.expanduser(text))
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
@@ -844,8 +849,8 @@ def parse(argv):
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
-    parser.add_argument("--folder", type=Path, help="also write the folder of a record for the track; it must be new")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg")
+    parser.add_argument("--folder", type=user_path, help="also write the folder of a record for the track; it must be new")
+    parser.add_argument("--plot", type=user_path, metavar="FILE", help="also draw loss by step and by time: .svg")
     parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
                         help="a result without a log, as a dot in the plot")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
@@ -878,11 +883,12 @@ def main(argv) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # | head
+    except BrokenPipeError:  # | head; all is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
-    sys.exit(main(sys.argv[1:]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from data.run.program import run_program
+    run_program(main)

@@ -3,10 +3,13 @@
     python -m data.run.launch --standalone --nproc_per_node=8 train_gpt.py --key=value ...
 """
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 
+from data.run.cores import choose_waiting
 from data.run.signals import STOPPING, are_default, die_at_ctrl_c
 
 
@@ -36,6 +39,8 @@ if __name__ == "__main__":
     for number in are_default(STOPPING):
         signal.signal(number, pass_on)
     subprocess.Popen = Process
+    choose_waiting(sys.argv, int(re.search(r"--nproc_per_node=(\d+)", " ".join(sys.argv))[1]))
+    socket.getfqdn = lambda name="": "localhost"  # torchrun wants the name only for its reports, and asks the network
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main

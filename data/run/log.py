@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.run.disk import ROOT
+from data.run.disk import ROOT, user_path
 from data.run.errors import UserError, user_error
 from data.run.knobs import flatten, read_arguments, render
 from data.run.machine import PATHS
@@ -34,13 +34,13 @@ class Log:
     """
 
     def __init__(self, config, rt):
-        self.path = ROOT / config.system.log_dir / f"{config.system.run_label}_{uuid.uuid4()}.txt"
+        self.path = ROOT / user_path(config.system.log_dir) / f"{config.system.run_label}_{uuid.uuid4()}.txt"
         if rt.world > 1:
             dist.broadcast_object_list(path := [self.path], 0)
             self.path, = path
         self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
-        knobs, home = flatten(config), os.path.expanduser("~")
-        folders = {ROOT, data_root(), Path(home), *(Path(os.path.expanduser(knobs[key])).parent for key in PATHS)}
+        knobs, home = flatten(config), user_path("~")
+        folders = {ROOT, data_root(), home, *(user_path(knobs[key]).parent for key in PATHS)}
         self.private = sorted((f"{folder}/" for folder in folders if len(folder.parts) > 1 and folder.is_absolute()),
                               key=len, reverse=True)  # folders, the inner ones first
         self.write_error = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
@@ -63,6 +63,9 @@ class Log:
             try:
                 if console:
                     print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+            except BrokenPipeError:
+                raise UserError("the run ends, since nobody reads its output any more; a run without readers takes"
+                                " > /dev/null, its log has every line") from None
             except OSError as error:
                 if error.errno != errno.EIO:  # a terminal that has been closed does not end the run
                     raise
@@ -166,8 +169,8 @@ def revision(sources) -> str:
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
 
     def git(*words):
-        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, errors="replace", check=True,
-                              env=env).stdout
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, encoding="utf-8", errors="replace",
+                              check=True, env=env).stdout
 
     try:
         place, commit, _ = git("rev-parse", "--show-prefix", "HEAD").split("\n")
@@ -199,7 +202,7 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict,
     choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
     """
     try:
-        gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
     except OSError:
         gpus = "nvidia-smi: not found"

@@ -72,19 +72,24 @@ def find_device(config) -> torch.device:
 
 
 def init_runtime(config) -> Runtime:
-    """Join the process group that torchrun describes in the environment; without torchrun, make a group of one."""
+    """Join the process group that torchrun describes in the environment. A single process needs no group."""
     (rank, world, _), device = rank_from_env(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # more OpenMP threads slow down the kernel launches
         # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of
         # memory, but a large one in expandable segments has several (Megatron-LM refuses the two together).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if world == 1:
+        return Runtime(rank, world, device)
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # gloo would ask the network for the name of this machine
+        for _, name in socket.if_nameindex():
+            if name in ("lo", "lo0"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     master = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
     with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
-        if world > 1:
-            socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
+        socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world,
-                                store=dist.HashStore() if world == 1 else None, timeout=timedelta(seconds=PATIENCE),
+                                timeout=timedelta(seconds=PATIENCE),
                                 device_id=device if device.type == "cuda" else None)
         dist.barrier()
     return Runtime(rank, world, device)
