@@ -54,7 +54,6 @@ import functools
 import gc
 import hashlib
 import math
-import os
 import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
