@@ -49,7 +49,8 @@ class Log:
 
     def interrupted(self, system):
         """The line at Ctrl-C: how to go on. system: the section of the config."""
-        checkpoints = [user_path(system.resume) if system.resume else None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
+        resumed = system.resume and user_path(system.resume)
+        checkpoints = [resumed or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
         if newest := checkpoints[-1]:
             advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
         else:
