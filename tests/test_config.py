@@ -273,6 +273,9 @@ def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, len
     by_hand = {"stage1.batch_tokens": 4096, "stage2.lr_mul": 0.5, "table_beta2": 0.9, "extension_steps": 30}
     found = flatten(T.parse_config([*words, *(f"--{knob}={value}" for knob, value in by_hand.items())]))
     assert {knob: found[knob] for knob in by_hand} == by_hand
+    other = T.parse_config([*words, "--stage2.lr_mul=0.5"])
+    own = f"--stage1.batch_tokens={other.schedule.stages[0].batch_tokens}", f"--lr_floor={other.schedule.lr_floor}"
+    assert T.parse_config([*words, "--stage2.lr_mul=0.5", *own]) == other
 
 
 def edited(config, knob, value):
