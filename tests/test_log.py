@@ -35,8 +35,9 @@ def test_no_folder_of_this_machine_is_published(path, expected):
     assert published(path) == expected
 
 
-TEXTS = ("def ", " x", "a\nb\r\nc", "/* main */ int", "..", "~", '"x"', '"', "\u2028\x85\x0c\xa0", "caf\udce9", "é ✓ 日本",
-         "=" * 100, "--seed=7", "ranks: 3", "\\n", "'", "$HOME `x`", "a\tb", "\ufeff", "{}", "seed: 1\n" + "=" * 100 + "\n", "")
+TEXTS = ("def ", " x", "a\nb\r\nc", "/* main */ int", "..", "~", '"x"', '"', "\u2028\x85\x0c\xa0", "caf\udce9",
+         "é ✓ 日本", "=" * 100, "--seed=7", "ranks: 3", "\\n", "'", "$HOME `x`", "a\tb", "\ufeff", "{}", "",
+         "seed: 1\n" + "=" * 100 + "\n")
 
 
 @pytest.fixture
