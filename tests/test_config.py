@@ -145,7 +145,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
     "--muon_momentum=0.85,1.5": "--muon_momentum=0.85,1.5: must be from 0 to below 1",
     "--stage1.mtp_start=-1": "--stage1.mtp_start=-1.0: must be from 0 to 100",
-    "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",
+    "--stage1.mtp_end=0,1,0": "--stage1.mtp_start and mtp_end: the first weight, of the next token, must be above 0",
     "--ngram_rows=-5": "--ngram_rows=-5.0: must be from 0 to 2147483647",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",

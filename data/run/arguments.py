@@ -7,8 +7,7 @@ import torch
 
 from data.run.checkpoint import load_checkpoint
 from data.run.errors import UserError
-from data.run.knobs import (
-    config_from_dict, flatten, override, parse_value, read_arguments, render, with_system)
+from data.run.knobs import config_from_dict, flatten, override, parse_value, read_arguments, render, with_system
 from data.run.length import FITTED, SHORTEST_RUN, fit_length, stage_starts
 from data.run.limits import check_config, check_values
 from data.run.machine import choose_kernels, find_device
@@ -77,16 +76,14 @@ def with_heads(overrides, model):
 
 def with_depth(config, overrides):
     """The config with new layers for the --depth and the --num_heads among the overrides."""
-    model = override(config, {key: overrides[key] for key in ("num_heads",) if key in overrides}).model
+    model = override(config, {key: text for key, text in overrides.items() if key == "num_heads"}).model
     depth = parse_value("depth", overrides.get("depth", str(model.depth)), int, model.depth)
     pairs_fit = model.num_heads % 2 == 0 or not model.layers_with("paired") or not model.is_wired
     if depth == model.depth and pairs_fit:
         return config
-    if not model.is_wired:
-        raise UserError(f"--depth={depth}: the layers of this preset are not those of `wire`; take another preset, or"
-                        f" change its {model.depth} layers with --layers and --layer<n>")
-    if not 3 <= depth <= 24:
-        raise UserError(f"--depth={depth}: from 3 to 24 layers")
+    if not model.is_wired or not 3 <= depth <= 24:
+        raise UserError(f"--depth={depth}: " + ("from 3 to 24 layers" if model.is_wired else "the layers of this preset"
+                        " are not those of `wire`; take another preset, or change them with --layers and --layer<n>"))
     layers = model.rewired(depth, model.num_heads % 2 == 0)
     return dataclasses.replace(config, model=dataclasses.replace(
         config.model, layers=layers, backout_layer=layers[-1].input_from))

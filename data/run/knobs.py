@@ -57,9 +57,8 @@ def demand(kind, value) -> str:
         return "" if optional and value is None or value in kinds[1] else f"{kinds[1]}{', or none' * optional}"
     if origin is tuple:
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
-        if len(kinds) != len(value):
-            return f"{len(kinds)} numbers"
-        return next(filter(None, map(demand, kinds, value)), "")
+        count = f"{len(kinds)} numbers" * (len(kinds) != len(value))
+        return count or next(filter(None, map(demand, kinds, value)), "")
     return ""
 
 
@@ -114,11 +113,8 @@ def parse_value(key, text, kind, example):
 
 
 def read_arguments(argv) -> dict[str, str]:
-    """{key: value} of --key=value and --key value arguments; a later value replaces an earlier one.
-
-    Raises UserError for other arguments, and for an empty value, as an empty variable of a shell makes it: only a text
-    may be empty.
-    """
+    """{key: value} of --key=value and --key value arguments; a later value replaces an earlier one. UserError for other
+    arguments, and for an empty value, as an empty variable of a shell makes it, of all but a text."""
     values, arguments = {}, deque(argv)
     while arguments:
         argument = arguments.popleft()
@@ -129,9 +125,9 @@ def read_arguments(argv) -> dict[str, str]:
                             + "".join(f", or ./run.sh {word}" for word in near))
         values[key] = text if equals else arguments.popleft()
         if not values[key].strip() and key not in ("sample_prompt", "prompt"):
-            made = key in ("resume", "init_from", "sample")
-            raise UserError(f"--{key}= has no value: " + ("is there no checkpoint yet? --save=true makes one" if made
-                                                         else "give it one, or leave it out"))
+            missing = "is there no checkpoint yet? --save=true makes one"
+            hint = missing if key in ("resume", "init_from", "sample") else "give it one, or leave it out"
+            raise UserError(f"--{key}= has no value: {hint}")
     return values
 
 
@@ -182,11 +178,10 @@ def override(config, overrides):
         raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
     if overrides:
         key, known = next(iter(overrides)), flatten(changed)
-        if numbered := re.match(r"(layer|stage)(\d+)", key):
-            (word, number), first = numbered.groups(), FIRST[numbered[1] + "s"]
-            last = first + known[word + "s"] - 1
-            if not first <= int(number) <= last:
-                raise UserError(f"unknown key --{key}: this run has {word}s {first} to {last}")
+        if item := re.match(r"(layer|stage)(\d+)", key):
+            first, count = FIRST[item[1] + "s"], known[item[1] + "s"]
+            if not 0 <= int(item[2]) - first < count:
+                raise UserError(f"unknown key --{key}: this run has {item[1]}s {first} to {first + count - 1}")
         items = {name: item for name, item in known.items() if dataclasses.is_dataclass(item)}
         known |= {f"{name}.{field}": 0 for name, item in items.items() for field in vars(item)}
         raise unknown_key(key, [*known, "preset", "depth"])

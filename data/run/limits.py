@@ -31,9 +31,8 @@ def check_values(config):
                 f"--{key}={steps}: must be a whole number of steps, or from 0 to below 1, a part of the run")
     for i, stage in enumerate(schedule.stages, 1):
         require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
-        for key in "mtp_start", "mtp_end":
-            require(getattr(stage, key)[0], f"--stage{i}.{key}={render(getattr(stage, key))}: the first weight, of the"
-                    " next token, must be above 0")
+        require(stage.mtp_start[0] and stage.mtp_end[0],
+                f"--stage{i}.mtp_start and mtp_end: the first weight, of the next token, must be above 0")
     shares = [stage.share for stage in schedule.stages]
     require(min(shares[:-1]) > 0 == shares[-1],
             f"shares of the stages: {', '.join(map(render, shares))}; the share of the last stage, which is the"
