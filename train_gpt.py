@@ -54,12 +54,10 @@ import functools
 import gc
 import hashlib
 import math
-import os
 import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import wait
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate, groupby

@@ -13,7 +13,6 @@ import pytest
 
 import train_gpt as T
 from data.run import cores
-from data.run.checkpoint import load_checkpoint
 from oracles import write_shard
 from records import evaluate
 
