@@ -189,7 +189,7 @@ def test_threads_wait_asleep_where_others_use_the_cores(machine, monkeypatch, ca
 
 @pytest.mark.parametrize("count, used, policy, words", [
     (2, 0.1, None, ""), (2, 1.9, None, "slow.*OMP_WAIT_POLICY=passive"), (2, 1.9, "passive", "slow$"),
-    (2, 0.1, "passive", "without OMP_WAIT_POLICY=passive")])
+    (2, 0.1, "passive", "without OMP_WAIT_POLICY=passive"), (2, 0.4, "passive", "")])
 def test_slow_steps_are_explained(machine, monkeypatch, count, used, policy, words):
     machine(count, used)
     if policy:
