@@ -3,17 +3,19 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import train_gpt as T
-from data.run import cores
-from data.run.checkpoint import load_checkpoint
+from data.run import cores, launch
+from data.run import machine as machine_of_run
 from oracles import write_shard
 from records import evaluate
 
@@ -121,6 +123,36 @@ run_program(main)""")
     assert b"Traceback" not in done.stderr
 
 
+def test_the_command_of_prepare_runs_where_it_is_printed(tmp_path):
+    """In another folder, with a relative DATA_PATH that the shell does not keep."""
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    (folder / "a.txt").write_text("".join(f"line {i} of a text\n" for i in range(20_000)))
+    env = ENV | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    prepare = [sys.executable, ROOT / "data/prepare.py", "text", "a.txt", "--out", "mine", "--tokenizer", "bytes"]
+    done = subprocess.run(prepare, cwd=folder, env=env | {"DATA_PATH": "."}, capture_output=True, text=True)
+    command = done.stdout.splitlines()[-1] + " --check"
+    done = subprocess.run(["sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search("^training data .* yes$", done.stdout, re.M), (done.stdout, done.stderr)
+
+
+# ---- The network -----------------------------------------------------------------------------------------------------
+
+def test_one_process_needs_no_network(monkeypatch):
+    monkeypatch.setattr(T.dist, "init_process_group", Mock(side_effect=AssertionError("it makes a process group")))
+    assert machine_of_run.init_runtime(T.PRESETS["cpu"]) == machine_of_run.Runtime(0, 1, T.torch.device("cpu"))
+
+
+def test_several_processes_ask_nobody_for_a_name(monkeypatch):
+    """And say what is wrong where they cannot reach each other."""
+    monkeypatch.setattr(socket, "getfqdn", Mock(side_effect=AssertionError("it asks the network")))
+    launch.stay_here()
+    assert socket.getfqdn() == socket.getfqdn("node17") == "localhost"
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=OSError(101, "Network is unreachable")))
+    with pytest.raises(SystemExit, match="error: .*Network is unreachable.*NPROC=1"):
+        launch.stay_here()
+
+
 # ---- A busy machine --------------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -157,7 +189,7 @@ def test_threads_wait_asleep_where_others_use_the_cores(machine, monkeypatch, ca
 
 @pytest.mark.parametrize("count, used, policy, words", [
     (2, 0.1, None, ""), (2, 1.9, None, "slow.*OMP_WAIT_POLICY=passive"), (2, 1.9, "passive", "slow$"),
-    (2, 0.1, "passive", "without OMP_WAIT_POLICY=passive")])
+    (2, 0.1, "passive", "without OMP_WAIT_POLICY=passive"), (2, 0.4, "passive", "")])
 def test_slow_steps_are_explained(machine, monkeypatch, count, used, policy, words):
     machine(count, used)
     if policy:

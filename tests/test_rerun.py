@@ -202,7 +202,8 @@ def test_as_many_processes_as_there_are_gpus(log, again, monkeypatch, ranks, gpu
     monkeypatch.setattr(rerun, "execute", lambda command, *_: commands.append(command) or 7)
     edit(edit(log, "\nranks: 1\n", f"\nranks: {ranks}\n"), "\ndevice: cpu\n", "\ndevice: cuda\n")
     status, out, *_ = again(log)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local_addr=localhost", f"--nproc_per_node={count}"]
+    launcher *= count > 1
     assert status == 7 and commands[0][1:len(launcher) + 2] == [*launcher, "train_gpt.py"]
     assert (f"\n{count} of the {ranks} processes fit on the GPUs here" in out) == (count < ranks)
 

@@ -78,7 +78,7 @@ class FreeCores:
         if are_scarce(free, threads):
             return f"{shown(free, threads)}, so the steps are slow" + ("" if passive else (
                 ": with OMP_WAIT_POLICY=passive in the environment they may be ten times as fast"))
-        if passive and threads > 1:
+        if passive and 1 < threads < free + 0.2:
             return f"{shown(free, threads)}: without OMP_WAIT_POLICY=passive the steps may be twice as fast"
         return ""
 
@@ -102,7 +102,7 @@ def choose_waiting(argv, processes=1, seconds=0.1):
     if on_gpu or "RANK" in os.environ or {"--help", "-h"} & {*argv}:
         return
     allowed = max(1, int(allowed_cores()) // processes)
-    if allowed * processes < len(core_numbers()):
+    if allowed_cores() < len(core_numbers()):  # PyTorch does not know the limit
         os.environ.setdefault("OMP_NUM_THREADS", str(allowed))
     threads = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
     threads = int(threads[0]) if threads else allowed

@@ -33,20 +33,28 @@ def pass_on(number, frame):
         sys.exit(128 + number)
 
 
+def stay_here():
+    """For processes of one machine. torchrun asks the network for the name of this machine, for its reports, and tries
+    for two minutes to reach its own process."""
+    socket.getfqdn = lambda name="": "localhost"
+    try:
+        with socket.create_server(("localhost", 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
+    except OSError as error:
+        sys.exit(f"error: processes cannot reach each other on this machine ({error.strerror or error}): start one alone"
+                 " (NPROC=1), or start the loopback device (ip link set lo up)")
+
+
 if __name__ == "__main__":
     die_at_ctrl_c()  # until torchrun handles signals; its import takes seconds
     handled = are_default((signal.SIGINT, signal.SIGQUIT)) or [signal.SIGVTALRM]  # nobody sends it; torchrun wants one
     for number in are_default(STOPPING):
         signal.signal(number, pass_on)
     subprocess.Popen = Process
-    choose_waiting(sys.argv, int(re.search(r"--nproc_per_node=(\d+)", " ".join(sys.argv))[1]))
-    try:  # else torchrun tries for two minutes
-        with socket.create_server(("localhost", 0)) as server:
-            socket.create_connection(server.getsockname(), 5).close()
-    except OSError as error:
-        sys.exit(f"error: processes cannot reach each other on this machine ({error.strerror or error}): start one alone"
-                 " (NPROC=1), or start the loopback device (ip link set lo up)")
-    socket.getfqdn = lambda name="": "localhost"  # torchrun wants the name only for its reports, and asks the network
+    processes = re.search(r"--nproc_per_node=(\d+)", " ".join(sys.argv))
+    choose_waiting(sys.argv, int(processes[1]) if processes else 1)
+    if "--standalone" in sys.argv:
+        stay_here()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
