@@ -1,8 +1,19 @@
 #!/usr/bin/env bash
 # Sets up Python, gets the data and trains on the hardware of this machine. `./run.sh --help` says more.
 # For bash 3.2, the version of macOS: no arrays that may be empty, no mapfile.
-set -euo pipefail
-CDPATH="" cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # from `sh run.sh`
+set +o posix -euo pipefail
+case "${DATA_PATH:-}" in
+  "" | [/~]*) ;;
+  *) export DATA_PATH="$PWD/$DATA_PATH" ;;
+esac
+script=${BASH_SOURCE[0]}
+while [ -L "$script" ]; do
+  link=$(readlink -- "$script")
+  case "$link" in /*) script=$link ;; *) script=$(dirname -- "$script")/$link ;; esac
+done
+CDPATH="" cd -- "$(dirname -- "$script")"
+unset PYTHONSAFEPATH  # the programs import modules of this folder
 
 say() { echo "run.sh: $*" >&2; }
 trap 'say "ended by Ctrl-C"; exit 130' INT  # until torchrun has taken over
@@ -13,7 +24,8 @@ usage() {
 ./run.sh [--key=value ...]    train; the arguments go to train_gpt.py (python train_gpt.py --help lists them)
 ./run.sh data [--key=value ...]
                               only get the data for a run with these arguments
-./run.sh test [argument ...]  run the tests on all cores; the arguments go to pytest (-n 0: in one process)
+./run.sh test [argument ...]  run the tests on all cores, or those of the files among the arguments; the arguments go to
+                              pytest (-n 0: in one process)
 ./run.sh --repeat N [--key=value ...] --label A [--key=value ...] [--label B [--key=value ...]]
                               train N times for each label, in turn (A B A B), then compare the finished runs;
                               arguments before the first label are for all labels; seeds count from --seed=S (1),
@@ -23,6 +35,7 @@ usage() {
 ./run.sh --rerun LOG [--key=value ...]
                               train again with the source and the settings of a log, on the data of this machine,
                               and compare the losses; this executes the code in the log
+./run.sh --preset=NAME --help every setting of a preset
 ./run.sh --help               this text
 --key value is always the same as --key=value.
 
@@ -31,7 +44,7 @@ Python  run.sh uses an active virtualenv, or the python3 on PATH, if it has torc
         driver older than 580 it installs the build of torch with CUDA 12.6, which runs with 525 and newer.
 GPUs    8, 4 or 2 processes, the most that the GPUs allow, with --preset=record; one GPU: --preset=single, a run with
         batches for one GPU, within its memory; no GPU: --preset=cpu, 1 process.
-Data    cpu: Python's library sources, made in seconds; all other presets: as much of FineWeb as the run reads (200 MB
+Data    cpu: Python's library sources, made in a second; all other presets: as much of FineWeb as the run reads (200 MB
         for 100 million tokens, at most 2 GB for a preset at its own length), downloaded once to
         data/fineweb10B. If you pass --train_files=... or --resume=..., or set DATA_PATH (the folder that holds
         data/fineweb10B or data/stdlib), run.sh gets no data. A run with --resume=... or --init_from=... has the
@@ -43,17 +56,22 @@ Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the thr
 END
 }
 
-mode=train
+mode=train help="" previous=""
 case "${1:-}" in
-  -h | --help) usage; exit 0 ;;
   test | data) mode=$1; shift ;;
   --rerun) mode=rerun; shift ;;
   --rerun=*) mode=rerun log=${1#*=}; shift; set -- "$log" "$@" ;;
-  *)
-    for argument in "$@"; do
-      case "$argument" in --repeat | --repeat=*) mode=repeat ;; esac
-    done ;;
+  [!-]*) die "'$1' is no command: write test, data or --key=value (see ./run.sh --help)" ;;
 esac
+for argument in "$@"; do
+  case "$argument" in
+    --repeat | --repeat=*) [ $mode != train ] || mode=repeat ;;
+    --help) help=yes ;;
+    -h) [ "$previous" = --label ] || help=yes ;;  # there it is a signed factor
+  esac
+  previous=$argument
+done
+if [ -n "$help" ] && { [ $mode != train ] || [ $# = 1 ]; }; then usage; exit 0; fi
 case "${NPROC:-1}" in
   1 | 2 | 4 | 8) ;;
   *) die "NPROC=$NPROC: the trainer runs with 1, 2, 4 or 8 processes" ;;
@@ -99,6 +117,7 @@ probe() {
 packages="numpy tiktoken huggingface_hub"
 [ "$(uname)" != Linux ] || packages="$packages triton"  # torch's CPU build does not install it
 [ $mode != test ] || packages="$packages pytest pytest-xdist"
+[ -z "$help" ] || packages=""  # the first run installs them
 python="" base="" outdated=""
 for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
   command -v "$candidate" >/dev/null || continue
@@ -120,7 +139,7 @@ for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} python3 python; do
       break ;;
     torch-old) outdated=$(command -v "$candidate") ;;
     none)
-      [ "$candidate" = "${VIRTUAL_ENV:-}/bin/python" ] || continue
+      [ -z "$help" ] && [ "$candidate" = "${VIRTUAL_ENV:-}/bin/python" ] || continue
       python=$candidate
       say "installing requirements.txt into $VIRTUAL_ENV"
       install "$python" ||
@@ -134,6 +153,11 @@ if [ -z "$python" ]; then
   python=.venv/bin/python
   stamp=$(cksum <requirements.txt)
   if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
+    if [ -n "$help" ]; then
+      usage
+      say "the settings need a Python with torch 2.11; the first run installs it"
+      exit 0
+    fi
     [ -n "$base" ] || die "no Python 3.10 or newer on PATH; install one and start again"
     say "installing requirements.txt into .venv; this takes minutes, once"
     "$base" -m venv .venv >&2 ||
@@ -145,8 +169,12 @@ if [ -z "$python" ]; then
   fi
 fi
 
+[ -z "$help" ] || exec "$python" train_gpt.py "$@"
 case $mode in
-  test) exec "$python" -m pytest tests -q -n auto --dist loadfile "$@" ;;  # each core takes whole files
+  test)
+    tests=tests
+    for argument in "$@"; do [ ! -e "${argument%%::*}" ] || tests=""; done
+    exec "$python" -m pytest $tests -q -n auto --dist loadfile "$@" ;;  # each core takes whole files
   repeat | rerun) exec "$python" records/$mode.py "$@" ;;
 esac
 
@@ -183,7 +211,7 @@ for n in 2 4 8; do
 done
 procs=${NPROC:-$procs}
 if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # otherwise torchrun gives each process one thread
-  cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+  cores=$("$python" -c 'from data.run.cores import allowed_cores; print(int(max(1, allowed_cores())))')
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
 fi
 if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of its run
@@ -233,6 +261,7 @@ case "$data$preset" in
     fi ;;
 esac
 [ $mode != data ] || exit 0
+[ "$procs" != 1 ] || exec "$python" train_gpt.py "$@"
 
 # When the trainer has printed one line about its failure, torchrun adds forty lines. This filter drops these lines and
 # torchrun's warnings. A killed process prints nothing, so the filter makes one line of torchrun's lines. The filter
@@ -252,6 +281,7 @@ errors='/^[EW][0-9]+ .*Received [A-Za-z0-9.]+ death signal/ {
 }
 /^[EW][0-9]+ .*torch\/distributed\//{over = over || /failed \(exitcode/; next} !over || /^error: /{print; fflush()}'
 
-# This starts the torchrun of this Python; the torchrun on PATH may belong to another Python.
-exec "$python" -m data.run.launch --standalone "--nproc_per_node=$procs" train_gpt.py "$@" \
-  2> >(trap '' HUP INT TERM; exec awk "$errors" >&2)
+# This starts the torchrun of this Python; the torchrun on PATH may belong to another Python. Without --local_addr it
+# would ask the network for the name of this machine.
+exec "$python" -m data.run.launch --standalone --local_addr=localhost "--nproc_per_node=$procs" train_gpt.py "$@" \
+  2> >(trap '' HUP INT TERM USR1 USR2 XCPU; exec awk "$errors" >&2)

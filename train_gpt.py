@@ -54,29 +54,32 @@ import functools
 import gc
 import hashlib
 import math
-import os
 import sys
-import traceback
 from bisect import bisect_right
 from collections import defaultdict, deque
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Annotated, Callable, Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
+from data.run.cores import FreeCores, choose_waiting
 from data.run.disk import keep_bytecode, keep_compiled
-from data.run.signals import die_at_ctrl_c, die_with_torchrun, speak_at_ctrl_c
+from data.run.program import open_outputs, run_program
+from data.run.signals import Stop, Stopped, die_at_ctrl_c, die_with_torchrun, watch_signals
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
+    open_outputs()
     keep_bytecode()
     keep_compiled()
     die_with_torchrun()
     die_at_ctrl_c()
+    choose_waiting(sys.argv[1:])
 
 import numpy as np
 import torch
@@ -90,14 +93,14 @@ from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
 from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.run.errors import UserError, claim_report, error_message, is_out_of_memory, one_line
+from data.run.errors import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
-from data.run.knobs import help_page
+from data.run.knobs import Bounds, demand, help_page
 from data.run.length import momentum_steps, stage_starts
-from data.run.log import Log, loaded_sources, published, shards_line, write_header
+from data.run.log import Log, loaded_sources, published, quoted, shards_line, write_header
 from data.run.machine import (
-    PATIENCE, agreed_gpu, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
+    PATIENCE, agreed_gpu, all_come, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
@@ -111,6 +114,16 @@ IMPORT_SECONDS = time.perf_counter() - started
 
 # ---- Config: edit a default, or set a knob with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) -----
 
+# The numbers that a knob takes. A knob of several numbers has a type for each.
+Whole, Count, Channels, Vocabulary = (
+    Annotated[int, Bounds(*ends)] for ends in ((0, 10**9), (1, 10**9), (16, 10**4), (2, 2**16)))
+Part, Rate, Factor, Decay, Real = (Annotated[float, Bounds(0, high)] for high in (1, 10, 100, 10**4, 10**9))
+Rows = Annotated[float, Bounds(0, 2**31 - 1)]
+Memory = Annotated[float, Bounds(0, 1, below=True)]  # what an average keeps in a step
+Period = Annotated[int | float, Bounds(0, 10**6)]  # steps, or below 1 a part of the run
+Place = Annotated[int | None, Bounds(0, 999)]  # of a layer
+
+
 @dataclass(frozen=True)
 class Layer:
     """The parts of one layer. The parameters, gates and windows of the model follow from its layers."""
@@ -121,8 +134,8 @@ class Layer:
     long: bool = False  # long window; half of the channels of a key lag by one token (PR 169, classiclarryd)
     value_embed: bool = False  # add a value embedding to the values (PR 209 and PR 218, photon_mz)
     two_lanes: bool = False  # from here on attention reads lane 0, the MLP lane 1, both add to both (PR 230, sisovicm)
-    skip_from: int | None = None  # first add a gated part of lane 0 before this earlier layer's MLP (PR 186)
-    input_from: int | None = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
+    skip_from: Place = None  # first add a gated part of lane 0 before this earlier layer's MLP (PR 186)
+    input_from: Place = None  # attention reads lane 0 as it left this earlier layer, not as it is now (PR 241)
     xsa: bool = False  # subtract a learned share of a head's output along the head's own value (PR 264, djdumpling)
     dynamic: bool = False  # a network reads lane 0 and adds to factors until the next dynamic layer (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
@@ -180,20 +193,32 @@ def wire(depth, narrow=True, paired=True, mix=True) -> tuple[Layer, ...]:
 class Model:
     """Sizes and layers; `param_table` derives the parameters from them."""
 
-    vocab_size: int = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
-    model_dim: int = 768  # D, width of the residual stream: heads * head width
-    num_heads: int = 6  # H; paired layers fold two heads into one, so a model with an odd number has none of them
-    depth: int = 11  # another number builds the layers anew, by `wire`; --layers overrides it
-    mlp_ratio: float = 4.0  # width of an MLP / D; the width is rounded to a multiple of 16
-    bigram_tables: float = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
-    ngram_rows: tuple[float, ...] = (0.0,)  # rows for bigrams, trigrams, ... in place of this table (PR 360, devenpzak)
+    vocab_size: Vocabulary = 50257  # number of token ids; the last id is BOS, which begins a document (GPT-2: 50256)
+    model_dim: Channels = 768  # D, width of the residual stream: heads * head width
+    num_heads: Count = 6  # H; paired layers fold two heads into one, so a model with an odd number has none of them
+    mlp_ratio: Factor = 4.0  # width of an MLP / D; the width is rounded to a multiple of 16
+    bigram_tables: Factor = 5.0  # the bigram table has this many times padded_vocab rows (PR 201)
+    ngram_rows: tuple[Rows, ...] = (0.0,)  # rows for bigrams, trigrams, ... in place of this table (PR 360, devenpzak)
     bigram_normal: bool = False  # n-grams whose tokens differ in case, accents or spaces alone are one (PR 375)
     bigram_signs: bool = False  # multiply the row of each n-gram by one of 8192 random rows of signs (PR 299, TrianX)
     head_pairs: bool = False  # a matrix of Q or K, as Muon sees it, has two heads, not all heads (PR 253, samacqua)
     pointer: bool = False  # the head can also point at an earlier token of the document and copy it (PR 379)
-    backout_layer: int | None = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
+    backout_layer: Place = 7  # at the end, subtract lane 0 as it left this layer (PR 140, classiclarryd)
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
-    width_lr_power: float = 0.0  # Adam multiplies its rates by (768 / D) to this power, for lm_head and embed twice
+    width_lr_power: Part = 0.0  # Adam multiplies its rates by (768 / D) to this power, for lm_head and embed twice
+
+    @property
+    def depth(self):
+        return len(self.layers)
+
+    @property
+    def is_wired(self) -> bool:
+        """Whether the layers are those of `wire`."""
+        return self.layers in (self.rewired(self.depth, paired) for paired in (False, True))
+
+    def rewired(self, depth, paired) -> tuple[Layer, ...]:
+        """So many layers by the rules of `wire`, narrow or mixed if some layer is."""
+        return wire(depth, bool(self.layers_with("narrow")), paired, bool(self.layers_with("mix")))
 
     @property
     def bos_id(self):
@@ -268,14 +293,14 @@ class Model:
 class Stage:
     """The settings that change between the stages of a run."""
 
-    batch_tokens: int  # tokens per step, over all ranks and micro-steps
-    max_doc_len: int  # tokens; a longer document loses its tail
-    short_window: int  # tokens that most layers look back
-    long_window: int  # tokens that the long-window layers look back
-    lr_mul: float  # factor of all learning rates; larger batches take larger rates; the last stage has lr_floor alone
-    mtp_start: tuple[float, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
-    mtp_end: tuple[float, ...]  # the loss weights at the end of the stage; linear in between
-    share: float = 1.0  # length relative to the other stages; 0 for the last stage, the extension
+    batch_tokens: Count  # tokens per step, over all ranks and micro-steps
+    max_doc_len: Count  # tokens; a longer document loses its tail
+    short_window: Count  # tokens that most layers look back
+    long_window: Count  # tokens that the long-window layers look back
+    lr_mul: Factor  # of all learning rates; larger batches take larger rates; no effect in the last stage (lr_floor)
+    mtp_start: tuple[Factor, ...]  # MTP: loss weights of token +1, +2, ... at the start of the stage
+    mtp_end: tuple[Factor, ...]  # the loss weights at the end of the stage; linear in between
+    share: Real = 1.0  # length relative to the other stages; 0 for the last stage, the extension
 
 
 @dataclass(frozen=True)
@@ -283,49 +308,49 @@ class Schedule:
     """Length and stages of the run, and the values that depend on the step; `make_plan` evaluates them."""
 
     # --train_tokens and --minutes change the length of a preset: `fit_length` derives batches, rates and steps.
-    train_tokens: int | float = 0  # tokens of the whole run (0: as the other knobs say)
-    minutes: float = 0.0  # training time; the steps are timed before the run (0: as the other knobs say)
-    scheduled_steps: int = 1450  # the shares of the stages divide these steps
-    extension_steps: int = 40  # steps of the last stage: lowest learning rate, widest windows
+    train_tokens: Annotated[int | float, Bounds(0, 10**15)] = 0  # tokens of the whole run (0: as the other knobs say)
+    minutes: Real = 0.0  # training time; the steps are timed before the run (0: as the other knobs say)
+    scheduled_steps: Count = 1450  # the shares of the stages divide these steps
+    extension_steps: Annotated[int, Bounds(0, 999999)] = 40  # steps of the last stage: lowest learning rate, widest windows
     stages: tuple[Stage, ...] = (  # counted from 1
         Stage(131072, 896, 128, 384, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(262144, 2048, 384, 896, 1.52, (1.0, 0.5), (1.0, 0.0)),
         Stage(393216, 2048, 640, 1408, 1.73, (1.0,), (1.0,)),
         Stage(393216, 2048, 768, 1664, 1.73, (1.0,), (1.0,), share=0.0))
-    final_window: int = 2560  # long window of the last validation, without a rotary update (K10)
-    split_stage: int = 3  # untie head and embed after the first odd step of this stage (PR 175, PR 178, varunneal)
-    cooldown_frac: float = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
-    lr_floor: float = 0.15  # factor of all learning rates after the cool-down, in place of lr_mul and not times it
-    muon_momentum: tuple[float, float] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
-    muon_warmup: int | float = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
-    muon_cooldown: int | float = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
+    final_window: Count = 2560  # long window of the last validation, without a rotary update (K10)
+    split_stage: Count = 3  # untie head and embed after the first odd step of this stage (PR 175, PR 178, varunneal)
+    cooldown_frac: Part = 0.60  # part of the scheduled steps in which the learning rate falls linearly to lr_floor
+    lr_floor: Factor = 0.15  # factor of all learning rates after the cool-down, in place of lr_mul and not times it
+    muon_momentum: tuple[Memory, Memory] = (0.85, 0.95)  # Muon's momentum at the first step, and after its warm-up
+    muon_warmup: Period = 300  # first steps, in which Muon's momentum rises linearly; below 1: part of the run
+    muon_cooldown: Period = 50  # last steps, in which Muon's momentum falls linearly; below 1: part of the run
     # The sampled softmax is that of PR 360 (devenpzak). A micro-batch with more targets than sampled classes takes all
     # classes.
-    sampled_frac: float = 0.0  # first part of the run, in which the loss samples the classes; never after the split
-    candidates: float = 64.0  # number of sampled classes / root of the tokens of a forward pass
+    sampled_frac: Part = 0.0  # first part of the run, in which the loss samples the classes; never after the split
+    candidates: Annotated[float, Bounds(0.001, 10**6)] = 64.0  # sampled classes / root of a forward pass's tokens
 
 
 @dataclass(frozen=True)
 class Optim:
     """Rates common to all parameters; `param_table` has the factors of each parameter."""
 
-    adam_lr: float = 0.008  # multiplied by lr_mul of the parameter
-    adam_eps: float = 1e-10  # added to the root of the uncorrected second moment
-    adam_wd: float = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
-    # 1: Adam updates head, embedding, gates and lambdas in every step; 2: in every second step, as always the tables of
-    # values and n-grams. `fit_length` chooses 2 for long runs.
-    adam_every: int = 2
-    lazy_tables: bool = False  # Adam keeps no first moment of value and bigram tables, and skips rows without gradient
-    table_beta2: float = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
-    muon_lr: float = 0.023  # multiplied by matrix_lr of the bank
-    muon_beta2: float = 0.95  # decay of the per-row second moment (NorMuon)
-    muon_wd: float = 1.2  # weight decay, multiplied by muon_lr ** 2 and by matrix_lr of the bank
-    slow_momentum: float = 0.0  # share of a slower gradient average in Muon's momentum, after SLOW_START (PR 339)
-    polar_steps: int = 5  # steps of the iteration that orthogonalises Muon's updates: 4 or 5
+    adam_lr: Rate = 0.008  # times lr_mul of the parameter, and times `adam_factor`, .841, if updated in every step
+    adam_eps: Annotated[float, Bounds(1e-30, 1)] = 1e-10  # added to the root of the uncorrected second moment
+    adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
+    # The tables of values and n-grams are always updated in every second step. `fit_length` chooses 2 for long runs.
+    adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step (1) or every second (2)
+    # The rows of n-grams (--ngram_rows) are always updated so.
+    lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped
+    table_beta2: Memory = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
+    muon_lr: Rate = 0.023  # multiplied by matrix_lr of the bank
+    muon_beta2: Memory = 0.95  # decay of the per-row second moment (NorMuon)
+    muon_wd: Decay = 1.2  # weight decay, multiplied by muon_lr ** 2 and by matrix_lr of the bank
+    slow_momentum: Memory = 0.0  # share of a slower gradient average in Muon's momentum, after SLOW_START (PR 339)
+    polar_steps: Literal[4, 5] = 5  # steps of the iteration that orthogonalises Muon's updates
     # A run can average its weights exponentially over its last part (PR 347, deepmatmul; PR 364, dnhkng; PR 380). The
     # column `average` of param_table has the time constants. The run then ends with a mixture of its last weights and
     # their averages.
-    average_blend: float = 0.0  # share of the averages in the final weights (0: none, 1: all)
+    average_blend: Part = 0.0  # share of the averages in the final weights (0: none, 1: all)
 
 
 @dataclass(frozen=True)
@@ -334,10 +359,10 @@ class Data:
 
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
-    val_tokens: int = 10485760  # validate on the first tokens of the validation files
-    val_batch_tokens: int = 262144  # tokens per validation forward pass; documents are cut at its end
-    tokens_per_doc: int = 300  # cu_seqlens has room for one document per this many tokens
-    data_end: str = "wrap"  # at the end of the training shards: wrap (begin again, with a warning) or stop
+    val_tokens: Count = 10485760  # validate on the first tokens of the validation files
+    val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
+    tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
+    data_end: Literal["wrap", "stop"] = "wrap"  # at the end of the shards: begin again, with a warning, or stop
 
 
 @dataclass(frozen=True)
@@ -345,11 +370,11 @@ class System:
     """Machine, numerics and output of one run."""
 
     run_label: str = "run"  # first part of the log's file name
-    device: str = "cuda"  # cuda or cpu
-    seed: int = 1337  # seed of the initial weights
-    micro_batches: int = 8  # forward passes per step of all ranks, at least one each (0: the fewest that fit the GPU)
-    val_every: int = 250  # steps between validations (0: one at the end)
-    dtype: str = "bfloat16"  # dtype of activations: bfloat16 or float32
+    device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
+    seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
+    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest that fit the GPU)
+    val_every: Whole = 250  # steps between validations (0: one at the end)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
     compile: bool = True  # torch.compile and warm-up before the clock starts
     combo_kernels: bool = False  # the compiler joins small kernels; an option that the public track does not allow
     fp8: bool = True  # FP8 training head, if the GPU has FP8
@@ -361,12 +386,12 @@ class System:
     plot: bool = False  # at the end, draw the validation losses into an .svg file beside the log
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
-    save_every: int = 0  # write a checkpoint every so many steps and at the end (0: none)
-    keep: int = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
+    save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
+    keep: Whole = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
     resume: str = ""  # checkpoint to continue, with the settings stored in it
     other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
     init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
-    sample_tokens: int = 0  # tokens of text to generate at the end
+    sample_tokens: Whole = 0  # tokens of text to generate at the end
     sample_prompt: str = ""  # beginning of this text
 
     @property
@@ -387,12 +412,23 @@ class Config:
     system: System = System()
 
 
+class Preset(NamedTuple):
+    """A config that --preset=name selects, and how --minutes and --train_tokens change it."""
+
+    config: Config
+    gpus: int = 1  # number of GPUs for which its batches were chosen
+    # When the size of the model follows the length of the run (data/run/size.py): never, if --minutes or --train_tokens
+    # gives a length, or always, also at the preset's own length. A size that the rule does not know stays.
+    sized: Literal["never", "given", "always"] = "never"
+
+
 RECORD74 = Config()
 LAYERS = wire(11)
-LONG_LAYERS = wire(11, mix=False)  # mixtures pay in short runs only (records/2026-11-28_proven)
-MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS)
-# This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is (SIZED). The settings
-# come from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
+LONG_LAYERS = wire(len(LAYERS), mix=False)  # mixtures pay in short runs only (records/2026-11-28_proven)
+MODEL = Model(mlp_ratio=3.33, bigram_normal=True, bigram_signs=True, head_pairs=True, pointer=True, layers=LAYERS,
+              backout_layer=LAYERS[-1].input_from)
+# This run takes 27.0M tokens, on one GPU of 12 GB or more. The GPU decides how large the model is. The settings come
+# from the records short_runs, sampled_softmax, model and pointer of 2026-11-22, and attention, fp8, optimizer and
 # seconds of 2026-11-23. The table of n-grams has a million rows, or up to four million where the GPU has the memory
 # (`fit_memory`, records/2026-11-26_ngrams).
 SHORT = Config(
@@ -411,30 +447,31 @@ SHORT = Config(
     Data(val_batch_tokens=65536),
     System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
-    "record74": RECORD74,  # never changes, so that later runs can be compared with it
+    "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
-    "record": Config(
+    "record": Preset(gpus=8, config=Config(
         dataclasses.replace(MODEL, ngram_rows=(2e6, 2e6), layers=LONG_LAYERS),
         Schedule(scheduled_steps=1270, split_stage=4, cooldown_frac=0.8, lr_floor=0.3, muon_momentum=(0.85, 0.93),
                  muon_warmup=0.2308, muon_cooldown=0.0385, sampled_frac=0.93),
         Optim(adam_lr=0.0092, adam_every=1, slow_momentum=0.56, polar_steps=4, average_blend=0.5),
-        system=System(fp8_mlp=True, fp8_qkv=True)),
-    # The best run for one GPU, of as many tokens as should reach 3.28. On more GPUs it has larger batches. Its second
-    # moments and its cool-down are longer than those of `short`, its rates of Adam lower (records/2026-11-25_length).
-    # The higher rates that narrow models have in short runs do not help it (records/2026-11-25_size), nor do an update
-    # of the head in every step and twice the decay: it has steps enough (records/2026-11-27_learning).
-    "single": dataclasses.replace(
+        system=System(fp8_mlp=True, fp8_qkv=True))),
+    # The best run for one GPU, of as many tokens as should reach 3.28; with these, a smaller model would not. On more
+    # GPUs it has larger batches. Its second moments and its cool-down are longer than those of `short`, its rates of
+    # Adam lower (records/2026-11-25_length). The higher rates that narrow models have in short runs do not help it
+    # (records/2026-11-25_size), nor do an update of the head in every step and twice the decay: it has steps enough
+    # (records/2026-11-27_learning).
+    "single": Preset(sized="given", config=dataclasses.replace(
         SHORT,
         model=dataclasses.replace(SHORT.model, width_lr_power=0.0, layers=LONG_LAYERS),
         schedule=dataclasses.replace(SHORT.schedule, train_tokens=340e6, cooldown_frac=0.8),
-        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, adam_every=2, muon_beta2=0.95, muon_wd=1.2)),
-    "short": SHORT,  # change the length with --train_tokens or --minutes
+        optim=dataclasses.replace(SHORT.optim, adam_lr=0.0085, adam_every=2, muon_beta2=0.95, muon_wd=1.2))),
+    "short": Preset(SHORT, sized="always"),  # change the length with --train_tokens or --minutes
     # `short` in small: width and windows 1/8, tokens per step 1/32. Its tokens are bytes. Without MTP, with other rates
     # than `short`, with whole heads of 16 channels, with 4 layers, and with windows that do not grow at the end, it
     # learns more (records/2026-11-22_cpu, 2026-11-23_attention, 2026-11-26_cpu). Its MLPs are 4 D wide; 3.33 D was not
     # tried. Rows for 6 and 8 bytes beside those for 2, 3 and 4 gain most of all.
-    "cpu": Config(
-        Model(vocab_size=257, model_dim=96, depth=4, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
+    "cpu": Preset(Config(
+        Model(vocab_size=257, model_dim=96, ngram_rows=(6e4, 2e5, 2e5, 0.0, 5e5, 0.0, 5e5), bigram_signs=True,
               head_pairs=True, pointer=True, backout_layer=2, layers=wire(4, narrow=False)),
         Schedule(
             scheduled_steps=1704, extension_steps=56, final_window=176, split_stage=4, cooldown_frac=0.7,
@@ -448,14 +485,8 @@ PRESETS = {
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
         System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=440,
-               sample_tokens=200, sample_prompt="def ")),
+               sample_tokens=200, sample_prompt="def "))),
 }
-
-
-MADE_FOR = {"record74": 8, "record": 8, "single": 1, "short": 1, "cpu": 1}  # GPUs for which the batches were chosen
-# The size of these models follows --minutes or --train_tokens. True: the size also follows the preset's own length.
-# `single` is made for a loss, which a smaller model would not reach with its tokens.
-SIZED = {"single": False, "short": True}
 
 
 def parse_config(argv, world=1, gpu=None) -> Config:
@@ -463,7 +494,7 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
     gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
-    return arguments.parse_config(argv, world, arguments.Presets(PRESETS, MADE_FOR, wire), gpu)
+    return arguments.parse_config(argv, world, PRESETS, gpu)
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -525,6 +556,31 @@ def lambdas(label, shape, init, beta2, lr_mul) -> Param:
 def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
     """Weights of gates: for each gate a row for the first channels of its input."""
     return Param(label, (*shape, GATE_CHANNELS), "adam", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
+
+
+def check_row(row, labels):
+    """Raises UserError for a row that no optimizer can serve, or with a setting that its optimizer does not read.
+
+    labels: those of all rows.
+    """
+    is_muon, shape, betas = row.optim == "normuon", row.shape, row.betas
+    is_shape = isinstance(shape, tuple) and shape and all(isinstance(size, int) and size >= 0 for size in shape)
+    are_betas = isinstance(betas, tuple) and not demand(
+        tuple[Memory, Memory], (*betas[:1], *(0.0 if beta is None else beta for beta in betas[1:])))
+    for ok, problem in (
+            (labels.count(row.label) == 1, "another row has this name"),
+            (row.optim in ("normuon", "adam", "rows"), "must be normuon, adam or rows"),
+            (is_shape, f"the shape {shape} must be a tuple of whole numbers"),
+            (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
+            (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
+            (is_muon or row.matrix_lr == (1.0,), "does not read matrix_lr; its factor is lr_mul"),
+            (not is_muon or row.sharded and len(shape) > 2, "needs `sharded` and a shape of three numbers or more"),
+            (not is_muon or math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
+             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}"),
+            (not is_muon or (betas, row.lr_mul, row.wd_mul) == (None, 1.0, 1.0),
+             "does not read betas, lr_mul and wd_mul; its factors are matrix_lr")):
+        if not ok:
+            raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")
 
 
 @functools.cache  # `make_plan` asks for the table in every step
@@ -594,6 +650,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,),
                 lambda p, generator: p.normal_(std=POINTER_WIDTH**-0.5, generator=generator), 0.99, 1.0),
         lambdas("pointer_gain", (int(model.pointer),), 1.0, 0.99, 1.0)]
+    for param in table:
+        check_row(param, [each.label for each in table])
     return tuple(param._replace(lr_mul=narrow_lr * param.lr_mul) for param in table
                  if math.prod(param.shape))  # a parameter that no layer uses is empty
 
@@ -1133,6 +1191,12 @@ def steps_per_update(row, optim) -> int:
     return 1 if row.optim == "normuon" else 2 if row.lazy or row.optim == "rows" else optim.adam_every
 
 
+def adam_factor(steps) -> float:
+    """Factor of Adam's rates with so many steps per update: an update by fewer tokens has a lower rate
+    (records/2026-11-27_learning)."""
+    return (steps / 2) ** 0.25
+
+
 def adam_betas(row, optim) -> tuple[float, float]:
     """Decays of the first and the second moment of a parameter. A lazy table has no first moment. table_beta2 counts
     updates of the tables; the head forgets as fast in tokens."""
@@ -1147,9 +1211,8 @@ def update_numbers(config, plan) -> dict[str, float]:
     optim, muon_lr = config.optim, config.optim.muon_lr * plan.lr_factor
 
     def adam(steps):
-        """(number of updates, this one included; rate) with so many steps per update: an update by fewer tokens has a
-        lower rate (records/2026-11-27_learning)."""
-        return max(1, (plan.step + 1) // steps), optim.adam_lr * plan.lr_factor * (steps / 2) ** 0.25
+        """(number of updates, this one included; rate) with so many steps per update."""
+        return max(1, (plan.step + 1) // steps), optim.adam_lr * plan.lr_factor * adam_factor(steps)
 
     t, adam_lr = adam(optim.adam_every)  # of the replicated parameters
     numbers = {"t": t, "table_t": adam(2)[0], "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
@@ -1180,7 +1243,7 @@ class NorMuonAndAdam:
         self.table = {param.label: param for param in param_table(config.model)}
         if set(self.table) != set(self.params):
             differing = sorted(set(self.table) ^ set(self.params))
-            raise ValueError(f"param_table needs one row per parameter; differing: {differing}")
+            raise UserError(f"param_table needs one row per parameter; differing: {', '.join(differing)}")
         # The orders contain the name "replicated" once, for all replicated parameters together.
         orders = {label: row.sharded for label, row in self.table.items() if row.sharded}
         orders["replicated"] = REPLICATED_ORDER
@@ -1605,9 +1668,9 @@ def validate(summed_loss, data, attn, rt) -> float:
 
 
 def require_finite(value, name):
-    """Raises UserError when a loss, a Python float, is nan or inf."""
+    """Raises NotFinite when a loss, a Python float, is nan or inf."""
     if not math.isfinite(value):
-        raise UserError(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
+        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
 def wait_for(event, world, limit=PATIENCE):
@@ -1646,11 +1709,14 @@ class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
     sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start.
+    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start; stop:
+    the Stop of `watch_signals`.
     """
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
-                 shards=None):
+                 shards=None, stop=None):
+        self.stop, self.wishes, self.agreed = stop or Stop(), deque(), 0  # a signal of all ranks; see `wish`
+        self.whole = None  # between two steps: (number of the next one, training time until now)
         self.shards = shards or run_shards(config)
         self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
@@ -1660,7 +1726,7 @@ class Trainer:
         compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
         compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
-        self.losses = deque()  # (step, event after the copy of its loss, loss on the host), not yet checked
+        self.losses = deque()  # (step, event after the copy of its loss, loss on the host, seconds), not yet logged
 
         self.hash_ids = None
         if config.model.bigram_normal:
@@ -1705,15 +1771,31 @@ class Trainer:
         watch.lap("model")
 
     def run(self) -> tuple[float, Clock]:
-        """The timed run -> (final validation loss, clock)."""
+        """`timed_run`; an error between two steps leaves a checkpoint of this state, if the run saves any."""
+        try:
+            self.stop.waits = True
+            return self.timed_run()
+        except Exception as error:
+            system, rt = self.config.system, self.rt
+            if self.whole and (system.save or system.save_every) and not isinstance(error, NotFinite):
+                with suppress(Exception):  # the first error is the one to tell
+                    if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
+                        self.log_losses(keep=0)
+                        self.save(*self.whole)
+            raise
+
+    def timed_run(self) -> tuple[float, Clock]:
+        """-> (final validation loss, clock). Raises Stopped at the end of a step, for a signal."""
         system = self.config.system
         by_kernels = system.profiled[:max(1, min(2, len(system.profiled) - 1))]  # two at most; graphs replay the others
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
+        cores = FreeCores() if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
+                self.log_losses(keep=0)
                 self.synchronize()  # steps that the GPU has still to do belong to the training time
             if step == system.profiled.stop:
                 with clock.paused("profile"):
@@ -1723,47 +1805,58 @@ class Trainer:
             if last and self.config.optim.average_blend:
                 self.optimizer.blend(plan)
             saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
-            if validates or saves:
-                self.check_losses(keep=0)
+            if stops := not last and (self.agreed if self.rt.world > 1 else self.stop.number):
+                validates, saves = False, (system.save or system.save_every) and self.first_step < step
+            if validates or saves or stops:
+                self.log_losses(keep=0)
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
                         loss = self.validate(step, plan, seconds)
                     if saves:
                         self.save(step, seconds)
+                    if stops:
+                        self.log.ended(system, stops, f" after step {step}/{self.total}")
                     self.sync_ranks()
+                if stops:
+                    raise Stopped(stops)
                 if last:
                     break
             if step == system.profiled.start:
                 with clock.paused("profile"):
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
+            self.whole = step + 1, clock.seconds()
+            self.wishes.append(self.wish())
             step_loss = step_loss.to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
-            self.losses.append((step, copied, step_loss))
-            self.check_losses(keep=2)
+            self.log_losses(keep=1)  # the host stays at most two steps ahead
+            self.losses.append((step, copied, step_loss, clock.seconds()))
             self.require_sound_shards()
-            train_ms = 1000 * clock.seconds()
-            seconds_left = train_ms / 1000 * (self.tokens[-1] / self.tokens[step] - 1)
-            self.log.progress(f"step:{step + 1}/{self.total} train_time:{train_ms:.0f}ms"
-                              f" step_avg:{train_ms / (step + 1):.2f}ms", seconds_left)
+            if not copied:
+                self.log_losses(keep=0)
+            if cores and step == self.first_step + 2 and (line := cores.line(torch.get_num_threads())):
+                self.log.line(f"warning: {line}")
         return loss, clock
 
     def step(self, loader, plan, micro_steps, eager=False):
-        """All micro-batches of a step, then the optimizer. Returns the loss of the last micro-batch.
+        """All micro-batches of a step, then the optimizer. Returns the mean loss of the next tokens, 0-D: before the
+        update, of this rank, over the classes of the step.
 
         eager: launch the kernels of the first micro-batch and of the update one by one.
         """
         attn, mtp_weights = self.attn[plan.stage], self.mtp_table[plan.step, :len(plan.mtp_weights)]
+        self.head.next_loss.zero_()
         with trace_range(f"step {plan.step}"):
             for part in range(micro_steps):
                 with trace_range("data"):
                     batch = loader.next_batch()
+                self.whole = None
                 self.fetch_rows(batch)
                 if not plan.tables or part + 1 < micro_steps:  # else the rows change before the next micro-batch
                     self.fetch_ahead(loader)
                 with trace_range("micro-step"):
-                    loss = self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
+                    self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
                 for shared in self.model.shared_rows.values():
                     with trace_range("send gradients of rows"):
                         shared.send_gradients(batch.exchange)
@@ -1773,7 +1866,7 @@ class Trainer:
                 self.fetch_ahead(loader)
             with trace_range("update"):
                 self.update_graphs(plan, numbers, eager)
-        return loss
+        return self.head.next_loss / plan.micro_batch_tokens
 
     def update(self, plan, numbers):
         """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
@@ -1831,20 +1924,35 @@ class Trainer:
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""
         attn = self.attn[-1 if step == self.total else plan.stage]
-        loss, train_ms = validate(self.summed_loss, self.validation, attn, self.rt), 1000 * seconds
-        self.log.line(f"step:{step}/{self.total} val_loss:{loss:.4f} train_time:{train_ms:.0f}ms"
-                      f" step_avg:{train_ms / max(step, 1):.2f}ms")
+        loss = validate(self.summed_loss, self.validation, attn, self.rt)
+        self.log.line("\n".join(self.step_lines(step, f"val_loss:{loss:.4f}", seconds)))
         require_finite(loss, f"validation loss before step {step}")
         return loss
 
-    def check_losses(self, keep):
-        """Raises UserError at a training loss that is not finite. The GPU may still compute the last `keep` steps, so
-        the host does not wait for their losses."""
+    def step_lines(self, step, loss, seconds):
+        """The two lines of a step in the log: the loss, which a diff can compare, and the training time."""
+        return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
+                f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
+
+    def wish(self) -> Tensor | None:
+        """With several ranks: the signal of any rank, on the host of all, where it is valid with the loss of the step.
+        All ranks must call this, and end after the same step."""
+        if self.rt.world > 1:
+            wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU
+            all_reduce(wish, self.rt, dist.ReduceOp.MAX)
+            return wish.to("cpu", non_blocking=True)
+
+    def log_losses(self, keep):
+        """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
+        `keep` steps, so the host does not wait for their losses."""
         while len(self.losses) > keep:
-            step, copied, loss = self.losses.popleft()
+            step, copied, loss, seconds = self.losses.popleft()
             if copied is not None:
                 wait_for(copied, self.rt.world)
-            require_finite(loss.item(), f"training loss of step {step}")
+            self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
+                              seconds * (self.tokens[-1] / self.tokens[step] - 1))
+            require_finite(loss.item(), f"training loss of step {step + 1}")
+            self.agreed = self.agreed or int(self.wishes.popleft() or 0)
 
     def require_sound_shards(self):
         """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
@@ -1868,7 +1976,8 @@ class Trainer:
 
     def save(self, step, seconds):
         """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
-        that the run validated. Every rank must call this."""
+        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
+        self.whole = None  # an error in here would come again
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -1883,9 +1992,12 @@ class Trainer:
             model = self.model.state_dict().items()
             # The tensors are copied, since a view would bring the whole padded buffer into the file.
             state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
+            numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
+            for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
+                require_finite(bound.item(), f"largest weight before step {step}")
             path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
             write_checkpoint(state, path, self.config.system.keep)
-            self.log.line(f"checkpoint: {published(str(path))}")
+            self.log.line(f"checkpoint: {quoted(published(str(path)))}")
 
     def load_state_dict(self, state):
         """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
@@ -1962,18 +2074,21 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     shards = run_shards(config)
     if rt.rank == 0:
         write_header(log, argv, sources, config, machine, choices, shards)
+        if (every := config.optim.adam_every) == 1:
+            log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f} but for tables, since"
+                     f" --adam_every={every}", console=False)
         facts, doubt = facts_of_run(config)
         for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):
             log.line(line)
         for warning in shards["train"].warnings + shards["val"].warnings:
             log.line(f"warning: {warning}")
         inspect_all(shards)  # while the model compiles
-        speak_at_ctrl_c(lambda: log.interrupted(system))
+    stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None
     initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
     watch.lap("log")
     try:
-        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards)
+        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
         ready = time.perf_counter()
         if system.compile:
             log.line("Compiling model and warming up kernels (minutes on first execution)")
@@ -1995,15 +2110,20 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     if resumed:
         trainer.load_state_dict(resumed)
         log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
-                 f" {published(system.resume)}")
+                 f" {quoted(published(system.resume))}")
     elif initial:
         trainer.load_weights(initial)
     agree_on_shards(trainer, resumed)
+    if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
+        log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
     log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
     phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
     loss, clock = trainer.run()
     trainer.update_graphs.drop()
     phases |= clock.paused_seconds
+    if beyond := trainer.head.count_beyond():
+        log.line(f"warning: {beyond} weights of the head are beyond ±{kernels.W_LIMIT:g}, the range of their FP8 codes:"
+                 " training has read them as this limit; --fp8=false reads them as they are")
     if rt.rank == 0:
         wait(trainer.unchecked)
         trainer.require_sound_shards()  # only warns: the run reads no shard any more
@@ -2014,7 +2134,8 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         log.line("warning: no sample: this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
     elif system.sample_tokens and rt.rank == 0:
         try:
-            log.line("sample:\n" + "".join(sample(trainer.model, config, trainer.attn[-1])))
+            text = sample(trainer.model, config, trainer.attn[-1])
+            log.line("sample:\n" + "".join(takewhile(lambda _: not stop.number, text)))
         except Exception as error:  # such as out of memory: the results must still be logged
             log.line(f"warning: no sample: {one_line(error)}")
     spent, gpus = time.perf_counter() - started, rt.world if rt.device.type == "cuda" else 0
@@ -2035,7 +2156,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         try:
             groups = compare.read_groups([str(log.path)])
             compare.plot(picture, groups, compare.track_target(groups))
-            log.line(f"plot: {published(str(picture))}")
+            log.line(f"plot: {quoted(published(str(picture)))}")
         except compare.UserError as error:
             log.line(f"warning: no plot: {error}")
 
@@ -2069,12 +2190,12 @@ def main(argv) -> int:
         rows_open = arguments.leaves_rows_open(words)
         config = parse_config(words, world)
         seconds = 60 * config.schedule.minutes
-        if arguments.leaves_size_open(words, SIZED):
+        if arguments.leaves_size_open(words, PRESETS):
             fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
                 [*words, *size.knobs], world, gpu), param_table, world)
         if "--check" in argv:
             from records.check import check_table
-            models = {name: preset.model for name, preset in PRESETS.items()}
+            models = {name: preset.config.model for name, preset in PRESETS.items()}
             return check_table(config, world, param_table, models, fit, rows_open, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         if not fit:  # else most checks need the size
@@ -2088,30 +2209,26 @@ def main(argv) -> int:
             watch.lap("size")
         log = Log(config, rt)
         train(config, rt, log, argv, watch, automatic, size, seconds)
-        dist.destroy_process_group()
+        if world > 1:
+            dist.destroy_process_group()
         return 0
+    except Stopped as stopped:
+        return stopped.status
     except Exception as error:
         if isinstance(error, BrokenPipeError) and not log:  # of `--check | head -n 1`, for example
             return 1
         message = error_message(error) if isinstance(error, (UserError, RuntimeError, OSError)) else None
-        if log:
-            log.failed(message or one_line(error))
+        claimed = claim_report(local)
+        if log and (claimed or rank == 0 or message is None):
+            log.failed(message or one_line(error), error)
         if message is None:
             raise
     finally:
         gc.enable()
-    if claim_report(local):
+    if claimed:
         print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
     return 1
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of a sample
-    try:
-        status = main(sys.argv[1:])
-    except Exception:  # a bug
-        traceback.print_exc()
-        status = 1
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(status)  # do not wait for other ranks, which may hang in a collective after an error
+    run_program(main)

@@ -2613,10 +2613,11 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
 # Real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale. The constants are those of
-# record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±1.6
-# saturate; they begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the largest gradient that one term
+# record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±W_LIMIT
+# saturate, and the log counts them. They begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the largest gradient that one term
 # of the loss can have. The codes of the gradient were e4m3 at first, whence the 448; e5m2 reaches 128 times as far.
-X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, 1.6 / E4M3_MAX, 0.75 / E4M3_MAX
+W_LIMIT = 1.6
+X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 
 
 def softcap(logits):
@@ -2631,11 +2632,12 @@ def multi_token_targets(targets, count):
 
 # ---- Cross-entropy of some rows --------------------------------------------------------------------------------------
 #
-#   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad, copies)
+#   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad, copies, next_losses)
 #
 #   targets  columns of logits, < C (not verified), -1 = no target
 #   grad     None, or gets ∂Loss/∂ℓ / code_scale, rounded once to its dtype; may be `logits` itself
 #   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
+#   next_losses  None, or gets loss_scale times the loss of the first target alone, without its weight
 #
 # One program per row reads the row once, 2 bytes per logit, and writes 1 byte. After memory, the next limit is the
 # special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
@@ -2668,8 +2670,8 @@ class Copies(NamedTuple):
         return Copies(*(x[rows] if isinstance(x, Tensor) else x for x in self))
 
 
-def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
-    """Losses (n,), at least fp32, of logits (n, C); fills grad (n, C), if given, with their gradient / code_scale."""
+def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
+    """Losses (n,), at least fp32, of logits (n, C); fills grad (n, C) and next_losses (n,), if given."""
     u = torch.sigmoid((_at_least_fp32(logits) + CAP_SHIFT) / CAP_SCALE)
     z = CAP * u
     lse = z.logsumexp(1, keepdim=True)
@@ -2686,6 +2688,8 @@ def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad
         if grad is not None:
             copies.dmass.copy_(-loss_scale * w * alpha / p / mixed)
             copies.dsink_mass.copy_(-loss_scale * (w * alpha * rest / mixed).sum(1))
+    if next_losses is not None:
+        next_losses.copy_(loss_scale * (targets[:, 0] >= 0) * losses[:, 0])
     losses = loss_scale * (w * losses).sum(1)
     if grad is not None:
         dz = (pull.sum(1, keepdim=True) + push) * torch.exp(z - lse)
@@ -2797,8 +2801,8 @@ def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, los
 
 
 @triton.jit(do_not_specialize=["count", "gate"])
-def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Masses, dMasses, gate, loss_scale, code_scale,
-                          count, C: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr):
+def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
+                          code_scale, count, C: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr):
     # Logits, Targets and Grad: a pointer and strides.
     row = tl.program_id(0).to(tl.int64)
     logits = Logits[0] + row * Logits[1]
@@ -2818,6 +2822,8 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, Grad, Masses, dMasse
                                        _lifted_exp(u) / total, loss_scale)
         loss -= gain
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
+    if NextLosses is not None:
+        tl.store(NextLosses + row + k, loss_scale * tl.where(is_target, loss, 0.0), mask=k == 0)
 
     # Scale and write the gradient of every column, then overwrite the columns of the targets.
     if Grad is not None:
@@ -2845,9 +2851,9 @@ COPIES = _contract(**{"copies.mass": "n K", "copies.sink_mass": "n", "copies.dma
 
 
 @operation(cross_entropy_ref, logits="n C: bf16 fp16 fp32 rows", targets="n K: int64 strided", weights="K: fp32",
-           grad="?n C: bf16 fp16 fp32 e5m2 rows")
-def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
-    """Losses (n,) fp32 of logits (n, C); fills grad (n, C), if given, with the gradient of the logits / code_scale."""
+           grad="?n C: bf16 fp16 fp32 e5m2 rows", next_losses="?n: fp32")
+def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
+    """Losses (n,) fp32 of logits (n, C); fills grad (n, C) and next_losses (n,), if given."""
     (n, C), K = logits.shape, weights.numel()
     masses, grads, gate = None, None, 0
     if copies is not None:
@@ -2862,7 +2868,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
     launch = launch | dict(SEGMENT=min(launch["SEGMENT"], triton.next_power_of_2(C)))
     _cross_entropy_kernel[(n,)](
-        _strided(logits), (targets, *targets.stride()), weights, losses, _strided(grad),
+        _strided(logits), (targets, *targets.stride()), weights, losses, next_losses, _strided(grad),
         masses, grads, gate, loss_scale, code_scale, K, C=C, BLOCK_K=block_k, **launch)
     return losses
 
@@ -2897,8 +2903,10 @@ class _HeadLoss(torch.autograd.Function):
             copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
         ctx.save_for_backward(grad, *operands, candidates, *copies[3:] if copies else (None, None))
         code_scale = GRAD_SCALE * loss_scale if head.fp8 else 1.0
-        targets = multi_token_targets(targets, weights.numel())
-        return head.blockwise(logits, targets, weights, loss_scale, code_scale, grad, copies).sum()
+        targets, next_losses = multi_token_targets(targets, weights.numel()), torch.empty(len(h), device=h.device)
+        loss = head.blockwise(logits, targets, weights, loss_scale, code_scale, grad, copies, next_losses).sum()
+        head.next_loss += next_losses.sum()
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -2946,12 +2954,15 @@ class HeadLoss:
     codes: None, or both layouts of h in FP8, as `both_layouts(h, X_SCALE, E4M3)` makes them.
     point: None, or a Point for the pointer head, whose gate is the class `gate`; the first of the candidates is then
     this class. pointer: the function of that name or pointer_ref.
+
+    next_loss: 0-D fp32, to which each call, other than an exact one, adds its loss of the next tokens alone, with
+    weight 1. It stays at its address.
     """
 
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
         self.embedding, self.pointer, self.gate = embedding, pointer, gate
-        self.block = head_rows(weight.size(1))
+        self.block, self.next_loss = head_rows(weight.size(1)), torch.zeros((), device=weight.device)
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
             self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (weight, weight.mT))
@@ -2962,6 +2973,10 @@ class HeadLoss:
         if self.fp8:
             weight, *codes = (x.detach()[None] for x in (self.weight, self.codes, self.codes_t))
             quantise_weights(weight, self.scale_w.view(1, 1), *codes, static=True)
+
+    def count_beyond(self) -> int:
+        """Number of weights that the codes saturate."""
+        return int((self.weight.detach().abs() > W_LIMIT).sum()) if self.fp8 else 0
 
     def __call__(self, h, targets, weights, loss_scale, exact=False, candidates=None, point=None, codes=None):
         if exact:
@@ -2984,16 +2999,18 @@ class HeadLoss:
             h, shifted, copies = h[rows], shifted[rows], copies and copies.rows(rows)
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
 
-    def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None):
+    def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
         """Losses (N,) fp32 of targets (N, K), one block of rows at a time; `logits(rows)` returns the logits of a slice
         of rows.
 
-        Fills `grad`, which has the shape of all logits, with the gradient of the logits / code_scale.
+        Fills `grad`, which has the shape of all logits, with the gradient of the logits / code_scale, and next_losses
+        (N,).
         """
         blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
         return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
                                              None if grad is None else grad[rows],
-                                             None if copies is None else copies.rows(rows)) for rows in blocks])
+                                             None if copies is None else copies.rows(rows),
+                                             None if next_losses is None else next_losses[rows]) for rows in blocks])
 
 
 # ======================================================================================================================

@@ -1,4 +1,4 @@
-"""data/NAME/NAME.json, in which prepare.py describes the shards beside it. Shards of other programs need no such file."""
+"""data/NAME/NAME.json: what prepare.py knows of the shards beside it. Shards of other programs need no such file."""
 
 import glob
 import json
@@ -30,11 +30,11 @@ def read_facts(folder: Path) -> dict:
     except FileNotFoundError:
         raise UserError(f"{name}: no {path.name}; if an older prepare.py made it, its documents are in the order of"
                         f" the files' names, and a model learns less; make it again: {remake}") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{path.name} is damaged ({error}); make it again: {remake}") from None
     if order != ORDER:
         raise UserError(f"{name}: another version of prepare.py made it; make it again: {remake}")
-    there = {path.name for path in folder.glob(f"{glob.escape(name)}_*_*.bin")}
+    there = {path.name for part in ("train", "val") for path in folder.glob(f"{glob.escape(name)}_{part}_*.bin")}
     if wrong := sorted(there ^ set(shards)):
         raise UserError(f"{wrong[0]} {'is of another build' if wrong[0] in there else 'is missing'}; make it"
                         f" again: {remake}")

@@ -335,6 +335,7 @@ class Loader:
         """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
         starts and lengths of the documents)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
+        planned = []
         while index < len(self.plans):
             plan, now, rows = self.plans[index], part, []
             tokens, max_doc_len = plan.micro_batch_tokens, plan.max_doc_len
@@ -356,7 +357,10 @@ class Loader:
                 rows.append((current, starts, lengths))
             last_part = self.config.system.micro_batches // self.rt.world - 1
             index, part = (index, part + 1) if part < last_part else (index + 1, 0)
-            yield rows, plan, now, {"index": index, "part": part, "shard": shard, "cursor": cursor}
+            planned.append((rows, plan, now, {"index": index, "part": part, "shard": shard, "cursor": cursor}))
+            if part == 0:  # an error in the data comes before the first micro-batch of a step, where a run can be saved
+                yield from planned
+                planned = []
 
     def _batch(self, shard, starts, lengths, plan, part, routed):
         """(Batch on the device, event after its copies or None) of the packed documents. K2."""

@@ -5,10 +5,10 @@
     python data/prepare.py text PATH --out NAME  your text files or folders; prints the command that trains on them
     python data/prepare.py stdlib                bytes of Python's own library: 9 MB of text, no network, no options
 
-prepare.py cuts texts at line ends into documents of about 1000 tokens of GPT-2 or 400 bytes, because the loader uses
-only the beginning of a longer document. The shards are in data/fineweb10B, data/NAME and data/stdlib of this folder,
-or of DATA_PATH. A shard gets its name when it is finished and verified. After an interruption or damage, run the same
-command again.
+prepare.py cuts texts into documents of about 1000 tokens of GPT-2 or 400 bytes, because the loader uses only the
+beginning of a longer document, and shuffles them: equal files give equal shards everywhere. The shards are in
+data/fineweb10B, data/NAME and data/stdlib of this folder, or of DATA_PATH. They get their names when all are finished
+and verified. After an interruption or damage, run the same command again.
 """
 import argparse
 import array
@@ -37,7 +37,9 @@ require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
 
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
+from data.run.disk import user_path  # noqa: E402
 from data.run.errors import UserError, user_error  # noqa: E402
+from data.run.program import run_program  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402
@@ -53,7 +55,7 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 DOCUMENT_TOKENS = {GPT2_SEPARATOR: 900, BYTE_SEPARATOR: 350}
 STDLIB_CHARACTERS = 1000, 4000  # the library has more text than a run takes, and losses stay comparable
 WHOLE_FILES = 20  # so many files make validation by whole files representative
-END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>(?<![^\r\n]<\|endoftext\|>)[ \t]*(?:\r\n?|\n|\Z)")  # a line of its own
+END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>[ \t]*(?:\r\n?|\n|\Z)")  # if only blanks stand before it in its line
 WHITE_SPACE = re.compile(r"\s")
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
@@ -190,8 +192,8 @@ def training_command(name: str, made: Path, separator: int, train: list[np.ndarr
             note = "; several GPUs make no sample"
         except UserError:  # too few steps, since a step is larger on several GPUs
             start = "NPROC=1 "
-    if "DATA_PATH" in os.environ:
-        note += f"; it needs DATA_PATH={shlex.quote(os.environ['DATA_PATH'])}"
+    if os.environ.get("DATA_PATH"):
+        start += f"DATA_PATH={shlex.quote(str(data_root()))} "
     command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
     return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
 
@@ -308,7 +310,8 @@ def walk(root: Path, notices: Notices, skip=frozenset()):
     found, entered = [], {os.path.realpath(root)}
 
     def name_of(path):
-        return Path(path).relative_to(root).as_posix()
+        # The bytes of the name, whatever the locale: the order of documents depends on it.
+        return os.fsencode(Path(path).relative_to(root).as_posix()).decode("utf-8", "surrogateescape")
 
     def enter(folder, name):
         path = os.path.join(folder, name)
@@ -332,6 +335,17 @@ class NotText(Exception):
     """The kind of notice about a file that is no text."""
 
 
+def split_documents(text: str) -> list[str]:
+    """The texts that lines <|endoftext|> end, then the rest."""
+    parts, start = [], 0
+    for mark in END_OF_DOCUMENT.finditer(text):
+        before = text[start:mark.start()].rstrip(" \t")
+        if not before or before[-1] in "\r\n":
+            parts.append(before)
+            start = mark.end()
+    return [*parts, text[start:]]
+
+
 def read_plain(path: Path):
     """Yields (text, whether a document ends behind it) of a text file, about a million characters at a time.
 
@@ -342,7 +356,7 @@ def read_plain(path: Path):
             while block := file.read(2**20) + file.readline(2**16):
                 if "\0" in block:
                     raise NotText("skipped {} files with NULs (binary, or UTF-16)")
-                *ended, rest = END_OF_DOCUMENT.split(block)
+                *ended, rest = split_documents(block)
                 yield from ((text if text.strip() else "", True) for text in ended)
                 yield rest, False
     except UnicodeDecodeError:
@@ -365,7 +379,7 @@ def read_json(path: Path):
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 yield None, True
                 continue
-            yield from ((part, True) for part in END_OF_DOCUMENT.split(text) if part.strip())
+            yield from ((part, True) for part in split_documents(text) if part.strip())
 
 
 def is_json(path: Path) -> bool:
@@ -395,7 +409,7 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
         try:
             if json_lines := is_json(path):
                 size, good, bad, _ = read(key, read_json)
-                if good > bad:
+                if good:
                     found[key], texts = (size, read_json), texts + good
                     if bad:
                         notices.add("skipped {} lines of JSON without a text in the field `text`", key, bad)
@@ -406,8 +420,7 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
                 continue
             found[key], ends = (size, read_plain), ends + marks
             if json_lines:
-                notices.add("{} files of JSON have no texts in a field `text` of their lines and are taken as they are",
-                            key)
+                notices.add("took {} files of JSON as they are, for no line has a text in a field `text`", key)
         except NotText as kind:
             notices.add(str(kind), key)
         except OSError:
@@ -489,7 +502,7 @@ def cut(parts, size):
             after, end = start + least, start + most
             if (line := rest.find("\n", after, end + 1)) >= 0 or (line := rest.find("\r", after, end + 1)) >= 0:
                 end = line + 1
-            elif space := WHITE_SPACE.search(rest, after, end + 1):
+            elif end < len(rest) and (space := WHITE_SPACE.search(rest, after, end + 1)):
                 end = space.end()
             end += rest[end - 1:end + 1] == "\r\n"
             yield rest[start:end]
@@ -506,7 +519,7 @@ class Part:
 
     def __init__(self, prefix: Path, number: int, limit: int):
         self.prefix, self.number, self.limit = prefix, number, limit
-        self.lengths = {}  # path of each shard -> lengths of its documents in tokens, uint16: the largest stands for more
+        self.lengths = {}  # path of each shard -> lengths of its documents, uint16: tokens, the largest stands for more
         self.counts = np.zeros(2**16, np.int64)  # of each token
         self.tokens = self.room = 0
         self.path, self.pending = None, []
@@ -532,7 +545,7 @@ class Part:
             self.flush()
 
     def flush(self) -> None:
-        tokens, self.pending = np.concatenate(self.pending or [np.empty(0, "<u2")]), []
+        tokens, self.pending = np.concatenate([np.empty(0, "<u2"), *self.pending]), []
         self.counts += np.bincount(tokens, minlength=2**16)
         self.write("ab", tokens)
 
@@ -585,15 +598,16 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
           check=None):
     """Makes the shards of data/NAME from `files`, {relative name: path}, and returns what `check` returns.
 
-    Training documents have the order of a hash of their file's name and their number in it. size: as `document_size`
-    makes it. check(name, folder, separator, lengths of the documents of all training shards, of all validation shards) may
-    refuse the shards, before they replace older ones. Raises UserError when there is too little text.
+    Training documents have the order of a hash of their file's name and their number in it. size: what `document_size`
+    returns; check: a function like `training_command`, which may refuse the shards before they replace older ones.
+    Raises UserError when there is too little text.
     """
     found = survey(files)
     encode, separator = load_tokenizer(tokenizer)
     sizes = {key: count for key, (count, _) in found.items()}
     val, total, few = split(sizes, val_fraction), sum(sizes.values()), len(sizes) < WHOLE_FILES
-    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= 4 * val_fraction * total:
+    most = min(4 * val_fraction, (1 + val_fraction) / 2) * total
+    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= most:
         val = set()
     folder = folder_of(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -608,9 +622,9 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
                 _, reader = found[key]
                 # A file system may store an accent as a character of its own.
                 stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
-                sizes = size or document_size(encode, DOCUMENT_TOKENS[separator])
+                length = size or document_size(encode, DOCUMENT_TOKENS[separator])
                 try:
-                    for i, document in enumerate(cut(reader(files[key]), sizes)):
+                    for i, document in enumerate(cut(reader(files[key]), length)):
                         ids = encode(document)
                         tokens = np.empty(1 + len(ids), "<u2")
                         tokens[0], tokens[1:] = separator, ids
@@ -638,8 +652,8 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
             why = f"there are fewer than {WHOLE_FILES} files" if few else "whole files do not make up this share"
             chosen = f"{sum(map(len, lengths[1])):,} documents of all files, chosen by a hash, since {why}"
         entropy, loss = unigram(parts["train"].counts, parts["val"].counts, separator + 1)
-        facts = {"order": ORDER, "separator": separator, "documents": sum(map(len, sum(lengths, []))), "validation": chosen,
-                 "train": parts["train"].sizes(), "val": parts["val"].sizes(),
+        facts = {"order": ORDER, "separator": separator, "documents": sum(map(len, sum(lengths, []))),
+                 "validation": chosen, **{key: part.sizes() for key, part in parts.items()},
                  "unigram_entropy": round(entropy, 6), "unigram_loss": round(loss, 6)}
         install(made, folder, facts)
     report(folder, facts)
@@ -661,7 +675,7 @@ def install(made: Path, folder: Path, facts: dict) -> None:
         os.replace(made / name, folder / name)
 
 
-def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
+def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
     if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag"):
@@ -671,10 +685,11 @@ def text(paths: list[Path], out: str, val_fraction: float, shard_tokens: int, to
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
     files, known, notices = {}, set(), Notices()
-    for root in paths:
-        if not os.path.exists(root):
-            raise UserError(f"{root}: no such file or folder")
-        for key, path in walk(root, notices) if os.path.isdir(root) else [(root.name, root)]:
+    for given in paths:
+        root = user_path(given)
+        if not given or not os.path.exists(root):
+            raise UserError(f"{given or 'an empty path'}: no such file or folder")
+        for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
                 dead = os.path.islink(path) and not os.path.exists(path)
                 notices.add("skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)",
@@ -727,7 +742,7 @@ def main(argv: list[str]) -> int:
                          help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
     command = commands.add_parser("text", help="tokenise text files")
     command.set_defaults(run=text)
-    command.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
+    command.add_argument("paths", nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
     command.add_argument("--val-fraction", type=float, default=0.05,
                          help="share of the text for validation (default %(default)s)")
@@ -739,6 +754,9 @@ def main(argv: list[str]) -> int:
     args = vars(parser.parse_args(argv))
     try:
         args.pop("run")(**args)
+        sys.stdout.flush()  # into a pipe that may be closed, or on a full disk
+    except BrokenPipeError:  # of the output, not of a file
+        raise
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -749,7 +767,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the name of a file
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(status)  # torch would take another 0.13 GB of memory to end
+    run_program(main)  # a normal end would take another 0.13 GB of memory for torch

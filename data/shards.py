@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import re
+import stat
 import sys
 import threading
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.run.disk import ROOT
+from data.run.disk import ROOT, user_path
 from data.run.errors import UserError, user_error
 
 
@@ -84,8 +85,8 @@ def digest(path: Path, look=None) -> str:
 
 
 def data_root() -> Path:
-    """The folder to which patterns are relative."""
-    return Path(os.environ.get("DATA_PATH") or ROOT)
+    """The folder to which patterns are relative, an absolute path."""
+    return user_path(os.environ.get("DATA_PATH") or ROOT).absolute()
 
 
 def matching_files(pattern: str) -> list[Path]:
@@ -98,7 +99,7 @@ def find_files(pattern: str) -> list[Path]:
     """`matching_files`. Raises UserError when there are none."""
     files = matching_files(pattern)
     if not files:
-        raise UserError(f"no files match {data_root() / pattern}; fetch or build data with data/prepare.py,"
+        raise UserError(f"no files match {data_root() / user_path(pattern)}; fetch or build data with data/prepare.py,"
                         " or run ./run.sh")
     return files
 
@@ -106,12 +107,17 @@ def find_files(pattern: str) -> list[Path]:
 def missing_between(files: list[Path]) -> list[str]:
     """Names of files that do not exist, although their names would count on from one of the files to another one."""
     series = {}  # (what is before a number, what is behind it) -> {number: its text}
-    for path in files:
-        for match in re.finditer(r"(?<!\d)\d{1,6}(?!\d)", path.name):  # a longer number is a date, for example
-            around = f"{path.parent}/{path.name[:match.start()]}", path.name[match.end():]
-            series.setdefault(around, {})[int(match[0])] = match[0]
+    places = {path: [(f"{path.parent}/{path.name[:match.start()]}", path.name[match.end():], match[0])
+                     for match in re.finditer(r"(?<!\d)\d{1,6}(?!\d)", path.name)]  # a longer number is a date
+              for path in files}
+    for *around, number in (place for found in places.values() for place in found):
+        series.setdefault(tuple(around), {})[int(number)] = number
+    # Of several numbers in a name, that with the most values counts the shards.
+    counting = {max((place[:2] for place in reversed(found)), key=lambda around: len(series[around]))
+                for found in places.values() if found}
     missing = []
-    for (before, behind), numbers in series.items():
+    for before, behind in sorted(counting):
+        numbers = series[before, behind]
         for number in sorted({*range(min(numbers), max(numbers))} - {*numbers}):
             path = Path(f"{before}{number:0{len(numbers[min(numbers)])}}{behind}")
             missing += [path.name] * (not path.exists())
@@ -119,10 +125,13 @@ def missing_between(files: list[Path]) -> list[str]:
 
 
 def stamp(path: Path):
-    """(bytes, time of the last change in ns, inode) of a file; None if it is gone. Other bytes have another stamp."""
+    """(bytes, time of the last change in ns, inode) of a file; None if there is no regular file. Other bytes have
+    another stamp."""
     try:
         found = os.stat(path)
     except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):  # a pipe, which nobody can read without waiting
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
 
@@ -173,6 +182,7 @@ class Shards:
             largest, separated, skip = (max(largest, int(tokens.max(initial=0))),
                                         separated or bool((tokens == self.vocab_size - 1).any()), 0)
         try:
+            self.require_same(path)
             found = digest(path, look)
             self.require_same(path)
             self.digests[path] = found

@@ -8,12 +8,15 @@
     python records/compare.py --help                                     the options
 
 A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; logs without a label join the group
-before them. The program reads the logs of train_gpt.py and of the public speedrun, which have the same step lines after
-the sources. It names runs without a last step, and files with two mixed runs, and leaves them out of all numbers.
+before them. The program reads the logs of train_gpt.py and of the public speedrun, which have step lines after the
+sources. It names runs without a last step, and files with two mixed runs, and leaves them out of all numbers. It counts
+a copy of a log once, and names it.
 
 sd is the standard deviation over runs (n - 1), ± half the 95 % confidence interval of the mean. p(loss ≤ target) is
 the speedrun's one-sided t-test: the chance of losses this low if their true mean were the target. Welch's two-sided
-t-test compares groups.
+t-test compares groups. Where two or more seeds are in both groups, a line "by seed" has the mean difference of a seed
+and Student's t-test of these differences (pairs - 1 degrees of freedom; the mean counts if a group has a seed twice). A
+seed shifts both groups alike, so this test often tells more. Choose one of the two before you see them.
 
 --exchange=SHORT,LONG says what a change is worth in tokens and in seconds. SHORT and LONG are two groups with the same
 settings and different lengths. They give the exchange rate, which is the loss that one e-fold of tokens saves, and the
@@ -38,12 +41,14 @@ Needs only Python's standard library.
 import argparse
 import difflib
 import glob
+import hashlib
 import math
 import os
 import re
 import shutil
 import sys
-from collections import Counter
+import textwrap
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -78,11 +83,13 @@ MACHINE = {
     "python": r"Running Python (\S+)", "torch": r"Running [Pp]y[Tt]orch (\S+)", "cuda": r"compiled for CUDA (\S+)",
     "triton": r"Running Triton version (\S+)", "driver": r"Driver Version: (\S+)"}
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
-# The public logs of 2024 also have a training loss, and nan for the average of the first steps.
-STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:\S+)? train_time:(\d+)ms"
-                  r" step_avg:(?:[\d.]+|nan|inf)ms")
+# In our logs, a line of the loss comes before the line of the time. The public logs, and ours of before, have both on
+# one line. The public logs of 2024 also have nan for the average of the first steps.
+LOSS = re.compile(r"step:(\d+)/(\d+) (val|train)_loss:([\d.]+|nan|inf)$")
+STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:([\d.]+|nan|inf))?"
+                  r" train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
-                   r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
+                   r"|(Compiling|Sampling|train_loss:|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
                    r"|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:|warning:|checkpoint:"
                    r"|resumed:|size:|plot:|compiled layers:|error:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
@@ -98,9 +105,11 @@ class Run:
     facts: dict[str, str] = field(default_factory=dict)  # settings, machine, kernel choices
     total: int = 0  # steps of the whole run
     losses: dict[int, float] = field(default_factory=dict)  # step -> validation loss
+    training: dict[int, float] = field(default_factory=dict)  # step -> training loss, which older logs lack
     seconds: dict[int, float] = field(default_factory=dict)  # step -> time inside the clock at validations
     ms: dict[int, float] = field(default_factory=dict)  # step -> clock at training lines, which the host writes early
     tokens: int = 0  # training tokens; 0 if the log does not say
+    content: str = ""  # SHA-256 of the text of the log, whatever its line ends
     notes: list[str] = field(default_factory=list)  # problems of the log
     finished: bool = False
 
@@ -124,7 +133,8 @@ def read_run(path: Path) -> Run:
     if b"\0" in data[:4096]:
         raise UserError(f"{path}: not a log but binary data")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
-    run = Run(re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem), path)  # the first eight digits of a UUID
+    name = re.sub(r"([0-9a-f]{8})-[0-9a-f-]{27}", r"\1", path.stem)  # the first eight digits of a UUID
+    run = Run(name, path, content=hashlib.sha256(text.strip().encode()).hexdigest())
     headers, body = list(HEADER.finditer(text)), 0
     if headers:
         run.source = text[:headers[-1].start()].removeprefix("=" * 100 + "\n")
@@ -134,7 +144,7 @@ def read_run(path: Path) -> Run:
         run.facts["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(GPU.findall(machine)).items()) or "none"
         run.facts |= re.findall(r"^([\w.]+): ?(.*)$", sections["settings"] or "", re.M)
 
-    unread, misfits = [], []
+    unread, misfits, pending = [], [], None
     lines = TRACE.sub(lambda match: "\n" * match[0].count("\n"), text[body:]).split("\n")
     for number, line in enumerate(lines, 1 + text.count("\n", 0, body)):
         if line == "sample:":  # generated text may look like step lines; no steps follow it
@@ -143,10 +153,15 @@ def read_run(path: Path) -> Run:
             run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
         elif line.startswith(("length: ", "shards: ")):  # what --minutes has chosen, and checksums
             run.facts |= dict(pair.split("=", 1) for pair in line.split()[1:] if "=" in pair)
+        elif found := LOSS.search(line):
+            pending = found
+            continue
         elif "step:" in STEP.sub("", line) or not (STEP.search(line) or OTHER.match(line)):
             unread.append(f"{number} '{line.strip()[:60]}'")
-        for step, total, loss, ms in STEP.findall(line):
-            step, total, ms = int(step), int(total), int(ms)
+        for step, total, loss, trained, ms in STEP.findall(line):
+            if pending and pending.groups()[:2] == (step, total) and not loss + trained:
+                loss, trained = (pending[4], "") if pending[3] == "val" else ("", pending[4])
+            step, total, ms, pending = int(step), int(total), int(ms), None
             if step in (run.losses if loss else run.ms) or run.total not in (0, total):
                 misfits.append(number)
                 continue
@@ -155,6 +170,8 @@ def read_run(path: Path) -> Run:
                 run.losses[step], run.seconds[step] = float(loss), ms / 1000
             if not loss or step == 0:
                 run.ms[step] = ms
+            if trained:
+                run.training[step] = float(trained)
     if not headers and len(unread) >= len(run.ms) + len(run.losses):
         raise UserError(f"{path}: not the log of a run"
                         " (few or no lines like 'step:1/1490 train_time:80ms step_avg:79.63ms')")
@@ -177,13 +194,15 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def read_groups(arguments) -> dict[str, list[Run]]:
-    """{label: runs} of [label=]log arguments. Raises UserError."""
-    groups, label, seen = {}, "runs", set()
+def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
+    """{label: runs} of [label=]log arguments, without logs that are copies of others, unless `copies`. Raises
+    UserError."""
+    groups, label, seen, again = {}, "runs", {}, {}
     for argument in arguments:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
         if match and not Path(argument).exists():
             label, argument = match.groups()
+        argument = os.path.expanduser(argument)
         if Path(argument).is_dir() and argument:
             paths = sorted(path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log"))
         elif Path(argument).is_file():
@@ -193,10 +212,14 @@ def read_groups(arguments) -> dict[str, list[Run]]:
         if not paths:
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
         for path in paths:
-            if path.resolve() in seen:
-                raise UserError(f"{path}: named twice, but a run counts once")
-            seen.add(path.resolve())
-            groups.setdefault(label, []).append(read_run(path))
+            run, group = read_run(path), groups.setdefault(label, [])
+            if (first := seen.setdefault(run.content, run)) is run or copies:
+                group.append(run)
+            else:
+                again[label] = f"{path} is the same log as {first.path}, and a run counts once"
+                first.notes.append(again[label])
+    if empty := [label for label, runs in groups.items() if not runs]:
+        raise UserError(f"{empty[0]}: {again[empty[0]]}")
     return groups
 
 
@@ -295,6 +318,15 @@ def estimate(value: float, *parts: tuple[float, float]) -> Estimate:
 def welch(old: Sample, new: Sample) -> Estimate:
     """Difference of the means, new - old."""
     return estimate(new.mean - old.mean, old.part, new.part)
+
+
+def by_seed(old: list[Run], new: list[Run], what: str) -> tuple[int, Estimate]:
+    """Number of seeds in both groups, and the mean difference new - old of the values `what` of a seed."""
+    values = defaultdict(lambda: ([], []))
+    for side, run in [*product([0], old), *product([1], new)]:
+        values[run.facts.get("seed")][side].append(getattr(run, what))
+    found = sample(mean(theirs) - mean(ours) for seed, (ours, theirs) in values.items() if seed and ours and theirs)
+    return found.n, estimate(found.mean, found.part)
 
 
 def enough(p_of_n, level: float) -> str:
@@ -418,14 +450,17 @@ def seconds_to(run: Run, loss: float) -> float:
 
 
 def divergence(old: Run, new: Run) -> str:
-    """A line about the step from which the losses of two runs differ."""
-    common = sorted(old.losses.keys() & new.losses.keys())
-    equal = next((i for i, step in enumerate(common) if old.losses[step] != new.losses[step]), len(common))
+    """A line about the step from which the losses of two runs differ, in training if both logs have them."""
+    kind, ours, theirs = "training losses", old.training, new.training
+    if not (ours and theirs):
+        kind, ours, theirs = "losses", old.losses, new.losses
+    common = sorted(ours.keys() & theirs.keys())
+    equal = next((i for i, step in enumerate(common) if ours[step] != theirs[step]), len(common))
     words = [f"equal up to step {common[equal - 1]}"] if equal else []
     if equal < len(common):
         step = common[equal]
-        words.append(f"apart from step {step} on ({old.losses[step]:.4f} and {new.losses[step]:.4f})")
-    return f"{old.name} and {new.name}: losses {', '.join(words) or 'at no common step'}"
+        words.append(f"apart from step {step} on ({ours[step]:.4f} and {theirs[step]:.4f})")
+    return f"{old.name} and {new.name}: {kind} {', '.join(words) or 'at no common step'}"
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
@@ -571,9 +606,13 @@ def report(groups, target, markdown, names=None) -> str:
     differences = [["difference", "", "95 % interval", "p"]]
     for label, (what, (digits, values)) in product(others, finals.items()):
         old, new = sample(values[base]), sample(values[label])
-        value, half, p = welch(old, new)
-        interval = " to ".join(number(value + edge, digits, "+") for edge in (-half, half))
-        differences.append([f"{label} − {base}, {what}", number(value, digits, "+"), interval, chance(p)])
+        pairs_of_seed, paired = by_seed(used[base], used[label], what.removesuffix(" s"))
+        tests = {f"{label} − {base}, {what}": (difference := welch(old, new))}
+        tests |= {f"  by seed, {pairs_of_seed} pairs": paired} if pairs_of_seed > 1 else {}
+        for name, (value, half, p) in tests.items():
+            interval = " to ".join(number(value + edge, digits, "+") for edge in (-half, half))
+            differences.append([name, number(value, digits, "+"), interval, chance(p)])
+        value, _, p = difference
         if p >= CHANCE:
             required = enough(lambda n: welch(old._replace(n=n), new._replace(n=n)).p, CHANCE)
             warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell"
@@ -620,15 +659,23 @@ def report(groups, target, markdown, names=None) -> str:
 
 
 def diff(groups, markdown) -> str:
-    """The changed settings and the diff of the sources of two logs. Raises UserError for another number of logs."""
+    """The changed settings and the diff of the sources of two logs. Below the table, in lines as wide as the terminal:
+    the command, and rows for which the table is too narrow. Raises UserError for another number of logs."""
     if len(found := pairs(groups)) != 1:
         raise UserError("--diff takes two logs, or two groups, of which it takes one log each")
     (old, new), = found
     lines = list(difflib.unified_diff(old.source.split("\n"), new.source.split("\n"), old.name, new.name, lineterm=""))
     source = "\n".join(["```diff", *lines, "```"] if markdown else lines) if lines else "the sources are equal"
-    rows = changes(old, new)
-    facts = table([["", old.name, new.name], *rows], markdown) if rows else "settings and machine are equal"
-    return f"{facts}\n\n{source}"
+    changed, width = changes(old, new), shutil.get_terminal_size((120, 24)).columns
+    rows = [row for row in changed if markdown or row[0] != "command"]
+    titles = ["", old.name, new.name]
+    while rows and not markdown and sum(max(map(len, column)) for column in zip(titles, *rows)) + 4 > width:
+        rows.remove(max(rows, key=lambda row: len("".join(row))))
+    parts = [table([titles, *rows], markdown)] if rows else []
+    for key, *values in [row for row in changed if row not in rows]:
+        parts.append("\n".join([key, *(line for sign, value in zip("-+", values) for line in textwrap.wrap(
+            value, width, initial_indent=f"{sign} ", subsequent_indent="  ", break_on_hyphens=False) or [sign])]))
+    return "\n\n".join([*(parts or ["settings and machine are equal"]), source])
 
 
 # ---- The folder of a record ------------------------------------------------------------------------------------------
@@ -784,6 +831,10 @@ def plot(path: Path, groups, target, dots=()):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
+def user_path(text):
+    return Path(os.path.expanduser(text))
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
@@ -798,8 +849,8 @@ def parse(argv):
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
-    parser.add_argument("--folder", type=Path, help="also write the folder of a record for the track; it must be new")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw loss by step and by time: .svg")
+    parser.add_argument("--folder", type=user_path, help="also write the folder of a record for the track; it must be new")
+    parser.add_argument("--plot", type=user_path, metavar="FILE", help="also draw loss by step and by time: .svg")
     parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
                         help="a result without a log, as a dot in the plot")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
@@ -821,7 +872,7 @@ def parse(argv):
 def main(argv) -> int:
     try:
         args = parse(argv)
-        groups = read_groups(args.logs)
+        groups = read_groups(args.logs, copies=args.diff)
         target = args.target or track_target(groups)
         text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
         if args.plot:
@@ -832,11 +883,12 @@ def main(argv) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # | head
+    except BrokenPipeError:  # | head; all is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
-    sys.exit(main(sys.argv[1:]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from data.run.program import run_program
+    run_program(main)

@@ -15,14 +15,19 @@ import urllib.request
 from itertools import accumulate
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.run.cores import choose_waiting
+from data.run.program import run_program
+
+if __name__ == "__main__":  # before torch is imported
+    choose_waiting(sys.argv[1:])
+
 import numpy as np
 import torch
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 import triton_kernels as kernels
 from data.loader import ValidationData
-from data.run.disk import atomic_write
+from data.run.disk import atomic_write, user_path
 from data.run.errors import UserError
 from data.run.knobs import flatten, read_options, render
 from data.run.machine import Runtime
@@ -90,7 +95,7 @@ def fetch_hellaswag() -> Path:
 def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
     """(context, four endings, index of the right ending) of every line of JSON. Raises UserError for another format."""
     try:
-        text = Path(path).read_text(encoding="utf-8").removesuffix("\n")
+        text = user_path(path).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
     examples = []
@@ -176,7 +181,7 @@ def export(model, config, path):
     header["__metadata__"] = {key: render(value) for key, value in flatten(config).items()}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with atomic_write(Path(path)) as file:
+    with atomic_write(user_path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in weights.values():
             file.write(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
@@ -215,5 +220,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

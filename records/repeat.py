@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.run.disk import ROOT, compiled_folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.run.disk import ROOT, compiled_folder, user_path
+from data.run.program import run_program
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 # Arguments that tell ./run.sh which data the run reads, and how much.
@@ -100,7 +100,7 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))  # as CUDA does
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, encoding="utf-8").stdout
     except OSError:
         return []
     return re.findall(r"^GPU (\d+)", listed, re.M)
@@ -146,7 +146,7 @@ class Run:
         """Starts ./run.sh. With `env` the run is parallel: it has its own process group and prints nothing;
         self.errors keeps its stderr."""
         folders = [argument.partition("=")[2] for argument in self.arguments if argument.startswith("--log_dir=")]
-        self.folder, self.errors = Path(folders[-1]), tempfile.TemporaryFile()
+        self.folder, self.errors = user_path(folders[-1]), tempfile.TemporaryFile()
         self.before = set((ROOT / self.folder).glob("*.txt"))
         command = ["./run.sh", f"--run_label={self.label}", f"--seed={self.seed}", *self.arguments]
         null = subprocess.DEVNULL
@@ -165,7 +165,7 @@ class Run:
         self.errors.close()
         new = set((ROOT / self.folder).glob("*.txt")) - self.before if code == 0 else ()
         for path in new:  # another program may train this label with other seeds
-            text = path.read_text(errors="replace")
+            text = path.read_text(encoding="utf-8", errors="replace")
             started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
             if started and "\nfinal_val_loss: " in text:  # else it ran out of memory and started again
                 self.log = self.folder / path.name
@@ -243,4 +243,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

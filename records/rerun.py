@@ -14,6 +14,7 @@ The exit status is 0 when the rerun finishes, whatever its losses are; otherwise
 """
 
 import glob
+import json
 import math
 import os
 import re
@@ -24,11 +25,11 @@ import tempfile
 from itertools import takewhile
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.run.disk import ROOT
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.run.disk import ROOT, user_path
 from data.run.errors import UserError
 from data.run.knobs import read_arguments
+from data.run.program import run_program
 from records import compare
 from records.compare import Run
 
@@ -40,11 +41,19 @@ LEFT_OUT = "save", "save_every", "resume", "profile", "plot", "sample_tokens"  #
 # The log may not contain the code for the first four of these settings, and its run has a length.
 REFUSED = "preset", "resume", "profile", "sample_tokens", "minutes", "train_tokens"
 DIFFER_ANYWAY = {*LEFT_OUT, "run_label", "log_dir", "command", "commit"}
-# Variables of torchrun, devices of the network, folders and files: no loss depends on them.
-OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|HOME|PATH|FILE))")
+# Variables of torchrun, devices of the network, folders and files, how threads wait: no loss depends on them.
+OF_MACHINE = re.compile(r"env\.(TORCHELASTIC_.*|NCCL_(SOCKET|IB|NET)_.*|.*_(DIR|HOME|PATH|FILE)|OMP_WAIT_POLICY)")
 
 
 # ---- From the log ----------------------------------------------------------------------------------------------------
+
+def value_of(text) -> str:
+    """A setting as the trainer had it: `quoted` of data/run/log.py writes some as JSON. Older logs have none."""
+    try:
+        return json.loads(text) if text.startswith('"') else text
+    except ValueError:
+        return text
+
 
 def title(name) -> str:
     """The title before the text of a file, as `write_header` of data/run/log.py writes it."""
@@ -84,14 +93,14 @@ def settings(run: Run, overrides) -> dict[str, str]:
     """The knobs of the rerun: the log's knobs with the user's overrides."""
     keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels, then SHA-256
     first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS[:2] or key.startswith("env."))
-    knobs = {key: run.facts[key] for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
+    knobs = {key: value_of(run.facts[key]) for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
     begun = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0"}  # else those of the checkpoint
     begun = {key: value for key, value in begun.items() if run.facts.get("init_from") and key in knobs}
-    knobs = {key: value for key, value in knobs.items() if key not in LEFT_OUT and key not in overrides}
+    knobs = {key: value for key, value in knobs.items() if value and key not in LEFT_OUT and key not in overrides}
     knobs |= begun | overrides
     # A relative path would lead into the temporary folder.
-    return knobs | {key: str(ROOT / knobs[key]) for key in ("log_dir", "init_from") if knobs.get(key)}
+    return knobs | {key: str(ROOT / user_path(knobs[key])) for key in ("log_dir", "init_from") if knobs.get(key)}
 
 
 def environment(run: Run) -> dict[str, str]:
@@ -99,8 +108,9 @@ def environment(run: Run) -> dict[str, str]:
     env = dict(os.environ)
     for key, value in run.facts.items():
         if key.startswith("env.") and not OF_MACHINE.fullmatch(key) and "/" not in value:
-            env[key.removeprefix("env.")] = value
-    env["DATA_PATH"] = os.path.abspath(env.get("DATA_PATH") or ROOT)
+            env[key.removeprefix("env.")] = value_of(value)
+    env["DATA_PATH"] = os.path.abspath(user_path(env.get("DATA_PATH") or ROOT))
+    env.pop("PYTHONSAFEPATH", None)  # older code needs its folder on the path
     # A module that is missing in the log must not come from this repository.
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
     return env | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -205,7 +215,7 @@ def parse(argv) -> tuple[Path, dict[str, str]]:
     overrides = read_arguments(argv[1:])
     if refused := [f"--{key}" for key in REFUSED if key in overrides]:
         raise UserError(f"{', '.join(refused)}: a rerun has the settings of the log and only trains; leave it out")
-    return Path(argv[0]), overrides
+    return user_path(argv[0]), overrides
 
 
 def main(argv) -> int:
@@ -220,5 +230,4 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

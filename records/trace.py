@@ -15,6 +15,7 @@ recording; main. work.py has the bytes and operations of our kernels.
 
 import gzip
 import json
+import os
 import re
 import sys
 import zlib
@@ -25,9 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.run.disk import user_path
 from data.run.errors import one_line
+from data.run.program import run_program
 from records.work import WORK, calls, describe, plain
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
@@ -402,6 +404,8 @@ class Profiler:
         from torch.profiler import ProfilerActivity, profile  # reading a trace does not need torch
         self.loader_state = self.trainer.loader.state_dict()
         gpu = self.trainer.rt.device.type == "cuda"
+        if not gpu:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it prints an error about the missing GPU
         self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu], acc_events=True)
         self.profiler.start()
 
@@ -414,24 +418,29 @@ class Profiler:
         count = len(plans) * trainer.micro_steps
         batches = trainer.loader.replay(self.loader_state, count)
         log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
-        dist.broadcast_object_list(log)
+        if trainer.rt.world > 1:
+            dist.broadcast_object_list(log)
         path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
         trainer.log.line(report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
                                 trainer.head))
-        dist.barrier()
+        if trainer.rt.world > 1:
+            dist.barrier()
 
 
-def main(paths):
+def main(paths) -> int:
+    if not paths or "--help" in paths:
+        print(__doc__)
+        return int(not paths)
     for path in paths:
         try:
-            data = Path(path).read_bytes()
+            data = user_path(path).read_bytes()
             trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             print(f"{path}\n{table(analyse(trace))}\n")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
-            sys.exit(f"error: {path}: {one_line(error)}")
-    if not paths:
-        sys.exit(__doc__)
+            print(f"error: {path}: {one_line(error)}", file=sys.stderr)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main)

@@ -22,10 +22,10 @@ from data import loader as L
 from data.run import machine, start
 from data.run.arguments import leaves_rows_open
 from data.run.disk import keep_compiled
-from data.run.errors import UserError
+from data.run.errors import UserError, error_message
 from data.run.memory import (
     VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,
-    restart_with_more_micro_batches, state_bytes)
+    require_state, restart_with_more_micro_batches, state_bytes)
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C
@@ -118,7 +118,8 @@ def sizes(config):
 
 def checked(config, world):
     """The argument of the checks."""
-    return C.Run(config, world, T.param_table(config.model), {name: each.model for name, each in T.PRESETS.items()})
+    models = {name: preset.config.model for name, preset in T.PRESETS.items()}
+    return C.Run(config, world, T.param_table(config.model), models)
 
 
 def joined(text):
@@ -267,7 +268,7 @@ def test_check_reads_the_first_shards(check, folder):
         "not read: 1 shards from y_2.bin on; a run reads them while it starts"]
     with pytest.raises(UserError, match="y_2.bin: token 257"):
         start.read_shards(config, "train", 7202)
-    assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].model, 700).lengths.tolist() == [600, 100]
+    assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].config.model, 700).lengths.tolist() == [600, 100]
 
 
 def test_one_minimum_of_torch():
@@ -504,7 +505,7 @@ def test_micro_batches_that_divide():
 
 def test_too_little_memory(gpus, monkeypatch):
     """A warning, once per machine, since it is an estimate. What the advice names, helps. A start measures nothing."""
-    config = T.PRESETS["record"]
+    config = T.PRESETS["record"].config
     allocated, reserved = estimate_memory(config, sizes(config), 1)
     reserved += 850  # outside PyTorch
     gpus.free = int(reserved + 2)
@@ -521,6 +522,16 @@ def test_too_little_memory(gpus, monkeypatch):
     for rank, warning in ("0", f"warning: {found}\n"), ("1", ""):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert gpus.start() == (1, f"{warning}error: all checks passed\n")
+
+
+def test_a_model_larger_than_the_memory_of_the_machine():
+    """A CPU hands out memory that it does not have, and the kernel would end the run later without a word."""
+    config = T.parse_config(["--preset=cpu", "--model_dim=9600", "--layers=1000"])
+    with pytest.raises(UserError, match=r"^this machine has \d+ MiB, but weights, .* take \d+: .* a smaller --m"):
+        require_state(sizes(config), torch.device("cpu"), 1)
+    require_state(sizes(T.parse_config(["--preset=cpu"])), torch.device("cpu"), 1)
+    error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory")
+    assert error_message(error).startswith("out of memory: raise --micro_batches")
 
 
 def test_memory_of_the_ranks_for_few_rows():

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -111,7 +112,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
-    steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_time", run.text, re.M)]
+    steps = [int(at) for at in re.findall(r"^step:(\d+)/\d+ train_loss", run.text, re.M)]
     assert steps == list(range(step + 1, STEPS + 1))
     # The clock goes on, and the log says where.
     seconds = torch.load(base.saved[step], weights_only=True)["seconds"]
@@ -146,15 +147,21 @@ def moved(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("case", EXCHANGES)
-def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, case):
-    """Refused before the first step, also by --check. The knob goes on, and says so in the log."""
+def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, monkeypatch, case):
+    """Refused before the first step, which waits for the checksums, or before there is a log; also by --check. The knob
+    goes on, and says so in the log."""
     change, message = EXCHANGES[case]
+    waiting, inspect = threading.Event(), Shards.inspect
+    monkeypatch.setattr(Shards, "inspect", lambda self, path: waiting.wait(60) and inspect(self, path))
+    monkeypatch.setattr("data.run.start.wait", lambda *args: (waiting.set(), wait(*args)))
     change(moved.folder / f"{case.split()[0]}.bin")
     resume = f"--resume={base.saved[9]}", *LAST_ONLY
     fits = ["--val_tokens=768"] * (case == "val_2 gone")
     fails([*moved.args, f"--log_dir={tmp_path / 'a'}", *resume, *fits],
           f"--resume=.*9.pt: the shards are not those of the checkpoint: {message}; .* --other_data=true")
-    assert not any("\nstep:" in path.read_text() for path in (tmp_path / "a").glob("*"))
+    logs = [path.read_text() for path in (tmp_path / "a").glob("*.txt")]
+    assert len(logs) == (change is exchange) and not any("\nstep:" in text for text in logs)
+    waiting.set()
     if T.dist.is_initialized():
         T.dist.destroy_process_group()
     assert T.main(["--check", *moved.args, *resume, *fits]) == 1
@@ -183,15 +190,17 @@ def test_an_older_checkpoint_does_not_know_its_shards(corpus, base, tmp_path):
 
 def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_path, monkeypatch):
     """It waits for these only. Without a checksum, names and sizes are compared."""
-    inspect, ended = Shards.inspect, threading.Event()
+    inspect, asked, ended = Shards.inspect, threading.Event(), threading.Event()
     shutil.copy(moved.folder / "train_2.bin", moved.folder / "train_3.bin")
 
     def slow(self, path):
+        assert asked.wait(60)
         if path.name == "train_3.bin":
             assert ended.wait(60)
         return inspect(self, path)
     monkeypatch.setattr(Shards, "inspect", slow)
     monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
+    monkeypatch.setattr(T, "wait", lambda checks: (asked.set(), wait(checks)))
     monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
     early = train(moved, tmp_path / "a", "--save_every=1", "--keep=0")
     first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
@@ -222,6 +231,10 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     config = T.parse_config(begun)
     assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
     assert config.system.micro_batches == 0  # that of the checkpoint suited its batches and its GPU
+    old = load_checkpoint(first)["config"]["system"]  # what a run is called and keeps is its own
+    assert {key for key, value in vars(config.system).items() if value != old[key]} == {
+        "seed", "micro_batches", "init_from", "log_dir", "save_every", "keep"}
+    assert (config.system.log_dir, config.system.save_every, config.system.keep) == ("logs", 0, 2)
     plans = [T.make_plan(with_system(config, micro_batches=1), step) for step in range(9)]
     assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
     first.unlink()
@@ -242,7 +255,7 @@ def test_the_example_in_python(base, monkeypatch, capsys):
 @pytest.mark.parametrize("args, message", [
     (["--preset=cpu"], "the checkpoint brings its settings; leave out --preset=cpu"),
     (["--model_dim=96", "--seed=3"], "that model is another one; leave out --model_dim"),
-    (["--layer3.xsa=true", "--depth=4"], "that model is another one; leave out --layer3.xsa, --depth"),
+    (["--layer3.xsa=true"], "that model is another one; leave out --layer3.xsa"),
     (["--layers=4"], "that model is another one; leave out --layers")])
 def test_a_checkpoint_brings_the_model_of_a_new_run(base, args, message):
     with pytest.raises(UserError, match=f"^--init_from=.*state_step000011.pt: {message}$"):
@@ -388,7 +401,7 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
-    config, presets = T.PRESETS["cpu"], arguments.Presets(T.PRESETS, T.MADE_FOR, T.wire)
+    config, presets = T.PRESETS["cpu"].config, T.PRESETS
     assert arguments.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
     monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})

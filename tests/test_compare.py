@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +37,20 @@ def header(source="x = 1\n", kernels="torch", **facts):
 
 
 def steps(losses, ms=30):
-    """The lines of a run. losses: {step: validation loss}, the last step ends the run; ms: duration of a step."""
+    """The lines of a run. losses: {step: validation loss}, the last step ends the run; ms: duration of a step. The
+    training loss of step k is 5.k."""
     total, lines = max(losses), []
     for step in range(total + 1):
         times = f"train_time:{ms * step:.0f}ms step_avg:{ms:.2f}ms"
-        lines += [f"step:{step}/{total} {times}"] if step else []
-        lines += [f"step:{step}/{total} val_loss:{losses[step]:.4f} {times}"] if step in losses else []
+        lines += [f"train_loss:5.{step}000", times] if step else []
+        lines += [f"val_loss:{losses[step]:.4f}", times] if step in losses else []
+        lines = [line if line[0] == "s" else f"step:{step}/{total} {line}" for line in lines]
     return "\n".join(lines) + "\npeak memory allocated: 9 MiB reserved: 9 MiB\n"
+
+
+def older(text):
+    """Step lines as before November 28, 2026: the validation loss and the time on one line, no training loss."""
+    return re.sub(r"step:\S+ train_loss:.*\n|(?<=val_loss:\d.\d{4})\nstep:\S+", "", text)
 
 
 def made(losses, seconds=None, tokens=0, **facts):
@@ -105,15 +113,22 @@ def test_our_log():
         "hardware": "x86_64", "hardware_fp8": "no", "ranks": "1", "muon_lr": "0.023", "seed": "7", "resume": "",
         "kernels.XXT": "torch", "kernels.head": "float32"}
     assert run.source.startswith(fake) and run.source.endswith("y = 2\n\n")
+    assert run.training == {k: 5 + k / 10 for k in range(1, 6)} and run.seconds == {0: 0, 3: 0.09, 5: 0.15}
+    before = older(run.path.read_text())
+    assert "step:3/5 val_loss:4.5000 train_time:90ms step_avg" in before
+    older_run = read_run(write("older.txt", before))
+    for name in "losses", "seconds", "ms", "facts", "notes", "finished":
+        assert getattr(older_run, name) == getattr(run, name)
 
 
 @pytest.mark.parametrize("end, more, kept, note", [
     ("step:20/20 val_loss", "", 2, "it stopped at step 20 of 20"),
+    ("\nstep:20/20 train_time:600ms step_avg:30.00ms\npeak", "", 2, "it stopped at step 20 of 20"),  # 3.3 may be cut
     ("70ms step_avg:30.00ms\nstep:20/20 train", "", 2, "it stopped at step 18 of 20"),
     ("hardware_fp8", "", 0, "it stopped at step 0 of ?"),
     ("peak", "step:5/20 train_time:9ms step_avg:1.0ms\n", 3, "two runs are mixed"),
     ("peak", "step:21/30 train_time:9ms step_avg:1.0ms\n", 3, "two runs are mixed"),
-    ("step:20/20 val_loss", "step:20/20 val_loss:nan train_time:600ms step_avg:30.00ms\n", 3, "its loss is nan")])
+    ("step:20/20 val_loss", "step:20/20 val_loss:nan\nstep:20/20 train_time:600ms step_avg:30.00ms\n", 3, "its loss is nan")])
 def test_runs_that_do_not_count(end, more, kept, note):
     run = read_run(write("a.txt", (header() + steps({0: 10.8, 10: 4.0, 20: 3.3})).partition(end)[0], more))
     assert not run.finished and f"left out, {note}" in run.notes[-1] and len(run.losses) == kept
@@ -122,11 +137,12 @@ def test_runs_that_do_not_count(end, more, kept, note):
 def test_stray_and_broken_lines():
     """Lines of other programs, two joined lines, a prefix, no header. The notes name each unread line."""
     good = steps({0: 9.0, 4: 5.0}).splitlines()
-    good[1] = "[rank0] \x1b[K" + good[1]  # step 1
-    good[2] = good[2][:22] + good[3]  # step 3 cuts off step 2
-    run = read_run(write("a.txt", "\r\n".join([*good[:3], "UserWarning: foo", *good[4:], "step:x", "bar"])))
+    good[2] = "[rank0] \x1b[K" + good[2]  # the loss of step 1
+    good[5] = good[5][:22] + good[7]  # step 3 cuts off step 2
+    run = read_run(write("a.txt", "\r\n".join([*good[:6], "UserWarning: foo", *good[8:], "step:x", "bar"])))
     assert run.finished and run.losses == {0: 9.0, 4: 5.0} and run.ms == {0: 0, 1: 30, 3: 90, 4: 120}
-    assert run.notes == [f"4 line(s) not read: 3 '{good[2][:60]}', 4 'UserWarning: foo', 8 'step:x', ..."]
+    assert run.training == {1: 5.1, 4: 5.4}
+    assert run.notes == [f"4 line(s) not read: 6 '{good[5][:60]}', 7 'UserWarning: foo', 13 'step:x', ..."]
     assert compare.step_ms(run, 0, 4) == 30  # steps 1 and 4, because the lines before the others are missing
     assert math.isnan(compare.step_ms(run, 1, 3))
 
@@ -137,7 +153,7 @@ def test_stray_and_broken_lines():
     ("a.bin", "a.bin: not a log but binary data"), ("README.md", "README.md: not the log of a run (few or no lines"),
     ("", "the following arguments are required: [label=]log (see --help)"),
     ("a.txt --target=x", "--target: invalid float value: 'x'"),
-    ("a.txt x=empty/../a*.txt", "named twice, but a run counts once"),
+    ("a.txt x=empty/../a*.txt", "x: empty/../a.txt is the same log as a.txt, and a run counts once"),
     ("a.txt --diff", "--diff takes two logs, or two groups"), ("a.txt --plot=a.pdf", "a.pdf: draws .svg"),
     ("a.txt --plot=empty/no/a.svg", "cannot write empty/no/a.svg: No such file"),
     ("x.txt --plot=a.svg", "--plot=a.svg: there are no losses to draw"),
@@ -157,25 +173,37 @@ def test_stray_and_broken_lines():
 def test_errors_are_one_line(call, args, message):
     """Nothing is written."""
     for name, loss, tokens in ("short", 3.3, 1000), ("same", 3.3, 1000), ("long", 3.4, 2000):
-        write(f"{name}.txt", header(), steps({0: 9.0, 5: loss}), f"tokens: {tokens}\n")
+        write(f"{name}.txt", header(label=name), steps({0: 9.0, 5: loss}), f"tokens: {tokens}\n")
     for name in "a.txt", "twin/a.txt":
-        write(name, steps({0: 9.0, 5: 5.0}))
+        write(name, steps({0: 9.0, 5: 5.0}), f"seed: {len(name)}\n")
     write("x.txt", header()), write("a.bin", "\0" * 99), write("README.md", "# A title")
     Path("empty").mkdir()
     before = sorted(os.walk("."))
     assert message in call(*args.split()) and sorted(os.walk(".")) == before
 
 
+def test_a_copy_counts_once(call):
+    """Whatever its name, group and line ends."""
+    for i in range(2):
+        write(f"{i}.txt", header(seed=i), steps({0: 9.0, 5: 5.0 - i}))
+    write("b/0.txt", "\ufeff"[:0], Path("0.txt").read_text().replace("\n", "\r\n"), "\r\n")
+    out = call("a=0.txt", "0.txt", "b/0.txt", "b=1.txt", "./0.txt")
+    assert re.findall(r"^([ab]) +(\d)  ", out, re.M) == [("a", "1"), ("b", "1")]
+    for path in "0.txt", "b/0.txt":
+        assert out.count(f"* warning: a, 0: {path} is the same log as 0.txt, and a run counts once\n") == 1 + (path[0] == "0")
+
+
 def test_groups():
     """Labels, files, folders, patterns. A file without a label joins the group before it."""
     for name in "a_1.txt", "a_2.txt", "b/1.txt", "b/2.log", "b/notes.md", "lr=2.txt":
-        write(name, steps({0: 9.0, 5: 5.0}))
+        write(name, steps({0: 9.0, 5: 5.0}), f"{name}\n")
 
     def names(*args):
         return {label: [run.name for run in runs] for label, runs in compare.read_groups(args).items()}
     found = {"runs": ["lr=2"], "old": ["a_2", "a_1"], "new": ["1", "2"]}  # "lr=2.txt" is a file, not a label
     assert names("lr=2.txt", "old=a_2.txt", "a_1.txt", "new=b") == found
     assert names("x=a_*.txt", "y=b/*.log", "x=b/1.txt") == {"x": ["a_1", "a_2", "1"], "y": ["2"]}
+    assert names("a_1.txt", "b", "a_*.txt", "b/1.txt") == {"runs": ["a_1", "1", "2", "a_2"]}
     args = compare.parse(["-h+b=a_1.txt", "a_2.txt", "+h-b=b/1.txt", "--target=3"])  # labels may look like options
     assert args.target == 3 and names(*args.logs) == {"-h+b": ["a_1", "a_2"], "+h-b": ["1"]}
 
@@ -214,6 +242,27 @@ def test_welch():
     assert welch(one, same).value == pytest.approx(0.2789) and math.isnan(welch(one, same).half)
 
 
+def test_by_seed():
+    """Worked by hand: the differences of seeds 2, 3 and 5 are 1, 2 and 3, so t = 2 √3 with 2 degrees of freedom, for
+    which P(|T| > t) = 1 - t / √(2 + t²). Of a seed that a group has twice the mean counts."""
+    old = {"1": 8.0, "2": 6.0, "3": 2.0, "5": 4.0}
+    new = [("5", 6.0), ("3", 4.0), ("2", 7.0), ("5", 8.0), ("9", 1.0)]
+    groups = {label: [replace(made([loss], [100 * loss])[0], facts={"seed": seed}) for seed, loss in values]
+              for label, values in (("old", old.items()), ("new", new))}
+    expected = 2, 4.302653 / 3 ** 0.5, 1 - 12 ** 0.5 / 14 ** 0.5
+    for what, scale in ("loss", 1), ("time", 100):
+        n, (value, half, p) = compare.by_seed(*groups.values(), what)
+        assert n == 3 and (value / scale, half / scale, p) == pytest.approx(expected)
+    lines = compare.report(groups, None, markdown=True).splitlines()
+    assert "|   by seed, 3 pairs | +2.0000 | -0.4841 to +4.4841 | 0.0742 |" in lines
+    assert lines[lines.index("|   by seed, 3 pairs | +200.000 | -48.414 to +448.414 | 0.0742 |") - 1].startswith("| new − old")
+    del groups["new"][1:3]  # one pair is left
+    assert "by seed" not in compare.report(groups, None, markdown=True)
+    for run in groups["old"] + groups["new"]:  # the public logs name no seed
+        run.facts = {}
+    assert compare.by_seed(*groups.values(), "loss")[0] == 0
+
+
 @pytest.mark.parametrize("shares, scheduled, extension", [(None, 90, 6), ((0.5, 0.3, 0.2, 0), 1450, 40)])
 def test_stages_are_the_trainers(shares, scheduled, extension):
     """Older logs do not tell the shares, and their stages had equal ones."""
@@ -249,9 +298,13 @@ odd      2  20/30   0.750  0.212  1.906  3.1000  0.0000  0.0000               �
 
 difference                        95 % interval       p
 new − base, time s   -0.965    -1.061 to -0.870   8e-07
+  by seed, 4 pairs   -0.965    -1.051 to -0.880   5e-05
 new − base, loss    +0.0006  -0.0019 to +0.0031  0.5294
+  by seed, 4 pairs  +0.0006  -0.0021 to +0.0033  0.5274
 odd − base, time s  -89.049  -90.664 to -87.435  0.0006
+  by seed, 2 pairs  -89.007  -91.497 to -86.517  0.0014
 odd − base, loss    -0.1782  -0.1808 to -0.1756   2e-07
+  by seed, 2 pairs  -0.1782  -0.2004 to -0.1559  0.0063
 
 validation loss at step              base               new               odd    new − base (p)  odd − base (p)
 0                        10.8000 (0.0000)  10.8000 (0.0000)  10.8000 (0.0000)       +0.0000 (–)     +0.0000 (–)
@@ -429,13 +482,34 @@ def test_sets_without_effects():
 # ---- Diff, plot, script ----------------------------------------------------------------------------------------------
 
 
-def test_diff(call):
-    for name, text in {"a": header(), "b": header("x = 3\n", "triton", muon_lr=0.5), "c": header()}.items():
+def test_diff(call, monkeypatch):
+    """The command, and what is too wide for a terminal, stand below the table."""
+    for name, text in {"a": header(), "b": header("x = 3\n", "triton", muon_lr=0.5, command="c d", note="e" * 50),
+                       "c": header()}.items():
         write(f"{name}.txt", text, steps({0: 9.0, 5: 5.0}))
     facts = "|  | a | b |\n| --- | --- | --- |\n| muon_lr | 0.023 | 0.5 |\n| kernels.XXT | torch | triton |\n"
-    source = f"```diff\n--- a\n+++ b\n@@ -1,4 +1,4 @@\n-x = 1\n+x = 3\n \n \n {'-' * 40}\n```\n"
-    assert call("--diff", "one=a.txt", "two=b.txt", "--markdown") == f"{facts}\n{source}"
+    more = f"| command | – | c d |\n| note | – | {'e' * 50} |\n"
+    changed = f"--- a\n+++ b\n@@ -1,4 +1,4 @@\n-x = 1\n+x = 3\n \n \n {'-' * 40}\n"
+    assert call("--diff", "one=a.txt", "two=b.txt", "--markdown") == f"{facts}{more}\n```diff\n{changed}```\n"
     assert call("--diff", "a.txt", "c.txt") == "settings and machine are equal\n\nthe sources are equal\n"
+    monkeypatch.setenv("COLUMNS", "40")
+    assert call("--diff", "a.txt", "b.txt") == f"""\
+                 a       b
+muon_lr      0.023     0.5
+kernels.XXT  torch  triton
+
+command
+- –
++ c d
+
+note
+- –
++ {'e' * 38}
+  {'e' * 12}
+
+{changed}"""
+    monkeypatch.setenv("COLUMNS", "70")
+    assert f"note             –  {'e' * 50}\n" in call("--diff", "a.txt", "b.txt")
 
 
 def test_plot(call):

@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-import io
 import itertools
 import math
 import re
-import threading
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,14 +14,14 @@ import torch
 import oracles
 import train_gpt as T
 from data.run.errors import UserError
-from data.run.knobs import config_from_dict, flatten, parse_value, render
+from data.run.arguments import leaves_size_open
+from data.run.knobs import FIRST, config_from_dict, flatten, parse_value, render
 from data.run.length import momentum_steps, stage_starts
-from data.run.log import Log, loaded_sources, published
-from data.run.machine import Runtime
+from data.run.limits import check_values
 from data.run.warmup import steps_with_new_keys
 
-CPU, ROOT = torch.device("cpu"), T.Path(T.__file__).parent
-RECORD, RECORD74 = T.PRESETS["record"], T.PRESETS["record74"]
+CPU = torch.device("cpu")
+RECORD, RECORD74 = T.PRESETS["record"].config, T.PRESETS["record74"].config
 STEPS = range(1491)  # the last is the final validation
 
 
@@ -36,7 +35,7 @@ STEPS = range(1491)  # the last is the final validation
     ("--sample_prompt=", "system", "sample_prompt", ""),
     ("--compile=False", "system", "compile", False),
     ("--save=1", "system", "save", True),
-    ("--muon_momentum=0.9,1", "schedule", "muon_momentum", (0.9, 1.0)),
+    ("--muon_momentum=0.9,.99", "schedule", "muon_momentum", (0.9, 0.99)),
 ])
 def test_values_of_every_type(arg, section, name, value):
     """Only the named knob changes, and its type stays."""
@@ -51,8 +50,8 @@ def test_no_arguments_and_several():
     assert T.parse_config([]) == RECORD and RECORD74 == T.Config()
     config = T.parse_config(["--seed", "3", "--preset=cpu", "--final_window", "99"])
     assert (config.system.seed, config.schedule.final_window, config.system.device) == (3, 99, "cpu")
-    assert config.schedule.stages == T.PRESETS["cpu"].schedule.stages
-    assert T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"]
+    assert config.schedule.stages == T.PRESETS["cpu"].config.schedule.stages
+    assert T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"].config
 
 
 def test_stage_knobs():
@@ -95,7 +94,7 @@ def test_layer_knobs():
 
 def test_config_from_dict():
     """A checkpoint holds such a dict. A knob that the dict lacks has its neutral value, a foreign knob is refused."""
-    for config in T.PRESETS.values():
+    for config, *_ in T.PRESETS.values():
         assert config_from_dict(T.Config(), dataclasses.asdict(config)) == config
     config = T.parse_config(["--layers=12", "--layer11=two_lanes", "--stages=5", "--muon_lr=0.5"])
     tree = dataclasses.asdict(config)
@@ -119,14 +118,21 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     # what the parser does not understand
     "--scheduled_step=3": "unknown key --scheduled_step; the nearest is --scheduled_steps",
     "--learning_rate=3": r"unknown key --learning_rate; here it is --muon_lr and --adam_lr \(see --help\)",
-    "--stage5.lr_mul=3": r"unknown key --stage5.lr_mul; the nearest is --stage\d.lr_mul",
+    "--stage5.lr_mul=3": "unknown key --stage5.lr_mul: this run has stages 1 to 4",
+    "--stage4.lr_mull=3": "unknown key --stage4.lr_mull; the nearest is --stage4.lr_mul",
+    "--preset=cpu --layer6.attention=true": "unknown key --layer6.attention: this run has layers 0 to 3",
+    "tests": r"argument 'tests': write --key=value \(see --help\), or ./run.sh test$",
+    "--resume=": "--resume= has no value: is there no checkpoint yet[?] --save=true makes one",
+    "--init_from=": "--init_from= has no value: is there no checkpoint", "--minutes=": "--minutes= has no value: give",
+    "--train_files=": "--train_files= has no value", "--profile=": "--profile= has no value",
+    "--layer3=": "--layer3= has no value",
     "--layer3=lang": "--layer3=lang: expected words that are fields of Layer, for example --layer3=long",
     "--layer6.skip_from=x": "expected a number or none, for example --layer6.skip_from=3",
     "--stages=1": "--stages=1: must be 2 or more",
     "--layers=1001": "--layers=1001: must be 1 or more, and at most 1000",
     "--val_every": "'--val_every': write --key=value",
     "--val_every=2.5": "--val_every=2.5: expected int, for example --val_every=250",
-    "--seed=9223372036854775808": "--seed=9223372036854775808: expected int",
+    "--seed=18446744073709551616": "--seed=18446744073709551616: must be from 0 to 9223372036854775807$",
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,inf": "--muon_momentum=0.9,inf: expected comma-separated numbers",
     "--compile=yes": "expected true or false, for example --compile=True",
@@ -136,20 +142,24 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
         "model_dim", "num_heads", "vocab_size", "stage1.batch_tokens", "val_batch_tokens", "val_tokens",
         "tokens_per_doc", "split_stage")},
     "--ngram_rows=0 --bigram_tables=0": "--bigram_tables=0.0: the table of bigrams needs two rows or more",
-    "--muon_momentum=0.9": "muon_momentum",
+    "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
+    "--muon_momentum=0.85,1.5": "--muon_momentum=0.85,1.5: must be from 0 to below 1",
+    "--stage1.mtp_start=-1": "--stage1.mtp_start=-1.0: must be from 0 to 100",
+    "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",
+    "--ngram_rows=-5": "--ngram_rows=-5.0: must be from 0 to 2147483647",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
     "--polar_steps=6": "--polar_steps=6: must be 4 or 5",
     "--slow_momentum=1": "--slow_momentum=1.0: must be from 0 to below 1",
     "--adam_every=3": "--adam_every=3: must be 1 or 2",
     "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
-    "--candidates=0": "--candidates=0.0: must be above 0",
-    "--adam_eps=0": "--adam_eps=0.0: must be above 0",  # a row without gradient would be 0 / 0
+    "--candidates=0": "--candidates=0.0: must be from 0.001 to 1000000",
+    "--adam_eps=0": "--adam_eps=0.0: must be from 1e-30 to 1",  # a row without gradient would be 0 / 0
     "--average_blend=2": "--average_blend=2.0: must be from 0",
-    "--muon_lr=-0.1": "--muon_lr=-0.1: must be 0 or more",
-    "--lr_floor=-0.1": "--lr_floor=-0.1: must be 0 or more",
-    "--stage2.lr_mul=-1": "--stage2.lr_mul=-1.0: must be 0 or more",
-    "--muon_cooldown=-1": "--muon_cooldown=-1: must be 0 or more",
+    "--muon_lr=-0.1": "--muon_lr=-0.1: must be from 0 to 10",
+    "--lr_floor=-0.1": "--lr_floor=-0.1: must be from 0 to 100",
+    "--stage2.lr_mul=-1": "--stage2.lr_mul=-1.0: must be from 0 to 100",
+    "--muon_cooldown=-1": "--muon_cooldown=-1: must be from 0 to 1000000",
     "--muon_warmup=x": "--muon_warmup=x: expected a number",
     "--cooldown_frac=1.5": "cooldown_frac",
     "--extension_steps=-1": "extension_steps",
@@ -165,7 +175,9 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layer6.narrow=1": "--layer6.narrow=True: only for a layer with attention that is not long",
     "--model_dim=24 --num_heads=1 --kernels=attention:torch": "--fp8_mlp takes multiples of 16 .* --fp8_mlp=false",
     "--preset=record74 --num_heads=3 --model_dim=384": "the paired layers 0,2,5,9 need an even number of heads",
-    "--preset=record74 --depth=8": "record74 has 11 layers", "--depth=2": "from 3 to 24 layers",
+    "--preset=record74 --depth=8": "--depth=8: the layers of this preset are not those of `wire`",
+    "--depth=2": "from 3 to 24 layers", "--depth=x": "--depth=x: expected int, for example --depth=11",
+    "--depth=8 --layers=9": "--depth=8: --layers or a checkpoint gives the model 9 layers",
     "--muon_warmup=0.7 --muon_cooldown=0.4": r"--muon_warmup=0.7 --muon_cooldown=0.4: 917 and 524 steps, .* only 1310",
     "--preset=record74 --scheduled_steps=300": "--muon_warmup=300 --muon_cooldown=50: 300 and 50 steps, .* only 340",
     "--dtype=float32": "--kernels=attention:torch",
@@ -180,7 +192,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
     "--preset=record74 --layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
     "--layer5.input_from=5": "--layer5.input_from=5: must be an earlier layer, 0 to 4, or none, in a layer with att",
-    "--layer5.input_from=-1": "--layer5.input_from=-1: must be an earlier layer, 0 to 4, or none",
+    "--layer5.input_from=-1": "--layer5.input_from=-1: must be from 0 to 999, or none",
     "--layer6.input_from=2": "--layer6.input_from=2: must be .* in a layer with attention",
     "--layer6.xsa=1": "--layer6.xsa=True: only for a layer with attention that is not paired",
     "--layer9.xsa=1": "--layer9.xsa=True: only for a layer with attention that is not paired",
@@ -194,7 +206,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
     "--stages=2": "--split_stage=4: there are 2 stages, so it must be 1 to 2",
-    "--preset=cpu --model_dim=8 --num_heads=1": "--model_dim=8: at least 16, as the gates read 12 channels",
+    "--preset=cpu --model_dim=8 --num_heads=1": "--model_dim=8: must be from 16 to 10000",
     "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
     "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
@@ -221,7 +233,7 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
 
 @pytest.mark.parametrize("args, message", [
     ("--stages=2 --stage1.share=0", "shares of the stages: 0.0, 0.0; the share of the last"),
-    ("--extension_steps=1000001", "--extension_steps=1000001: must be below 1000000"),
+    ("--extension_steps=1000001", "--extension_steps=1000001: must be from 0 to 999999"),
     ("--train_tokens=100 --scheduled_steps=25 --extension_steps=24", "--table_beta2=1.0: must be from 0 to below 1")])
 def test_lengths_that_do_not_fit_other_values(args, message):
     """Values are checked before a length is fitted, and what the length makes of them afterwards."""
@@ -230,9 +242,9 @@ def test_lengths_that_do_not_fit_other_values(args, message):
 
 
 def test_parsing_leaves_the_presets_alone():
-    before = {name: flatten(config) for name, config in T.PRESETS.items()}
+    before = {name: flatten(preset.config) for name, preset in T.PRESETS.items()}
     T.parse_config(["--preset=cpu", "--stage1.lr_mul=7", "--seed=7"])
-    assert {name: flatten(config) for name, config in T.PRESETS.items()} == before
+    assert {name: flatten(preset.config) for name, preset in T.PRESETS.items()} == before
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
@@ -241,17 +253,104 @@ def test_written_out_config_is_read_back(preset, base):
     """Every knob of a preset, as render writes it, turns any preset into that one."""
     config = T.parse_config([f"--preset={preset}"])
     args = [f"--preset={base}", *(f"--{key}={render(value)}" for key, value in flatten(config).items())]
-    if base == "record74" and config.model.depth != 11:
-        with pytest.raises(UserError, match="record74 has 11 layers"):
-            T.parse_config(args)
-    else:
-        assert T.parse_config(args) == config
+    assert T.parse_config([arg for arg in args if arg[-1] != "=" or "prompt" in arg]) == config
+
+
+@pytest.mark.parametrize("preset", T.PRESETS)
+@pytest.mark.parametrize("length", [[], ["--train_tokens=7e7"]])
+def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, length):
+    """Also one that follows from the length. Any other setting stays as it is."""
+    words = [f"--preset={preset}", *length]
+    config = T.parse_config(words)
+    learned = {**vars(config.model), **vars(config.schedule), **vars(config.optim), "micro_batches": 0, "dtype": 0}
+    for knob, value in flatten(config).items():
+        if (knob in learned or knob.startswith("stage")) and (length or "." not in knob):
+            assert T.parse_config([*words, f"--{knob}={render(value)}"]) == config, knob
+    by_hand = {"stage1.batch_tokens": 4096, "stage2.lr_mul": 0.5, "table_beta2": 0.9, "extension_steps": 30}
+    found = flatten(T.parse_config([*words, *(f"--{knob}={value}" for knob, value in by_hand.items())]))
+    assert {knob: found[knob] for knob in by_hand} == by_hand
+
+
+def edited(config, knob, value):
+    """The config as an edit of the file makes it, with another value of a knob, for example of stage1.share."""
+    item, number, name = re.fullmatch(r"(?:(stage|layer)(\d+)\.)?(\w+)", knob).groups()
+    field = f"{item}s" if item else name
+    key, section = next((key, each) for key, each in vars(config).items() if hasattr(each, field))
+    if item:
+        items, i = list(getattr(section, field)), int(number) - FIRST[field]
+        items[i] = dataclasses.replace(items[i], **{name: value})
+        name, value = field, tuple(items)
+    return dataclasses.replace(config, **{key: dataclasses.replace(section, **{name: value})})
+
+
+@pytest.mark.parametrize("kind", [T.Layer, T.Model, T.Stage, T.Schedule, T.Optim, T.Data, T.System])
+def test_every_number_has_bounds(kind):
+    """In the file, and on the command line; of several numbers, each."""
+    tried = 0
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        knob = {T.Layer: f"layer8.{name}", T.Stage: f"stage2.{name}"}.get(kind, name)
+        several = get_origin(hint) is tuple and name not in FIRST
+        for i, one in enumerate(arg for arg in get_args(hint) if arg is not ...) if several else [(0, hint)]:
+            if get_origin(one) is Literal:
+                outside = [type(get_args(one)[0])("3")]
+            elif get_origin(one) is Annotated:
+                number, (low, high, below) = get_args(one)
+                whole = float not in (number, *get_args(number))
+                outside = [low - 1 if whole else low - 1e-6 * (low == 0) - 0.5 * low, high if below else high * 1.5 + 1,
+                           math.nan, math.inf, -math.inf]
+                outside = [int(x) if whole and math.isfinite(x) else x for x in outside]
+            else:
+                assert one not in (int, float, int | None, int | float), f"{name} has no bounds"
+                continue
+            for value in outside:
+                value, tried = ((0.5,) * i + (value,) + (0.5,) * (1 - i) if several else value), tried + 1
+                with pytest.raises(UserError, match=rf"^--{knob}=.*: must be "):
+                    check_values(edited(RECORD, knob, value))
+                with pytest.raises(UserError, match=rf"^--{knob}=.*: (must be|expected) "):
+                    T.parse_config([f"--{knob}={render(value)}"])
+    assert tried >= 5
+
+
+def test_a_preset_is_one_entry(monkeypatch, capsys):
+    """Its layers have the depth that the run trains and logs; --depth makes others. A size that the rule does not know
+    stays, whatever the length."""
+    short = T.PRESETS["short"]
+    def size_is_open(*args):
+        return leaves_size_open(["--preset=mine", *args], T.PRESETS)
+    monkeypatch.setitem(T.PRESETS, "mine", short._replace(config=edited(short.config, "muon_lr", 0.02)))
+    assert T.parse_config(["--preset=mine"]) == T.parse_config(["--preset=short", "--muon_lr=0.02"])
+    assert size_is_open() and not size_is_open("--depth=11")
+    deep = edited(short.config, "layers", T.wire(16))
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(deep, sized="always"))
+    for args in [], ["--train_tokens=5e7"], ["--depth=16"], ["--layers=16"]:
+        config = T.parse_config(["--preset=mine", *args])
+        assert config.model == deep.model and config.model.depth == 16 and not size_is_open(*args)
+        assert [key for key, value in flatten(config).items() if value == 16] == ["layers"]
+    assert T.parse_config(["--preset=mine", "--depth=6"]).model.layers == T.wire(6)
+    assert T.main(["--preset=mine", "--help"]) == 0 and "\n  --depth=16 " in capsys.readouterr().out
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(edited(deep, "layer3.xsa", False), sized="always"))
+    assert not T.parse_config(["--preset=mine", "--depth=16"]).model.layers[3].xsa and not size_is_open()
+    with pytest.raises(UserError, match="--depth=8: the layers of this preset are not those of `wire`"):
+        T.parse_config(["--preset=mine", "--depth=8"])
+    for model in deep.model, RECORD.model:  # older checkpoints have a depth, which need not be that of the layers
+        tree = dataclasses.asdict(edited(RECORD, "layers", model.layers))
+        tree["model"]["depth"] = 11
+        assert config_from_dict(T.Config(), tree).model.layers == model.layers
+
+
+def test_batches_of_a_preset_suit_its_gpus(monkeypatch):
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(RECORD, gpus=2))
+    assert [T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0].batch_tokens
+            for world in (1, 2)] == [98304, 131072]
 
 
 def test_help_lists_every_knob(capsys):
     assert T.main(["--preset=cpu", "-h"]) == 0
     text = capsys.readouterr().out
-    for key, value in flatten(T.PRESETS["cpu"]).items():
+    knobs = re.findall(r"^  --(\S+?)=(.*?)  +(.*)$", text, re.M)
+    assert {"depth", "adam_every", "stage<n>.lr_mul", "layer<n>.xsa"} < {knob for knob, *_ in knobs}
+    assert [knob for knob, _, comment in knobs if not comment and not re.fullmatch(r"layer\d+", knob)] == []
+    for key, value in flatten(T.PRESETS["cpu"].config).items():
         if not key.startswith("stage") or key == "stages":
             assert f"\n  --{key}={render(value)}".rstrip() in text
     for field in dataclasses.fields(T.Stage):
@@ -426,6 +525,27 @@ def test_parameter_table():
                                      muon_wd=1.2)
 
 
+@pytest.mark.parametrize("label, change, message", [
+    ("vo_bank", {"optim": "adam"}, "optim='adam': betas=None: must be two numbers from 0 to below 1, the second one"),
+    ("vo_bank", {"optim": "adam", "betas": (0.9, 1.0)}, "betas=.0.9, 1.0.: must be two numbers"),
+    ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam or rows"),
+    ("vo_bank", {"sharded": None}, "needs `sharded` and a shape of three numbers or more"),
+    ("vo_bank", {"shape": (48, 48)}, "needs `sharded` and a shape of three numbers or more"),
+    ("vo_bank", {"lr_mul": 2.0}, "does not read betas, lr_mul and wd_mul; its factors are matrix_lr"),
+    ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
+    ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
+    ("smear_gate", {"shape": (7.5,)}, "the shape .7.5,. must be a tuple of whole numbers"),
+    ("smear_gate", {"shape": 7}, "the shape 7 must be a tuple of whole numbers"),
+    ("smear_gate", {"label": "vo_bank"}, "optim='normuon': another row has this name"),
+    ("smear_gate", {"betas": (0.9,)}, "betas=.0.9,.: must be two numbers"),
+    ("embed", {"tied_to": "head"}, "tied_to='head': there is no such row")])
+def test_rows_that_no_optimizer_can_serve(label, change, message):
+    table = [row._replace(**change) if row.label == label else row for row in T.param_table(RECORD74.model)]
+    with pytest.raises(UserError, match=f"^param_table, row .*{message}"):
+        for row in table:
+            T.check_row(row, [each.label for each in table])
+
+
 def test_parameters_of_features_that_record74_lacks():
     config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
                              "--layer8.mix=1", "--pointer=1"]).model
@@ -584,65 +704,3 @@ def test_rates_of_narrow_models():
     for label, rate in wide.items():
         factor = 2 if label in ("lm_head", "embed") else 2**0.5
         assert narrow[label] == pytest.approx(factor * rate), label
-
-
-# ---- Log ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text, expected", {
-    "/home/jane doe/data/train_*.bin": "train_*.bin", "--log_dir=/home/jane": "--log_dir=jane",
-    "../../jane/x": "x", "~/x/y.pt": "y.pt", f"--resume={ROOT}/logs/a/b.pt": "--resume=logs/a/b.pt",
-    "data/x/x_*.bin": "data/x/x_*.bin", "--sample_prompt=1/2": "--sample_prompt=1/2", "1.0,0.5": "1.0,0.5"}.items())
-def test_no_folder_of_this_machine_is_published(text, expected):
-    """Values and arguments that are paths; names inside the repository keep their folders, all else stays as it is."""
-    assert published(text) == expected
-
-
-def test_sources_are_those_of_the_repository(monkeypatch):
-    """What a run has loaded, the script first; not the packages of an environment that lies in the folder."""
-    sources = loaded_sources()
-    assert next(iter(sources)) == "train_gpt.py"
-    assert {"data/loader.py", "triton_kernels.py", "tests/test_config.py"} <= sources.keys()
-    assert all((ROOT / name).read_text() == text for name, text in sources.items())
-    monkeypatch.setattr("sys.prefix", str(ROOT / "tests"))
-    assert not any(name.startswith("tests/") for name in loaded_sources())
-
-
-# ---- Console ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, terminal):
-    """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines
-    as they are."""
-    screen = io.StringIO()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", screen)
-    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
-    log.progress("step:1/9 train_time:5ms", 119.7)
-    log.line("step:1/9 val_loss:3.0000")
-    plain = "step:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"
-    assert log.path.read_text() == plain
-    shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
-    fancy = "\r\033[Kstep:1/9 train_time:5ms eta:2m00s\r\033[Kstep:1/9 val_loss:3.0000\n"
-    assert shown == (fancy if terminal else plain)
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_line_that_moves(tmp_path, monkeypatch, terminal):
-    """A terminal shows it until the work is done, or has failed, and it leaves nothing behind."""
-    screen, count, twice, threads = io.StringIO(), itertools.count(1), threading.Event(), threading.active_count()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", screen)
-    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
-
-    def text():
-        if (number := next(count)) == 2:
-            twice.set()
-        return f"{number} s"
-    with pytest.raises(ZeroDivisionError), log.moving(text, every=0.001):
-        assert not terminal or twice.wait(20)
-        1 / 0
-    shown = screen.getvalue().partition("\n")[2]
-    assert log.path.read_text() == "" and threading.active_count() == threads
-    assert shown.startswith("\r\033[K1 s\r\033[K2 s") and shown.endswith("\r\033[K") if terminal else shown == ""

@@ -160,7 +160,7 @@ def test_bits_per_byte_of_longer_tokens(monkeypatch):
     """Tokens of 1, 2 and 3 bytes. The separator is predicted but is no text. Here 4 tokens of 3 nats have 6 bytes."""
     monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=lambda name: BPE))
     tokens = np.array([0, 5, 50256, 50251], np.uint16)
-    assert E.bits_per_byte(T.PRESETS["record"], 3.0, tokens) == pytest.approx(4 * 3 / math.log(2) / (1 + 3 + 2))
+    assert E.bits_per_byte(T.PRESETS["record"].config, 3.0, tokens) == pytest.approx(4 * 3 / math.log(2) / (1 + 3 + 2))
 
 
 # ---- HellaSwag -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run import log
-from data.run.errors import error_message
-from data.run.machine import Runtime
+from data.run import launch, log
+from data.run.checkpoint import load_checkpoint
+from data.run.errors import UserError, error_message
+from data.run.machine import Runtime, all_come
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
 
@@ -79,21 +81,31 @@ def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
 
 
 @pytest.mark.parametrize("signum, lines", [
-    (signal.SIGTERM, ["run.sh: ended by signal 15, from outside"]),
-    (signal.SIGINT, ["run.sh: ended by signal 2: Ctrl-C"]), (signal.SIGKILL, None)])
+    (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["run.sh: ended by signal 2: Ctrl-C"]),
+    (signal.SIGKILL, None)])
 def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
-    """With one line, and the log has all that was done. Nobody can catch SIGKILL, but then no process survives."""
+    """With one line, and the log has all that was done. Nobody can catch SIGKILL, but then no process survives. What
+    the parent ignores, as nohup does, ends nothing; a script ignores Ctrl-C for what it starts in the background."""
+    ignored = [signal.SIGHUP] + [signal.SIGINT, signal.SIGQUIT] * (signum == signal.SIGUSR1)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     seen = ready(process, "^step:2/.*\n")
+    for number in ignored:
+        process.send_signal(number)
+    seen = ready(process, "^step:30/.*\n", seen=seen)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signum)
     out, err, status = finish(process, 25, "".join(f"pid {child}\n" for child in children) + seen)
-    assert status == (128 + signum if lines else -signum) and out.count("pid ") == 2
-    assert ("ended by Ctrl-C; there is no checkpoint" in out) == (signum == signal.SIGINT)
-    if lines:
+    assert status == (-signum if lines is None else 128 + signum) and out.count("pid ") == 2
+    if lines is not None:
         assert as_run_sh_shows(err) == lines and 'train_gpt.py", line' not in err, err
         log = next(tmp_path.glob("*.txt")).read_text()
         assert set(re.findall("^step:.*$", seen, re.M)) <= set(log.splitlines())
+        place = "Ctrl-C" if lines else rf"{signum.name} after step \d+/9002"
+        last = f"\nended by {place}; there is no checkpoint: --save_every=100 writes one every 100 steps\n$"
+        assert re.search(last, log) and re.search(last, out), (out, log)
 
 
 def test_a_signal_as_each_python_spells_it():
@@ -136,10 +148,167 @@ def test_waiting_for_all_work_of_a_gpu_has_a_limit(monkeypatch):
     assert calls.mock_calls == [call.wait_for("event", 2), call.synchronize()]
 
 
+SIGNALLED = """step, rank = T.Trainer.step, os.environ.get("RANK", "0")
+def then_signal(self, loader, plan, *args, **options):
+    say(f"rank {rank} takes step {plan.step}")
+    if plan.step == 3 and rank == "SENDER":
+        os.kill(os.getpid(), 28), os.kill(os.getpid(), 10), time.sleep(0.3)
+    return step(self, loader, plan, *args, **options)
+T.Trainer.step, main = then_signal, T.main
+T.main = lambda argv: [status := main(argv), say(f"rank {rank} has status {status}")][0]"""
+
+
+@pytest.mark.parametrize("ranks, sender, saves, last", [
+    (1, "0", "--save_every=2", 3), (1, "0", "--val_every=1", 3), (2, "1", "--save=true", 5)])
+def test_a_signal_ends_a_run_after_a_step(corpus, tmp_path, ranks, sender, saves, last):
+    """On all ranks after the same one, two later if there are several; here the signal is for rank 1 alone. A
+    checkpoint of this step continues the run (test_checkpoint.py); signal 28 has a handler of its own."""
+    hook = SIGNALLED.replace("SENDER", sender) + "\nimport signal; signal.signal(28, lambda *_: say('resized'))"
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", saves, "--keep=1", ranks=ranks, hook=hook), 30)
+    for rank in range(ranks):
+        assert max(map(int, re.findall(f"rank {rank} takes step (\\d+)", out))) == last, out
+        assert f"rank {rank} has status 138\n" in out
+    advice = "there is no checkpoint: --save_every=100 writes one every 100 steps"
+    if "save" in saves:
+        path, = tmp_path.glob("*/*.pt")
+        assert load_checkpoint(path)["step"] == last + 1
+        advice = f"go on with --resume={os.path.relpath(path)}"
+    line = f"\nended by SIGUSR1 after step {last + 1}/11; {advice}\n"
+    assert line in out and line in next(tmp_path.glob("*.txt")).read_text() and "resized\n" in out
+    assert (status, err) == (138, "") and "final_val_loss" not in out
+
+
+def test_a_signal_after_the_last_step(corpus, tmp_path):
+    """The run goes on to its end, but takes no time for a sample."""
+    hook = """sample = T.sample
+def then_signal(*args):
+    for number, text in enumerate(sample(*args)):
+        if number == 5:
+            os.kill(os.getpid(), 15), time.sleep(0.3)
+        yield text
+T.sample = then_signal"""
+    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", "--save=true", "--sample_tokens=90",
+                                    "--sample_prompt=the", hook=hook), 30)
+    assert (status, err) == (0, "") and 3 <= len(re.search(r"\nsample:\n(.*?)\nfinal_val_loss: ", out, re.S)[1]) < 9
+    assert load_checkpoint(next(tmp_path.glob("*/*.pt")))["step"] == 11
+
+
+def saved(folder):
+    return sorted(int(path.stem[-6:]) for path in folder.glob("*/state_step*.pt"))
+
+
+@pytest.mark.parametrize("what, saves, message, steps", [
+    ("data", "--save=true", "data is gone", [5]), ("data", "--val_every=9", "data is gone", []),
+    ("log", "--save=true", "disk is full", [6]), ("one rank", "--save=true", "one is gone", []),
+    ("loss", "--save_every=2", "training loss of step 5 is nan", [4]),
+    ("weights", "--save_every=6", "largest weight before step 6 is nan", []),
+    ("end", "--save_every=2", "validation loss before step 11 is nan", [10])])
+def test_an_error_between_steps_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatch, what, saves, message,
+                                                           steps):
+    step = T.Trainer.step
+
+    def then_fail(self, loader, plan, *args, **options):
+        if plan.step == 5:
+            if what in ("data", "one rank"):
+                loader.next_batch = Mock(side_effect=UserError(message))
+            if what == "one rank":
+                self.rt = self.rt._replace(world=2)
+                monkeypatch.setattr(T, "all_come", lambda rt, place: all_come(rt, place, 0.1))
+            if what == "log":
+                self.log.progress = Mock(side_effect=UserError(message))
+        if plan.step == 10 and what == "end":
+            monkeypatch.setattr(T, "validate", lambda *args: torch.nan)
+        loss = step(self, loader, plan, *args, **options)
+        if plan.step == 5 and what == "weights":
+            self.model.embed.data[0, 0] = torch.nan
+        return loss * (torch.nan if what == "loss" and plan.step == 5 else 1)
+    monkeypatch.setattr(T.Trainer, "step", then_fail)
+    fails([*corpus.args, f"--log_dir={tmp_path}", "--keep=1", saves], message)
+    assert saved(tmp_path) == steps
+    for path in tmp_path.glob("*/*.pt"):
+        assert load_checkpoint(path)["loader"]["index"] == steps[0]
+
+
+def test_an_error_in_a_step_leaves_no_half_of_it(corpus, tmp_path, fails, monkeypatch):
+    """The screen gets one line, the log also the traceback."""
+    update = T.Trainer.update
+
+    def then_fail(self, plan, *args):
+        if plan.step == 3:
+            raise RuntimeError("NCCL error: remote process exited")
+        update(self, plan, *args)
+    monkeypatch.setattr(T.Trainer, "update", then_fail)
+    fails([*corpus.args, f"--log_dir={tmp_path}", "--save=true"], "lost the connection.*remote process exited")
+    last = (r'\nerror: lost the connection.*\nTraceback .*\n  File "train_gpt.py", line \d+, in step\n.*'
+            r"\nRuntimeError: NCCL error: remote process exited\n$")
+    assert re.search(last, next(tmp_path.glob("*.txt")).read_text(), re.S) and saved(tmp_path) == []
+
+
+@pytest.mark.parametrize("text, start", [
+    ("NCCL error: remote process exited or there was a network error", "lost the connection"),
+    ("NCCL watchdog: CUDA error: an illegal memory access was encountered", None),
+    ("NCCL error in: x.cpp:9, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.", None),
+    ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.", None),
+    ("ncclUnhandledCudaError: Last error:\nCuda failure 2 'out of memory'", "out of GPU memory")])
+def test_what_is_a_lost_connection(text, start):
+    """A fault of a kernel, which NCCL has noticed, is none, and keeps its traceback on the screen."""
+    message = error_message(RuntimeError(text))
+    assert message is None if start is None else message.startswith(start)
+
+
+@pytest.mark.parametrize("rank", "01")
+def test_the_traceback_of_any_rank_is_in_the_log(corpus, tmp_path, rank):
+    hook = f"""def stop(*args, **options):
+    raise RuntimeError("NCCL watchdog: CUDA error: an illegal memory access")
+T.Trainer.step = stop if os.environ["RANK"] == "{rank}" else T.Trainer.step"""
+    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook), 30)
+    text = next(tmp_path.glob("*.txt")).read_text()
+    who = "rank 1: " * int(rank)
+    assert re.search(f"\nerror: {who}NCCL watchdog: CUDA error.*\nTraceback .*, in stop\n", text, re.S)
+    assert status == 1 and err.count("Traceback") == 1 and "error: lost" not in err, err
+
+
+def test_whether_all_ranks_come(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    assert not all_come(Runtime(0, 2, None), "here", 0.1) and all_come(Runtime(1, 2, None), "here", 0.1)
+    assert not all_come(Runtime(0, 2, None), "there", 0.1)
+
+
+WATCH = """import os, signal, sys, time
+from pathlib import Path
+from data.run.signals import die_at_ctrl_c, watch_signals
+die_at_ctrl_c()
+over = []
+stop = watch_signals(lambda number: print("ended by", number, flush=True), lambda: bool(over))
+send = lambda number: [os.kill(os.getpid(), number), time.sleep(0.1)]
+"""
+
+
+@pytest.mark.parametrize("code, end", [
+    ("send(10)", 138), ("send(2)", 130), ("stop.waits = True; send(2)", 130),
+    ("stop.waits = True; [send(number) for number in (24, 15, 15, 10, 1)]; print(stop.number)", "24"),
+    ("stop.waits = True; send(15); time.sleep(1); send(15)", 143),
+    ("stop.waits = True; over.append(1); send(15)", 143)])
+def test_signals_before_steps_between_them_and_twice(code, end):
+    done = subprocess.run([sys.executable, "-c", WATCH + code], cwd=ROOT, text=True, capture_output=True)
+    found = f"{end}\n" if isinstance(end, str) else f"ended by {end - 128}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0 if isinstance(end, str) else end, found, "")
+
+
+def test_a_signal_before_torchrun_has_processes(capfd, monkeypatch):
+    for running, words in ([Mock(**{"poll.return_value": None})], ""), ([Mock()], "error: ended by SIGTERM before"):
+        monkeypatch.setattr(launch.Process, "all", running)
+        with nullcontext() if not words else pytest.raises(SystemExit) as end:
+            launch.pass_on(signal.SIGTERM, None)
+        assert capfd.readouterr().err.startswith(words) and running[0].send_signal.called == (not words)
+    assert end.value.code == 143
+
+
 @pytest.mark.parametrize("impatient", [False, True])
 def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatient):
-    """By SIGTERM at once, although the main thread waits in the collective; by the timeout in any case. Without
-    torchrun, as Slurm starts processes."""
+    """By a second SIGTERM at once, although the main thread waits in the collective; by the timeout in any case.
+    Without torchrun, as Slurm starts processes."""
     one, other = (start(corpus, ENDLESS, f"--log_dir={tmp_path}", hook=IMPATIENT * impatient, variables=[rank])
                   for rank in rank_variables(2))
     seen = ready(one, "^step:3/")
@@ -149,7 +318,7 @@ def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatie
         while last != (last := Path(f"/proc/{one.pids[0]}/stat").read_text().split()[13]) and time.monotonic() < end:
             time.sleep(0.5)  # until it takes no more time: it waits
         if not impatient:
-            one.terminate()
+            one.terminate(), time.sleep(1.2), one.terminate()
         out, err, status = finish(one, 20, seen)
     finally:
         other.kill()
@@ -157,7 +326,7 @@ def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatie
     if impatient:
         one_line(err, "lost the connection to another process.*Timed out waiting")
     steps = set(re.findall("^step:.*$", out, re.M))
-    assert status == (1 if impatient else -signal.SIGTERM)
+    assert status == (1 if impatient else 143) and ("\nended by SIGTERM; there is no" in out) == (not impatient)
     assert steps <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
 
 

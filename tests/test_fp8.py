@@ -542,6 +542,16 @@ def test_bytes_of_the_codes():
     assert state_bytes(config, T.param_table(config.model))[2] == made
 
 
+@pytest.mark.parametrize("limit", [1.6, 0.004])
+def test_weights_of_the_head_beyond_the_codes_are_counted(tmp_path, monkeypatch, fp8_training, limit):
+    monkeypatch.setattr(tk, "W_LIMIT", limit)
+    corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--fp8=true"])
+    text = train(corpus, tmp_path / "logs").text
+    assert len(re.findall(r"^warning: [1-9]\d+ weights of the head are beyond ±0.004, ", text, re.M)) == (limit < 1)
+    head = tk.HeadLoss(torch.nn.Parameter(torch.tensor([[-1.75, 1.0], [1.5, 1.625]]).bfloat16()), torch.bfloat16, True)
+    assert head.count_beyond() == (2 if limit > 1 else 4)
+
+
 def test_trainer(tmp_path, monkeypatch, fp8_training):
     """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. A resumed run goes on with the same
     scales, digit for digit, and the warm-up leaves no trace."""

@@ -14,6 +14,8 @@ constant does not, and whoever means to change what is learned stores the curve 
 
 import json
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,12 +35,13 @@ import torch
 
 import train_gpt as T
 import triton_kernels as kernels
-from data.run.arguments import KEPT_KNOBS
 from data.run.clock import Stopwatch
 from data.run.errors import UserError
-from data.run.knobs import flatten, render
+from data.run.knobs import fields_of, flatten, render
 from data.run.machine import Runtime
+from data.run.memory import estimate_memory, state_bytes
 from oracles import write_shard
+from test_config import edited
 
 STORED = Path(__file__).with_name("guard.json")
 STEPS, VOCABULARY, VAL_TOKENS = 12, 120, 2048  # 128 classes with padding
@@ -97,7 +100,8 @@ def numbers_of_numpy():
 
 
 def curve(args):
-    """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch."""
+    """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch, with the
+    weights of the later tokens."""
     config = T.parse_config(["--preset=record74", *GUARD, *args])
     rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
@@ -109,10 +113,12 @@ def curve(args):
     trainer.model.load_state_dict(initial.state_dict())
     trainer.head.refresh()
 
+    graphs, losses = trainer.graphs, []
+    trainer.graphs = lambda *args: losses.append(graphs(*args))
     yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[0], rt)
     for plan in trainer.plans[:-1]:
-        loss = trainer.step(trainer.loader, plan, trainer.micro_steps).item()
-        yield loss * trainer.micro_steps / plan.micro_batch_tokens
+        trainer.step(trainer.loader, plan, trainer.micro_steps)
+        yield losses[-1].item() * trainer.micro_steps / plan.micro_batch_tokens
     yield T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], rt)
 
 
@@ -267,7 +273,8 @@ SIZES = {  # knobs for which twice as much would not do
     "seed": "7", "train_files": "{folder}/val_*.bin", "dtype": "bfloat16", "muon_momentum": "0.8,0.9",
     "adam_eps": "1e-3", "table_beta2": "0.9", "muon_beta2": "0.9", "polar_steps": "5", "adam_every": "2",
     "slow_momentum": "0.5", "average_blend": "0", "ngram_rows": "200,300",
-    "sampled_frac": "0", "final_window": "16", "width_lr_power": "1"}
+    "sampled_frac": "0", "final_window": "16", "width_lr_power": "1", "val_files": "{folder}/train_*.bin",
+    "val_batch_tokens": "64"}
 ALSO = {"layers": ["--layer6=two_lanes"], "stages": ["--stage3.batch_tokens=192", "--stage3.max_doc_len=60"]}
 # the extension has the floor's rate; one share of one stage is all; layer 1 reads what left layer 0 anyway
 NO_EFFECT = {"stage2.lr_mul", "stage1.share", "stage2.share", "layer1.input_from"}
@@ -279,11 +286,28 @@ NOT_ALLOWED = {"layer0.two_lanes", "layer1.two_lanes", "layer4.two_lanes", "laye
                "layer1.narrow", "layer5.narrow"}
 
 
-def short_run(args):
-    """Every loss of a run with the settings of KNOBS."""
-    config = T.parse_config([*KNOBS, *args])
+# Knobs that are not learned -> (another value, what a run then shows, further settings, which it needs)
+EFFECTS = {
+    "run_label": ("mine", "mine_"), "log_dir": ("{folder}/else", "else/run_"), "save": (True, "state_step000004.pt"),
+    "save_every": (3, "state_step000003.pt"), "keep": (0, "state_step000001.pt", "--save_every=1"),
+    "plot": (True, r"run_\S+\.svg"), "profile": ("1:2", "steps 1 to 2"), "val_every": (3, "step:3/4 val_loss"),
+    "sample_tokens": (3, "sample:"), "sample_prompt": ("xyz", "sample:\nxyz", "--sample_tokens=3"),
+    "resume": ("none.pt", "none.pt is no checkpoint"), "init_from": ("none.pt", "none.pt is no checkpoint"),
+    "kernels": ("XXT:none", "XXT:none"), "device": ("cuda", "the attention kernel of a GPU"),
+    "minutes": (0.001, "that is a run of"), "train_tokens": (1000, "that is a run of"),
+    "data_end": ("stop", "data may end", "--scheduled_steps=99")}
+# test_knobs_of_compiler_memory_and_fp8 has these, test_checkpoint.py the last.
+OTHERS = {"compile", "combo_kernels", "cuda_graphs", "tokens_per_doc", "fp8_mlp", "other_data"}
+
+
+def small_trainer(config):
     ops, _ = kernels.choose_ops(torch.device("cpu"), "auto")
-    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+    return T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+
+
+def losses_of(config):
+    """Every loss of a run."""
+    trainer = small_trainer(config)
     losses = [trainer.step(trainer.loader, plan, trainer.micro_steps).item() for plan in trainer.plans[:-1]]
     trainer.optimizer.blend(trainer.plans[-1])
     return [*losses, T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)]
@@ -291,7 +315,7 @@ def short_run(args):
 
 def other_values(config):
     """{knob: another value, as text} of every knob that is learned; of a layer each field."""
-    free = {*vars(config.data), *vars(config.system)} - KEPT_KNOBS
+    free = EFFECTS.keys() | OTHERS | {"vocab_size"}  # that of the data
     for key, value in flatten(config).items():
         if isinstance(value, T.Layer):
             if not value.attention:  # the other fields need attention
@@ -304,22 +328,77 @@ def other_values(config):
         elif isinstance(value, bool):
             if key not in free:
                 yield key, render(not value)
-        elif key not in {*free, "vocab_size", "train_tokens", "minutes", "depth", "init_from"}:  # of data, preset, file
+        elif key not in free:
             other = tuple(2 * x or 0.5 for x in value) if isinstance(value, tuple) else 2 * value
             yield key, SIZES.get(key) or render(other)
 
 
-def test_every_learned_knob_moves_the_loss(tmp_path):
+def test_every_learned_knob_moves_the_loss(tmp_path, monkeypatch):
+    """Whether the command line sets it, or an edit of the preset in the file."""
     corpus, unmoved, refused, tried = make_corpus(tmp_path, bos=512), set(), set(), 0
-    base = short_run(corpus)
-    for key, text in other_values(T.parse_config(KNOBS)):
+    start = T.parse_config([*KNOBS, *corpus])
+    base = losses_of(start)
+    for key, text in other_values(start):
         tried += 1
         try:
-            if short_run([*corpus, f"--{key}={text.format(folder=tmp_path)}", *ALSO.get(key, [])]) == base:
+            config = T.parse_config([*KNOBS, *corpus, f"--{key}={text.format(folder=tmp_path)}", *ALSO.get(key, [])])
+            if key not in ALSO:
+                value = next(x for each in vars(config).values() for name, x, _ in fields_of(each) if name == key)
+                monkeypatch.setitem(T.PRESETS, "edited", T.Preset(edited(start, key, value)))
+                assert T.parse_config(["--preset=edited"]) == config, key
+            if losses_of(config) == base:
                 unmoved.add(key)
         except UserError:
             refused.add(key)
     assert (unmoved, refused) == (NO_EFFECT, NOT_ALLOWED) and tried > 85
+
+
+def test_knobs_of_compiler_memory_and_fp8(tmp_path, monkeypatch):
+    start, calls = T.parse_config([*KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16"]), []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: calls.append(options["options"]) or function)
+    small_trainer(start)
+    assert not calls
+    for combo, options in (False, None), (True, {"combo_kernels": True}):
+        small_trainer(edited(edited(start, "compile", True), "combo_kernels", combo))
+        assert calls.pop() == options
+    longer = edited(start, "stage1.batch_tokens", 512)
+    lengths = [len(small_trainer(edited(longer, "tokens_per_doc", count)).loader.next_batch().cu_seqlens)
+               for count in (300, 1)]
+    assert lengths[0] < lengths[1]
+    sizes = state_bytes(start, T.param_table(start.model))
+    memory = [estimate_memory(edited(start, "cuda_graphs", graphs), sizes, 1)[1] for graphs in (False, True)]
+    assert memory[0] < memory[1]
+    assert losses_of(start) != losses_of(edited(start, "fp8_mlp", True))
+
+
+def test_every_other_knob_has_its_effect(tmp_path, monkeypatch, capfd):
+    """An edit of the preset in the file."""
+    corpus = make_corpus(tmp_path, bos=256)
+    start = T.parse_config([*KNOBS, *corpus, "--vocab_size=257", f"--log_dir={tmp_path}/logs", "--adam_every=1"])
+
+    def outcome(config):
+        """Messages, files and the log but for its header of a run."""
+        monkeypatch.setitem(T.PRESETS, "edited", T.Preset(config))
+        try:
+            T.main(["--preset=edited"])
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if T.dist.is_initialized():
+                T.dist.destroy_process_group()
+        files = [*tmp_path.rglob("*")]
+        shown = [path.read_text().split("=" * 100)[-1] for path in files if path.suffix == ".txt"]
+        return "\n".join([capfd.readouterr().err, *map(str, files), *shown])
+
+    plain = outcome(start)
+    assert "step:4/4 val_loss" in plain and "adam_lr is multiplied by 0.841" in plain
+    for knob, (value, shows, *more) in EFFECTS.items():
+        value = value.format(folder=tmp_path) if isinstance(value, str) else value
+        config = start
+        if more:
+            config = T.parse_config([*KNOBS, *corpus, "--vocab_size=257", f"--log_dir={tmp_path}/logs", *more])
+        shutil.rmtree(tmp_path / "logs", ignore_errors=True)
+        found = outcome(edited(config, knob, value))
+        assert re.search(shows, found) and not re.search(shows, plain), (knob, found)
 
 
 def main(argv):

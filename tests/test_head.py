@@ -72,16 +72,21 @@ SHAPES = [(4, 2, 1), (5, 130, 1), (6, 256, 3), (4, 2048, 2), (5, 4999, 3),
 @pytest.mark.parametrize("n, classes, count", SHAPES)
 def test_cross_entropy(n, classes, count, dtype, device, no_reference):
     logits, targets, weights = random_rows(n, classes, count, dtype, device)
-    buffer, grad = empty(n, classes, dtype, device)
-    losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, 2.0, grad)
+    weights[0] = 0.7
+    (buffer, grad), (next_buffer, next_losses) = empty(n, classes, dtype, device), empty(1, n, FP32, device)
+    losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, 2.0, grad, None, next_losses[0])
     wanted, wanted_grad = rows_oracle(logits, targets, weights)
-    ref_grad = torch.empty_like(grad)
-    no_reference(logits, targets, weights, LOSS_SCALE, 2.0, ref_grad)
-    assert losses.dtype == FP32 and ((losses - wanted).abs() <= 1e-5 * wanted.abs() + 1e-6).all()
+    ref_grad, ref_next = torch.empty_like(grad), torch.full((n,), math.nan, device=device)
+    no_reference(logits, targets, weights, LOSS_SCALE, 2.0, ref_grad, None, ref_next)
+    wanted_next, _ = rows_oracle(logits, targets[:, :1], torch.ones(1, device=device))
+    for found, exact in (losses, wanted), (next_losses[0], wanted_next), (ref_next, wanted_next):
+        assert found.dtype == FP32 and ((found - exact).abs() <= 1e-5 * exact.abs() + 1e-6).all()
+    assert_only_view_written(next_buffer, next_losses)
     assert_as_good(grad, ref_grad, wanted_grad / 2, "gradient")
     assert_only_view_written(buffer, grad)
-    assert not grad[-2].any() and losses[-2] == 0
-    # Without a gradient the losses are the same; the gradient may overwrite the logits.
+    assert not grad[-2].any() and losses[-2] == 0 and next_losses[0, -2] == 0
+    # Without a gradient, and without losses of the first targets, the losses are the same; the gradient may overwrite
+    # the logits.
     assert torch.equal(tk.cross_entropy(logits, targets, weights, LOSS_SCALE), losses)
     assert torch.equal(tk.cross_entropy(logits, targets, weights, LOSS_SCALE, 2.0, logits), losses)
     assert torch.equal(logits, grad)
@@ -241,6 +246,8 @@ def test_head_loss(n, count, dtype, implementation, device):
     head = tk.HeadLoss(weight, dtype, False, IMPLEMENTATIONS[implementation])
     head.block = 16
     got, ref, wanted = run_head(head, *inputs), head_reference(*inputs), head_oracle(*inputs)
+    next_loss, *_ = head_oracle(*inputs[:3], torch.ones(1, device=device))
+    assert head.next_loss.item() == pytest.approx(next_loss.item(), rel=2e-6 if dtype == FP32 else 1e-3)
     assert got[0].dtype == FP32 and [g.dtype for g in got[1:]] == [dtype, dtype]
     # The loss is fp32 after the product; in bf16, kernel and reference sum the same rounded logits. Seen: 3e-7; 4e-7,
     # 2e-4.
@@ -299,7 +306,8 @@ def test_weight_must_not_change_before_backward(device):
 
 @fp32_and_fp8
 def test_exact_loss_of_validation(dtype, use_fp8, device):
-    """exact=True: next token only, unquantised, outside autograd; a change of the weight counts at once."""
+    """exact=True: next token only, unquantised, outside autograd; a change of the weight counts at once. `next_loss` is
+    the loss of training and adds up."""
     h, weight, targets, one = head_inputs(48, 32, 128, device, dtype, count=1)
     head = tk.HeadLoss(weight, dtype, use_fp8)
     head.block = 16
@@ -309,7 +317,9 @@ def test_exact_loss_of_validation(dtype, use_fp8, device):
         assert loss.item() == pytest.approx(plain_loss(h, weight, targets, one, 1.0).item(), rel=1e-5)
         with torch.no_grad():
             weight.mul_(3)
-    assert weight.grad is None
+    assert weight.grad is None and head.next_loss == 0
+    (first, *_), (second, *_) = (run_head(head, h.detach(), weight, targets, one, scale) for scale in (0.5, 0.25))
+    assert head.next_loss.item() == pytest.approx(first.item() + second.item(), rel=1e-6)
 
 
 @gpu
@@ -466,6 +476,8 @@ def test_sampled_head(count, dtype, use_fp8, device):
         assert got[0].item() == pytest.approx(exact[0].item(), rel=2e-6)
         for a, b in zip(got[1:], exact[1:]):
             assert (a.double() - b).norm() <= 10 * torch.finfo(dtype).eps / 2 * b.norm()
+    next_loss, *_ = (fp8_oracle if use_fp8 else head_oracle)(*inputs[:3], torch.ones(1, device=device))
+    assert head.next_loss.item() == pytest.approx(next_loss.item(), rel=2e-3 if use_fp8 else 2e-6)
     # Rows of other classes have no gradient. A second gradient is added, times the upstream gradient.
     once = torch.zeros_like(head.embedding).index_copy(0, candidates, got[2].T)
     assert torch.equal(head.embedding.grad, once)

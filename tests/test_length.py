@@ -51,7 +51,7 @@ def test_rule(preset, world):
 
 @pytest.mark.parametrize("preset, world", [("record74", 8), ("record", 8), ("short", 1), ("cpu", 1)])
 def test_own_length_changes_nothing(preset, world):
-    config = T.PRESETS[preset]
+    config = T.PRESETS[preset].config
     tokens = total_tokens(config.schedule)
     fitted = T.parse_config([f"--preset={preset}", f"--train_tokens={tokens}"], world)
     plans = [[T.make_plan(with_system(c, micro_batches=8), step) for step in range(stage_starts(c.schedule)[-1] + 1)]
@@ -127,9 +127,8 @@ def test_pieces_set_by_hand_stay():
     assert [stage.batch_tokens for stage in s.stages] == [49152, 8192, 49152, 49152]
     assert s.stages[1].lr_mul == 0.75 and s.stages[2].lr_mul == 0.123456 and s.extension_steps == 6
     assert abs(total_tokens(s) - 50e6) < 65536
-    for knob in "lr_floor", "stage4.lr_mul", "stage4.batch_tokens":
-        s = schedule("--preset=short", "--train_tokens=340e6", f"--{knob}={'65536' if 'batch' in knob else '0'}")
-        assert s.lr_floor == (0 if knob == "lr_floor" else 0.15)
+    for knob, floor in {"lr_floor=0": 0, "stage4.lr_mul=0.75": 0.2437, "stage4.batch_tokens=65536": 0.15}.items():
+        assert schedule("--preset=short", "--train_tokens=340e6", f"--{knob}").lr_floor == floor
     s = schedule("--preset=short", "--train_tokens=50e6", "--scheduled_steps=300")
     assert s.scheduled_steps == 300 and s.train_tokens == total_tokens(s)  # which the log shows
 
@@ -139,17 +138,17 @@ def test_pieces_set_by_hand_stay():
 @pytest.mark.parametrize("base", ["record", "short"])
 def test_the_settings_in_a_log_give_the_same_run(args, base):
     config = T.parse_config(args)
-    logged = [f"--{key}={render(value)}" for key, value in flatten(config).items()]
+    logged = [f"--{key}={render(value)}" for key, value in flatten(config).items() if render(value)]
     assert T.parse_config([f"--preset={base}", *logged]) == config
 
 
 @pytest.mark.parametrize("args, message", [
     *((length, rf"{length}: that is a run of \d+ steps of \d+ tokens; it needs 20, so make it longer")
       for length in ("--train_tokens=1000", "--minutes=0.0001")),
-    ("--train_tokens=-1", "--train_tokens=-1: must be 0 or more"),
-    ("--minutes=-0.5", "--minutes=-0.5: must be 0 or more"),
-    ("--minutes=1e308", "--minutes=1e[+]308: must be from 0 to 1000000"),
-    ("--train_tokens=-1e6", "--train_tokens=-1000000.0: must be 0 or more"),
+    ("--train_tokens=-1", f"--train_tokens=-1: must be from 0 to {10**15}"),
+    ("--minutes=-0.5", "--minutes=-0.5: must be from 0 to 1000000000"),
+    ("--minutes=1e308", "--minutes=1e[+]308: must be from 0 to 1000000000"),
+    ("--train_tokens=-1e6", "--train_tokens=-1000000.0: must be from 0 to .*"),
     *((f"--minutes=1 --{knob}=30", "--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, .*")
       for knob in ("train_tokens", "scheduled_steps", "extension_steps")),
     ("--train_tokens=1e14", "--scheduled_steps=[0-9]+: a run has at most 999999 steps, the extension included"),
@@ -190,7 +189,7 @@ def test_minutes(free, tmp_path, ranks):
         assert run.losses == plain_losses(free, tmp_path / "plain", run, length)
         (first,) = tmp_path.glob("*/state_step000020.pt")
         resumed = train(SimpleNamespace(args=[]), tmp_path / "resumed", f"--resume={first}")
-        assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f} " in resumed.text
+        assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f}\n" in resumed.text
 
 
 def plain_losses(free, folder, run, length):

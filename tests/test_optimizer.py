@@ -170,6 +170,22 @@ def test_adam_matches_torch_without_decay():
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_adam_decays_what_it_moves_towards_zero():
+    """The decay is the square of the rate of the parameter times its factor, replicated or not."""
+    w, grad = torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([3.0, 3.0, -3.0, -3.0])
+    wanted = torch.tensor([0.75 - 0.125, -1.25, 1.25, -0.75 + 0.125])  # a step of .25, decays of .25 ** 2 * .5 * 4
+    one, other = w.clone(), w.clone()
+    T.adam_update(one, torch.zeros(4), torch.zeros(4), grad, 0.25, 0.125, 0.0, 0.0, 0.0)
+    factor = torch.full((4,), 0.5)
+    T.replicated_update(other, torch.zeros(4), torch.zeros(4), grad, torch.tensor(0.5), torch.tensor(1.0), 0 * w, 0 * w,
+                        factor, factor, 4.0, 0.0)
+    assert torch.equal(one, wanted) and torch.equal(other, wanted)
+    config = dataclasses.replace(small_config(), optim=T.Optim(adam_lr=0.5, adam_wd=4.0))
+    (head,) = (row for row in T.param_table(config.model) if row.label == "lm_head")
+    numbers = T.update_numbers(config, T.make_plan(config, 1)._replace(lr_factor=0.5))
+    assert numbers["lm_head weight_decay"] == (0.25 * head.lr_mul) ** 2 * 4 * head.wd_mul
+
+
 def small_config(head_pairs=False, lazy_tables=False, slow_momentum=0.0, num_heads=6, adam_every=2):
     schedule = dataclasses.replace(T.Schedule(), scheduled_steps=8, extension_steps=2, muon_warmup=20, muon_cooldown=6)
     model = T.Model(vocab_size=120, model_dim=48, num_heads=num_heads, head_pairs=head_pairs)
@@ -281,15 +297,31 @@ def test_tables_are_updated_in_two_steps_whatever_the_head():
     assert (got[0]["ngram_embed"][:20] != 0).all()
 
 
-@pytest.mark.parametrize("beta2, decay", [(None, 0.75), (0.5, 0.5)])
-def test_second_moment_of_a_table(beta2, decay):
-    """Its row of param_table gives the decay, or else --table_beta2."""
-    config = dataclasses.replace(small_config(), optim=T.Optim(table_beta2=0.75))
+@pytest.mark.parametrize("label, beta2, every, decay", [
+    ("value_embeds", None, 2, 0.5625), ("value_embeds", 0.5, 1, 0.5), ("value_embeds", None, 1, 0.5625),
+    ("lm_head", None, 2, 0.5625), ("lm_head", None, 1, 0.75)])
+def test_second_moment_of_a_table(label, beta2, every, decay):
+    """Its row of param_table gives the decay, or else --table_beta2, which is that of two steps: the head forgets as
+    fast if it is updated in every step."""
+    config = dataclasses.replace(small_config(), optim=T.Optim(table_beta2=0.5625, adam_every=every))
     optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS)
-    optimizer.table["value_embeds"] = optimizer.table["value_embeds"]._replace(betas=(0.9, beta2))
-    grad = torch.full_like(optimizer.params["value_embeds"], 2.0)
-    optimizer._update("value_embeds", grad, T.update_numbers(config, T.make_plan(config, 1)), False)
-    assert (optimizer.state["value_embeds"]["v"] == (1 - decay) * 4).all()
+    optimizer.table[label] = optimizer.table[label]._replace(betas=(0.9, beta2))
+    grad = torch.full_like(optimizer.params[label], 2.0)
+    optimizer._update(label, grad, T.update_numbers(config, T.make_plan(config, 1)), False)
+    assert (optimizer.state[label]["v"] == (1 - decay) * 4).all()
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_steps_of_the_orthogonalisation(steps):
+    config, got = dataclasses.replace(small_config(), optim=T.Optim(polar_steps=steps)), []
+    ops = SimpleNamespace(**vars(OPS) | {"normuon_update": lambda p, mantissa, v, y, *args: got.append(y)})
+    optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, ops)
+    grad = torch.randn_like(optimizer.shards["vo_bank"])
+    numbers = T.update_numbers(config, T.make_plan(config, 0))
+    optimizer._update("vo_bank", grad, numbers, False)
+    X, scale = OPS.fused_momentum(grad, torch.zeros(grad.shape), numbers["momentum"], kernels.POLAR_SAFETY)
+    wanted = [kernels.polar_express(X.clone(), scale, OPS, count) for count in (4, 5)]
+    assert torch.equal(got[0], wanted[steps - 4]) and not torch.equal(*wanted)
 
 
 @pytest.mark.parametrize("world", [1, 3, 7, 60, 61])

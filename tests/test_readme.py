@@ -254,7 +254,7 @@ def test_knobs_exist(name):
     scripts = "run.sh", "data/prepare.py", "tests/test_guard.py", *(ROOT / "records").glob("*.py")
     sources = "\n".join((ROOT / script).read_text() for script in scripts)
     launcher = {option.removeprefix("--") for action in get_args_parser()._actions for option in action.option_strings}
-    known = {*flatten(T.PRESETS["record"]), "preset", "check", "help", *launcher, *re.findall(r"--(\w+)", sources)}
+    known = {*flatten(T.Config()), "depth", "preset", "check", "help", *launcher, *re.findall(r"--(\w+)", sources)}
     known |= {f"layer{i}" for i in range(12)} | {f"layer{i}.{field}" for i in range(12) for field in vars(T.Layer())}
     known |= {f"stage{i}" for i in range(1, 6)}  # the worked example makes the fifth
     assert mentioned and {knob for knob in mentioned if knob.rstrip(".") not in known} == set()

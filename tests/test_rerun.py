@@ -45,7 +45,7 @@ log += "".join(f"{key}: {value}\\n" for key, value in facts.items())
 log += f"{RULE}kernels: XXT:torch head:float32\\nshards: train_sha256={sha256}\\n"
 for step in range(0, 7, 2):
     loss = 5 - RATE * step + int(knobs["seed"]) / 100 + int(os.environ.get("OMP_FAKE", 0)) / 1000
-    log += f"step:{step}/6 val_loss:{loss:.4f} train_time:{step}ms step_avg:1.00ms\\n"
+    log += f"step:{step}/6 val_loss:{loss:.4f}\\nstep:{step}/6 train_time:{step}ms step_avg:1.00ms\\n"
 path = Path(knobs["log_dir"], f"{knobs['run_label']}_{os.getpid()}.txt")
 path.parent.mkdir(exist_ok=True)
 path.write_bytes(log.encode())
@@ -146,7 +146,7 @@ step     log   rerun  difference
     ("step:6/6 val_loss:3.5370", "step:6/6 val_loss:nan", "the largest difference is nan at step 6"),
     ("RATE = 0.25 ", "RATE = 0.24 ", "the largest difference is 0.0600 at step 6"),
     ("\nseed: 3\n", "\nseed: 4\n", "the largest difference is 0.0100 at step 0"),
-    ("step:6/6 val_loss:3.5370 train_time", "", "equal in every digit (3 of 4 validations are in both logs)")])
+    ("step:6/6 val_loss:3.5370\n", "", "equal in every digit (3 of 4 validations are in both logs)")])
 def test_verdicts_on_a_changed_log(log, again, old, new, verdict):
     status, out, err, *_ = again(edit(log, old, new))
     assert (status, err) == (0, "") and out.endswith(f"\n\n{verdict}\n"), out
@@ -165,7 +165,7 @@ def test_a_failing_trainer(log, again):
     ("\ncommand: train_gpt.py --seed=3\n", "\n", 1, "lacks `command`; "),
     ("\nsources: train_gpt.py data/__init__.py", "\nsources: train_gpt.py data/shards.py x.py", 1,
      "lacks the text of data/shards.py, the text of x.py; "),
-    ("/6 val_loss:", "/6 train_time:1ms val_loss:", 5, "lacks validation losses; "),
+    ("/6 val_loss:", "/6 train_loss:", 5, "lacks validation losses; "),
     ("\nno end ", f"{rerun.title('data/loader.py')}RATE = 0.5\n", 1, "holds data/loader.py more than once"),
     ("\nranks: 1\n", "\nranks: 0\n", 1, "ranks are '0'"),
     ("\nresume: \n", "\nresume: run_1/step_40.pt\n", 1, "went on from run_1/step_40.pt"),

@@ -29,13 +29,15 @@ import oracles
 import train_gpt as T
 import triton_kernels as kernels
 from data.run.checkpoint import load_checkpoint
+from data.run.clock import Stopwatch
 from data.run.errors import UserError
 from data.run.knobs import flatten, render
 from data.run.log import published
+from data.run.machine import PATHS, Runtime
 from data.shards import Shards
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard
-from records import compare
+from records import compare, rerun
 
 ROOT, CPU = Path(T.__file__).parent, torch.device("cpu")
 ENV = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -210,6 +212,31 @@ def test_logged_loss_is_that_of_the_oracle(corpus, runs):
         assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
 
+def test_training_loss_is_the_mean_of_the_micro_batches(corpus):
+    """Of the next tokens alone, over the classes of the step, before the update: in fp64, from the final stream."""
+    config = T.parse_config(corpus.args)
+    ops, _ = kernels.choose_ops(CPU, "auto")
+    trainer = T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+    graphs, batches = trainer.graphs, []
+    trainer.graphs = lambda batch, *rest: batches.append(batch) or graphs(batch, *rest)
+    for plan in trainer.plans[:-1]:
+        weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        batches.clear()
+        loss, sums = trainer.step(trainer.loader, plan, 2), []
+        changed = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.model.load_state_dict(weights, strict=False)
+        with torch.no_grad():
+            for batch in batches:
+                h = trainer.model(batch.tokens, batch.cu_seqlens, batch.row_ids, trainer.attn[plan.stage]).h
+                W = trainer.model.lm_head.double()
+                W = W if batch.candidates is None else W[:, batch.candidates]
+                z = 23 * torch.sigmoid((h.double() @ W + 5) / 7.5)
+                sums.append(torch.nn.functional.cross_entropy(z, batch.targets, reduction="sum"))
+        trainer.model.load_state_dict(changed, strict=False)
+        assert loss.item() == pytest.approx((sum(sums) / 2 / plan.micro_batch_tokens).item(), rel=1e-5), plan.step
+        assert len(batches) == 2 and (batches[1].candidates is not None) == (plan.step < 6)
+
+
 def test_ranks_quantise_with_the_same_scales(runs):
     """Each rank sees other maxima. Both write to one pipe, so a line of one may begin within a line of the other."""
     said = Counter(re.findall(r"scales (\[\[.*?\]\])", runs["fp8"].out))
@@ -266,7 +293,10 @@ def test_logs_are_read_by_compare(runs, tmp_path):
         assert run.state["sources"] == run.sources, name
         assert log.source.startswith(run.sources["train_gpt.py"]) and run.sources["data/loader.py"] in log.source
         config = flatten(T.parse_config(run.args, ranks))
-        assert log.facts.items() >= {key: published(render(value)) for key, value in config.items()}.items()
+        assert sorted(log.training) == list(range(1, log.total + 1)), name
+        knobs = {key: rerun.value_of(log.facts[key]) for key in config}
+        assert knobs == {key: published(text) if key in PATHS else text
+                         for key, text in ((key, render(value)) for key, value in config.items())}
         assert log.facts["kernels.attention"] == "torch" and log.facts["ranks"] == str(ranks)
         assert f"train_seconds: {log.seconds[log.total]:.3f}" in run.log and "stage 4" in compare.spans(log)
     more = "compiled layers: loaded\nerror: out of GPU memory\n"  # of a compiled run on a GPU, and of one that fails
@@ -297,14 +327,18 @@ def test_log_opens_with_sources_versions_and_config(runs, corpus):
 
 
 def test_log_lines_and_results(runs):
-    """Every step line has one of the two formats, in the order of the run; results agree with them."""
+    """Every step has its loss on one line and its times on the next, in the order of the run, so a diff of the curves
+    of two runs shows no time; results agree with them."""
     run, last = runs["one"], 0
-    order = sorted([*((step, "") for step in range(1, STEPS + 1)), *((s, r"val_loss:\d+\.\d{4} ") for s in VAL_STEPS)])
-    for line, (step, loss) in zip(re.findall("^step:.*$", run.body, re.M), order, strict=True):
-        match = re.fullmatch(rf"step:{step}/{STEPS} {loss}train_time:(\d+)ms step_avg:(\d+\.\d\d)ms", line)
-        assert match and (line in run.out.splitlines() or not loss), line
+    order = sorted([*((step, "train") for step in range(1, STEPS + 1)), *((step, "val") for step in VAL_STEPS)])
+    lines = re.findall("^step:.*$", run.body, re.M)
+    assert "\ntrain_loss: over sampled classes up to step 6, which makes it lower than a val_loss\n" in run.body
+    assert set(lines) <= set(run.out.splitlines())
+    for loss, times, (step, kind) in zip(lines[::2], lines[1::2], order, strict=True):
+        assert re.fullmatch(rf"step:{step}/{STEPS} {kind}_loss:\d+\.\d{{4}}", loss), loss
+        match = re.fullmatch(rf"step:{step}/{STEPS} train_time:(\d+)ms step_avg:(\d+\.\d\d)ms", times)
         ms, average, count = int(match[1]), float(match[2]), max(step, 1)
-        assert abs(ms - average * count) <= 0.501 + 0.005 * count and ms >= last, line
+        assert abs(ms - average * count) <= 0.501 + 0.005 * count and ms >= last, times
         last = ms
     found = dict(re.findall(r"^(\w+): (.*)$", run.body[run.body.index("peak memory"):], re.M))
     assert list(found) == ["final_val_loss", "train_seconds", "setup_seconds", "warmup_seconds", "validation_seconds",
@@ -360,6 +394,21 @@ def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, c
     assert (",unknown val_sha256=" in text) == (bad == "unreadable")
 
 
+def test_a_run_says_which_shards_it_lacks(corpus, tmp_path, capsys, fails):
+    """Those without tokens, and gaps in the numbers; on the screen and in the log."""
+    train, empty, late = shards_of(corpus, tmp_path, *["train_1", "train_2"] * 2), *(
+        tmp_path / f"train_{i}.bin" for i in (1, 5))
+    write_shard(empty, [])
+    (tmp_path / "train_2.bin").rename(late)
+    assert T.main([*corpus.args, *SHORT, f"--log_dir={tmp_path}", train]) == 0
+    text = next(tmp_path.glob("*.txt")).read_text().split(RULE)[-1]
+    for seen in capsys.readouterr().out, text:
+        told = re.findall("^warning: (.*)$", seen, re.M)
+        assert told[0] == f"{empty} holds no tokens and is passed over"
+        assert re.fullmatch(r".*train_\*.bin: shards are missing between others: train_2.bin, train_4.bin; .*", told[1])
+    assert len(compare.read_run(next(tmp_path.glob("*.txt"))).facts["train_sha256"].split(",")) == 3
+
+
 @pytest.fixture
 def fails(capsys):
     """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is
@@ -373,11 +422,12 @@ def fails(capsys):
         T.dist.destroy_process_group()
 
 
-def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails):
+def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails, monkeypatch):
     """All steps before it are in the log, and then the error."""
-    fails([*corpus.args, f"--log_dir={tmp_path}", "--muon_lr=1e38"], "training loss of step 1 is nan.*--muon_lr")
+    monkeypatch.setattr(kernels, "POLAR_SAFETY", float("nan"))
+    fails([*corpus.args, f"--log_dir={tmp_path}"], "training loss of step 2 is nan.*--muon_lr")
     text = next(tmp_path.glob("*.txt")).read_text()
-    assert re.search(rf"\nstep:1/{STEPS} train_time:.*\nerror: the training loss of step 1 is nan.*\n$", text, re.S)
+    assert re.search(rf"\nstep:2/{STEPS} train_loss:nan\n.*\nerror: the training loss of step 2 is nan.*\n$", text)
 
 
 def test_a_reader_that_has_seen_enough(monkeypatch, capfd):
@@ -476,7 +526,8 @@ def test_a_check_that_ends_late_ends_the_run(corpus, tmp_path, monkeypatch, fail
 @pytest.mark.parametrize("change, status", [
     ("os.utime(path, ns=(1, 1))", 0), ("path.write_bytes(path.read_bytes()[:-2] + b'ab')", 1), ("path.unlink()", 1)])
 def test_shards_that_change_during_a_run_on_two_ranks(corpus, tmp_path, change, status):
-    """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date."""
+    """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date. If it ends,
+    it saves what it has."""
     train = shards_of(corpus, tmp_path, "train_1", "train_2")
     hook = f"""step = T.Trainer.step
 def then_change(self, loader, plan, *args, **options):
@@ -487,7 +538,9 @@ def then_change(self, loader, plan, *args, **options):
         T.dist.barrier()
     return step(self, loader, plan, *args, **options)
 T.Trainer.step = then_change"""
-    out, err, code = finish(start(corpus, train, f"--log_dir={tmp_path}", ranks=2, hook=hook))
+    out, err, code = finish(start(corpus, train, f"--log_dir={tmp_path}", "--save=true", ranks=2, hook=hook))
+    steps = max(map(int, re.findall(r"^step:(\d+)/11 train_time", out, re.M)))
+    assert load_checkpoint(next(tmp_path.glob("run_*/state_step*.pt")))["step"] == steps
     assert code == status and re.fullmatch("error: .*/train_[01].bin: changed, exchanged or deleted .*\n" * status,
                                                err), err
     assert "\nstep:3/11" in out and ("\nfinal_val_loss" in out) == (not status)

@@ -32,7 +32,7 @@ case "$1 $2" in
   "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-m pip") exit "${PIP_STATUS:-0}" ;;
   "data/prepare.py stdlib") mkdir -p data/stdlib; : >data/stdlib/stdlib_val_000000.bin ;;
-  "-m data.run.launch") eval "${TRAIN:-}" ;;
+  "-m data.run.launch" | "train_gpt.py "*) eval "${TRAIN:-}" ;;
   "records/repeat.py "*) exec "$REAL_PYTHON" "$@" ;;
 esac
 """
@@ -61,7 +61,7 @@ class Machine:
         for name in "data/run", "records":
             (self.repo / name).mkdir(parents=True)
         for name in ("requirements.txt", "records/repeat.py", "data/__init__.py", "data/run/disk.py",
-                     "data/run/errors.py", "data/run/signals.py"):
+                     "data/run/errors.py", "data/run/program.py", "data/run/signals.py"):
             shutil.copy(ROOT / name, self.repo / name)
         (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
         text = (ROOT / "run.sh").read_text()
@@ -73,6 +73,7 @@ class Machine:
             '#!/bin/sh\n[ "$1" = -L ] || exec echo "${DRIVER:-580.65.06}"\n'
             'for i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n'))
         (self.repo / "train_gpt.py").write_text(TRAINER)
+        (self.repo / "data/run/cores.py").write_text("allowed_cores = lambda: 12.5")
         (self.repo / "data/run/length.py").write_text(LENGTH)
         self.env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "CALLS": str(folder / "calls"),
                     "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "TORCH_GPUS": "0"}
@@ -98,11 +99,11 @@ class Machine:
             (site / path).parent.mkdir(parents=True)
             (site / path).write_text(text)
 
-    def run(self, *argv, status=0, cwd=None, **env) -> list[str]:
+    def run(self, *argv, status=0, cwd=None, program=(), **env) -> list[str]:
         """Runs run.sh; returns the calls of the stand-in, as `folder/python|argument|...`."""
         for name in "calls", "calls.threads", "calls.imported":
             (self.folder / name).unlink(missing_ok=True)
-        done = subprocess.run([str(self.repo / "run.sh"), *argv], env={**self.env, **env}, cwd=cwd or self.folder,
+        done = subprocess.run([*(program or [str(self.repo / "run.sh")]), *argv], env={**self.env, **env}, cwd=cwd or self.folder,
                               capture_output=True, text=True)
         self.out, self.err, calls = done.stdout, done.stderr, self.folder / "calls"
         assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
@@ -124,8 +125,8 @@ VENV = ["system/python3|-m|venv|.venv", f"{IN_VENV}|-m|pip|install|-r|requiremen
 
 
 def train(procs, *arguments, python="system/python3") -> str:
-    launcher = [python, "-m", "data.run.launch", "--standalone", f"--nproc_per_node={procs}"]
-    return "|".join([*launcher, "train_gpt.py", *arguments])
+    launcher = ["-m", "data.run.launch", "--standalone", "--local_addr=localhost", f"--nproc_per_node={procs}"]
+    return "|".join([python, *launcher * (procs > 1), "train_gpt.py", *arguments])
 
 
 CPU = train(1, "--preset=cpu")
@@ -157,9 +158,9 @@ def test_gpus_and_arguments_decide(machine, count, arguments, data, procs, prese
 
 
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
-    """A second start only starts. It does not import torch, which takes seconds."""
-    assert machine.run() == [STDLIB, CPU] and machine.threads == str(len(os.sched_getaffinity(0)))
-    assert machine.run() == [CPU] and machine.err == "" and not machine.imported
+    """A second start asks prepare.py again, which knows what is complete. It does not import torch, which takes seconds."""
+    assert machine.run() == [STDLIB, CPU] and machine.threads == "12"
+    assert machine.run() == [STDLIB, CPU] and machine.err == "" and not machine.imported
 
 
 def test_torch_has_the_last_word_on_gpus(machine):
@@ -176,7 +177,6 @@ def test_torch_has_the_last_word_on_gpus(machine):
     ({"NPROC": "2", "OMP_NUM_THREADS": "5"}, 2, "cpu", "5"), ({"NPROC": "1", **gpus(8)}, 1, "single", "")])
 def test_nproc_and_threads(machine, variables, procs, preset, threads):
     """The processes share the cores, unless OMP_NUM_THREADS is set."""
-    machine.executable(machine.folder / "system" / "bin" / "nproc", "#!/bin/sh\necho 12\n")
     assert machine.run(**variables)[-1] == train(procs, f"--preset={preset}") and machine.threads == threads
 
 
@@ -236,14 +236,15 @@ def test_without_a_recent_torch_a_venv_is_made_once(machine):
     start = train(1, "--preset=cpu", python=IN_VENV)
     assert machine.run(PIP_STATUS="1", status=1) == VENV
     assert machine.err.splitlines()[-1].startswith("run.sh: could not install requirements.txt into .venv")
-    assert machine.run() == [*VENV, f"{IN_VENV}|data/prepare.py|stdlib", start]
+    data = f"{IN_VENV}|data/prepare.py|stdlib"
+    assert machine.run() == [*VENV, data, start]
     assert "/bin/python has a torch older than 2.11 and is left as it is; using .venv" in machine.err
-    assert machine.run() == [start]
+    assert machine.run() == [data, start]
     with (machine.repo / "requirements.txt").open("a") as file:
         file.write("# changed\n")
-    assert machine.run() == [*VENV, start]
+    assert machine.run() == [*VENV, data, start]
     machine.site("system", "3.0.1")
-    assert machine.run() == [CPU]  # a recent torch is used as it is
+    assert machine.run() == [STDLIB, CPU]  # a recent torch is used as it is
 
 
 def test_a_python_without_venv_is_named(machine):
@@ -314,15 +315,57 @@ def test_runs_side_by_side_find_the_data_there(machine):
     argv = "--repeat 1 --label a --parallel --label b".split()
     _, first, *runs = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
     assert first == STDLIB and sorted(runs) == [
-        train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"]
-    assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == []
+        *(train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"),
+        STDLIB, STDLIB]
+    assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
 
 
 def test_rerun_and_help(machine):
     for argv in ["--rerun", "logs/my log.txt", "--x=1"], ["--rerun=logs/my log.txt", "--x=1"]:
         assert machine.run(*argv, SMI_GPUS="1") == ["system/python3|records/rerun.py|logs/my log.txt|--x=1"]
-    machine.site("system", None)
-    assert machine.run("--help") == [] and "./run.sh test" in machine.out and "NPROC=" in machine.out
+    machine.site("system", "2.11.0", ["numpy"])  # nothing is installed, made or downloaded for the help of a preset
+    for argv in ["--preset=short", "--help"], ["-h", "--preset=cpu"]:
+        assert machine.run(*argv, **gpus(8)) == ["system/python3|train_gpt.py|" + "|".join(argv)]
+    for argv in "--help", "data --help", "--repeat 2 --label a --help", "--x=1 --help":
+        machine.site("system", None)
+        assert machine.run(*argv.split()) == [] and "./run.sh test" in machine.out and "NPROC=" in machine.out
+    assert machine.err == said("the settings need a Python with torch 2.11; the first run installs it")
+    assert machine.run("--repeat", "1", "--label", "-h", status=1, PIP_STATUS="1") == VENV  # a signed factor
+
+
+def test_the_tests_of_a_file(machine):
+    (machine.repo / "tests").mkdir()
+    (machine.repo / "tests/test_a.py").touch()
+    for argv, files in [["tests/test_a.py"], ""], [["-x", "tests/test_a.py::b"], ""], [["-k", "a"], "tests|"]:
+        assert machine.run("test", *argv) == [
+            f"system/python3|-m|pytest|{files}-q|-n|auto|--dist|loadfile|" + "|".join(argv)]
+    assert machine.run("tests", "-x", status=1) == [] and "'tests' is no command: write test, data" in machine.err
+
+
+def test_it_starts_by_links_and_by_sh(machine, tmp_path):
+    """A chain of links that are relative to their own folders. The sh of Debian is no bash."""
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b/speedrun").symlink_to("../link")
+    (tmp_path / "link").symlink_to("my repo/run.sh")
+    assert machine.run(program=[tmp_path / "a b/speedrun"]) == [STDLIB, CPU]
+    for shell, env in (shutil.which("dash") or "sh", {}), ("bash", {"POSIXLY_CORRECT": "1"}):
+        assert machine.run(program=[shell, "run.sh"], cwd=machine.repo, NPROC="2", **env)[-1] == train(2, "--preset=cpu")
+
+
+def test_a_relative_data_path_is_that_of_the_caller(machine, tmp_path):
+    for path in ".", "some where":
+        assert machine.run(DATA_PATH=path, TRAIN='echo "$DATA_PATH"') == [CPU]
+        assert os.path.normpath(machine.out.strip()) == os.path.normpath(tmp_path / path)
+
+
+def test_a_clone_with_the_line_ends_of_windows_starts(tmp_path):
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    for name in "run.sh", ".gitattributes":
+        shutil.copy(ROOT / name, tmp_path)
+    for words in ["add", "run.sh", ".gitattributes"], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"], [
+            "-c", "core.autocrlf=true", "clone", "-q", ".", "clone"]:
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert (tmp_path / "clone/run.sh").read_bytes() == (ROOT / "run.sh").read_bytes()
 
 
 def test_it_works_from_any_folder(machine, tmp_path):
@@ -373,9 +416,10 @@ def test_ctrl_c_before_the_training(machine, command):
     assert "launch" not in (calls.read_text() if calls.exists() else "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_is_named(machine, number):
-    """SIGHUP comes when a terminal closes. The line comes from a process of run.sh, which gets the signal, too."""
+    """SIGHUP comes when a terminal closes, SIGUSR1 from a scheduler. The line comes from a process of run.sh, which gets the signal, too."""
     machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
                                touch "$CALLS.waits"; sleep 60 & wait"""
+    machine.env["NPROC"] = "2"
     assert signal_all(machine, number) == (9, "", said(f"ended by signal {number}, from outside"))

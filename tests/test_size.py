@@ -108,14 +108,14 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     ("--preset=short --minutes=1 --depth=8", False), ("--preset=short --minutes=1 --device=cpu", False),
     ("--preset=short --minutes=1 --resume=x.pt", False)])
 def test_when_the_size_is_chosen(args, open):
-    assert leaves_size_open(args.split(), T.SIZED) == open
+    assert leaves_size_open(args.split(), T.PRESETS) == open
 
 
 @pytest.mark.parametrize("preset, width, heads", [("short", 512, 4), ("record74", 256, 2), ("single", 640, 5),
                                                   ("cpu", 64, 4), ("record", 768, 6)])
 def test_a_width_alone_keeps_the_width_of_a_head(preset, width, heads):
     model = T.parse_config([f"--preset={preset}", f"--model_dim={width}"]).model
-    assert (model.model_dim, model.num_heads, model.head_dim) == (width, heads, T.PRESETS[preset].model.head_dim)
+    assert (model.model_dim, model.num_heads, model.head_dim) == (width, heads, T.PRESETS[preset].config.model.head_dim)
     both = T.parse_config([f"--preset={preset}", f"--model_dim={width}", f"--num_heads={2 * heads}"]).model
     assert both.num_heads == 2 * heads
     with pytest.raises(T.UserError, match="--model_dim=100 --num_heads="):
@@ -219,13 +219,13 @@ def test_a_run_keeps_its_size(begin, tmp_path):
     write_checkpoint(state, tmp_path / "state.pt", keep=0)
     resume = f"--resume={tmp_path / 'state.pt'}"
     resumed = T.parse_config([resume])
-    assert not leaves_size_open([resume], T.SIZED)
+    assert not leaves_size_open([resume], T.PRESETS)
     assert (resumed.model, resumed.schedule, resumed.optim) == (config.model, config.schedule, config.optim)
     with pytest.raises(T.UserError, match="model_dim is 768 here, 384 there.*; leave out --preset=short"):
         T.parse_config(["--preset=short", resume])
     log = rerun.Run("log", facts={"val_shards": "", **{key: render(value) for key, value in flatten(config).items()}})
     again = [f"--{key}={value}" for key, value in rerun.settings(log, {}).items()]
-    assert not leaves_size_open(again, T.SIZED) and T.parse_config(again).model == config.model
+    assert not leaves_size_open(again, T.PRESETS) and T.parse_config(again).model == config.model
 
 
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--minutes=0"], ["--model_dim=768"],

@@ -1,43 +1,42 @@
 """From the arguments of a command to the config of a run, and from a checkpoint to that of its model."""
 
 import dataclasses
-from typing import Callable, NamedTuple
+import re
 
 import torch
 
 from data.run.checkpoint import load_checkpoint
 from data.run.errors import UserError
-from data.run.knobs import config_from_dict, flatten, override, read_arguments, render, with_system
-from data.run.length import fit_length, stage_starts
+from data.run.knobs import (
+    config_from_dict, flatten, override, parse_value, read_arguments, render, with_system)
+from data.run.length import FITTED, SHORTEST_RUN, fit_length, stage_starts
 from data.run.limits import check_config, check_values
 from data.run.machine import choose_kernels, find_device
-from data.run.size import SIZE_KNOBS
+from data.run.size import SIZE_KNOBS, SIZES, Size
 
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 # The shards are compared with those of the checkpoint, wherever they are (`compare_shards`).
 KEPT_KNOBS = {"seed", "micro_batches", "dtype", "init_from"}
 
 
-class Presets(NamedTuple):
-    """The presets of train_gpt.py."""
-
-    configs: dict  # name -> Config
-    gpus: dict  # name -> number of GPUs for which its batches were chosen
-    wire: Callable  # (depth, narrow, paired, mix) -> layers of a model
+# What a run is called, keeps and shows. A run that begins with the weights of another one has its own.
+OUTPUT_KNOBS = ("run_label", "log_dir", "plot", "profile", "save", "save_every", "keep", "resume", "init_from",
+                "other_data", "sample_tokens", "sample_prompt")
 
 
-def parse_config(argv, world, presets: Presets, gpu=None):
-    """Arguments --preset=name and --key=value -> config for `world` ranks, checked. gpu: see `fit_length`.
+def parse_config(argv, world, presets, gpu=None):
+    """Arguments --preset=name and --key=value -> config for `world` ranks, checked.
 
-    Raises UserError for an unknown argument, and for values that a run does not accept.
+    presets: {name: Preset of train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for
+    values that a run does not accept.
     """
     overrides = read_arguments(argv)
     preset, first_step = overrides.pop("preset", None), 0
-    if preset not in (None, *presets.configs):
-        raise UserError(f"--preset={preset}: known presets are {', '.join(presets.configs)}")
-    if overrides.get("resume"):
+    if preset not in (None, *presets):
+        raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
+    if "resume" in overrides:
         config, first_step = resumed_config(overrides, preset, world, presets)
-    elif overrides.get("init_from"):
+    elif "init_from" in overrides:
         config = begun_config(overrides, preset, world, presets)
     else:
         config = preset_config(preset or "record", overrides, world, presets, gpu)
@@ -51,16 +50,16 @@ def parse_config(argv, world, presets: Presets, gpu=None):
 def leaves_size_open(argv, presets) -> bool:
     """Whether the size of the model is to suit the length of the run and the GPU (data/run/size.py).
 
-    argv must be valid; presets: {name of a preset whose size may change: whether it does so at the preset's own length,
-    too}.
+    argv must be valid. A preset of another size, or with layers of its own, keeps them.
     """
     overrides = read_arguments(argv)
-    preset = overrides.get("preset")
-    has_length = any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
-    by_hand = any(key in SIZE_KNOBS or key.startswith("layer") for key in overrides)
-    from_checkpoint = overrides.get("resume") or overrides.get("init_from")
-    return (preset in presets and (has_length or presets[preset]) and not by_hand and not from_checkpoint
-            and overrides.get("device") != "cpu")
+    preset = presets[overrides.get("preset", "record")]
+    model, has_length = preset.config.model, any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
+    by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in overrides)
+    from_checkpoint = overrides.keys() & {"resume", "init_from"}
+    return ((preset.sized == "always" or preset.sized == "given" and has_length)
+            and model.is_wired and Size(model.model_dim, model.depth) in SIZES
+            and not by_hand and not from_checkpoint and overrides.get("device") != "cpu")
 
 
 def leaves_rows_open(argv) -> bool:
@@ -76,58 +75,79 @@ def with_heads(overrides, model):
     return overrides | {"num_heads": str(int(width) // model.head_dim)}
 
 
-def wired_preset(preset, overrides, presets):
-    """The config of a preset, with new layers for the --depth and the --num_heads among the overrides."""
-    config = presets.configs[preset]
-    model = override(config, {key: overrides[key] for key in ("depth", "num_heads") if key in overrides}).model
-    if model.depth == config.model.depth and (model.num_heads % 2 == 0 or preset == "record74"):
+def with_depth(config, overrides):
+    """The config with new layers for the --depth and the --num_heads among the overrides."""
+    model = override(config, {key: overrides[key] for key in ("num_heads",) if key in overrides}).model
+    depth = parse_value("depth", overrides.get("depth", str(model.depth)), int, model.depth)
+    if depth == model.depth and (model.num_heads % 2 == 0 or not model.is_wired):
         return config
-    if preset == "record74" or not 3 <= model.depth <= 24:
-        raise UserError(f"--depth={model.depth}: " + ("record74 has 11 layers; take --preset=record"
-                                                      if preset == "record74" else "from 3 to 24 layers"))
-    narrow, mix = (any(getattr(layer, name) for layer in model.layers) for name in ("narrow", "mix"))
-    layers = presets.wire(model.depth, narrow, model.num_heads % 2 == 0, mix)
+    if not model.is_wired:
+        raise UserError(f"--depth={depth}: the layers of this preset are not those of `wire`; take another preset, or"
+                        f" change its {model.depth} layers with --layers and --layer<n>")
+    if not 3 <= depth <= 24:
+        raise UserError(f"--depth={depth}: from 3 to 24 layers")
+    layers = model.rewired(depth, model.num_heads % 2 == 0)
     return dataclasses.replace(config, model=dataclasses.replace(
         config.model, layers=layers, backout_layer=layers[-1].input_from))
 
 
-def preset_config(preset, overrides, world, presets, gpu=None):
+def preset_config(name, overrides, world, presets, gpu=None):
     """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it."""
-    overrides = with_heads(overrides, presets.configs[preset].model)
-    config = override(wired_preset(preset, overrides, presets), overrides)
-    made_for = presets.configs[preset].schedule, presets.gpus[preset]
-    return with_length(config, overrides, made_for, world, gpu)
+    preset = presets[name]
+    overrides = with_heads(overrides, preset.config.model)
+    base = with_depth(preset.config, overrides)
+    return with_length(base, overrides, (preset.config.schedule, preset.gpus), world, gpu)
 
 
-def with_length(config, overrides, made_for, world, gpu=None):
-    """The config with at least a micro-batch for each rank, and with the length that the overrides ask for. The last
-    three arguments are those of `fit_length`."""
+def with_length(base, overrides, made_for, world, gpu=None):
+    """The config `base` with the overrides, with at least a micro-batch for each rank, and with the length that the
+    overrides ask for. The last three arguments are those of `fit_length`.
+
+    A setting is set by hand if the length would have given it another value. So no setting that says what the run has
+    anyway changes the run.
+    """
+    config, by_hand = override(base, overrides), set()
     check_values(config)  # `fit_length` computes with them
-    if 0 < config.system.micro_batches < world:
-        config = with_system(config, micro_batches=world)
-    return fit_length(config, overrides.keys(), made_for, world, gpu)
+    asked = config.schedule
+    if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
+        raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
+    wanted = {key: value for key, value in flatten(config).items() if key in overrides and FITTED.fullmatch(key)}
+    while True:
+        config = override(base, {key: overrides[key] for key in overrides.keys() - (wanted.keys() - by_hand)})
+        if 0 < config.system.micro_batches < world:
+            config = with_system(config, micro_batches=world)
+        config = fit_length(config, by_hand, made_for, world, gpu)
+        found = flatten(config)
+        if not (others := {key for key, value in wanted.items() if found[key] != value}):
+            break
+        by_hand |= others
+    steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
+    if getattr(asked, knob) and "scheduled_steps" not in overrides and steps < SHORTEST_RUN:
+        raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
+                        f" {config.schedule.stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    return config
 
 
 def begun_config(overrides, preset, world, presets):
     """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
-    the checkpoint with the overrides, and with the batches, rates and steps of a --train_tokens or --minutes.
+    the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
+    --minutes.
 
     Raises UserError when an override changes the model, and for a preset.
     """
-    path = overrides["init_from"]
+    path, default = overrides["init_from"], presets["record74"].config
     if preset:
         raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
-    saved = config_from_dict(presets.configs["record74"], load_checkpoint(path)["config"])
+    saved = config_from_dict(default, load_checkpoint(path)["config"])
     # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
-    saved = with_system(saved, resume="", profile="", init_from="", micro_batches=0, other_data=False)
+    saved = with_system(saved, micro_batches=0, **{key: getattr(default.system, key) for key in OUTPUT_KNOBS})
     saved = dataclasses.replace(saved, schedule=dataclasses.replace(saved.schedule, train_tokens=0))
     config = override(saved, overrides)
     if config.model != saved.model:
-        old, new = flatten(saved), flatten(config)
-        changed = (f"--{key}" for key in overrides if old.get(key) != new.get(key) and hasattr(saved.model, key)
-                   or key.startswith("layer"))
+        changed = (f"--{key}" for key in overrides if key.startswith("layer")
+                   or getattr(config.model, key, None) != getattr(saved.model, key, None))
         raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
-    return with_length(config, overrides, (saved.schedule, 1), world)
+    return with_length(saved, overrides, (saved.schedule, 1), world)
 
 
 def resumed_config(overrides, preset, world, presets):
@@ -138,7 +158,8 @@ def resumed_config(overrides, preset, world, presets):
     """
     path = overrides["resume"]
     state = load_checkpoint(path)
-    saved = with_system(config_from_dict(presets.configs["record74"], state["config"]), profile="", other_data=False)
+    default = presets["record74"].config
+    saved = with_system(config_from_dict(default, state["config"]), profile="", other_data=False)
     wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
     config = override(saved, allowed_changes(path, wanted, saved, overrides, preset))
     step, total = state["step"], stage_starts(config.schedule)[-1]

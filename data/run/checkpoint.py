@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.run.disk import atomic_write
+from data.run.disk import atomic_write, user_path
 from data.run.errors import UserError
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
@@ -38,7 +38,7 @@ def load_checkpoint(path) -> dict:
     Executes nothing in the file. One process of a machine compares it with its checksums. Raises UserError when the
     file is no checkpoint, or damaged.
     """
-    damaged = None
+    damaged, path = None, user_path(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if os.environ.get("LOCAL_RANK", "0") == "0":

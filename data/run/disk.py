@@ -13,6 +13,11 @@ from data.run.errors import UserError, one_line, user_error
 ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
 
+def user_path(text) -> Path:
+    """A path that the user has written; ~ is the home folder, also where no shell has replaced it."""
+    return Path(os.path.expanduser(text))
+
+
 def existing_folder(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise an error

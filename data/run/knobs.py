@@ -4,18 +4,63 @@ A config is a frozen dataclass of sections, and a section is a frozen dataclass 
 items of one kind, counted from 1 (stages) or from 0 (layers). Each field of a stage is a knob, stage<n>.<field>. Each
 layer is a knob, layer<n>, whose text names the fields in which the layer differs from a default Layer;
 layer<n>.<field> changes one field. The numbers of stages and of layers are the knobs `stages` and `layers`.
+
+The type of a field says which values it takes: Literal, or Annotated with Bounds.
 """
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections import deque
-from typing import get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from data.run.errors import UserError
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
+hints_of = functools.cache(get_type_hints)  # a config is read several times, and each call takes .1 ms
+
+
+class Bounds(NamedTuple):
+    """The numbers that a knob takes, from `low` to `high`; `below`: without `high` itself."""
+
+    low: float
+    high: float = 10**9
+    below: bool = False
+
+    def __contains__(self, value):
+        return self.low <= value <= self.high and not (self.below and value == self.high)
+
+    def __str__(self):
+        return f"from {self.low} to {'below ' * self.below}{self.high}"
+
+
+def fields_of(item, prefix=""):
+    """Yields (name, value, type) of each field of a section, and in place of its items of theirs."""
+    hints = hints_of(type(item), include_extras=True)
+    for key, value in vars(item).items():
+        if key in FIRST:
+            for i, one in enumerate(value, FIRST[key]):
+                yield from fields_of(one, f"{key[:-1]}{i}.")
+        else:
+            yield prefix + key, value, hints[key]
+
+
+def demand(kind, value) -> str:
+    """What a value of this type must be, if it is something else; otherwise ""."""
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "" if value in kinds else " or ".join(map(str, kinds))
+    if origin is Annotated:
+        optional = type(None) in get_args(kinds[0])
+        return "" if optional and value is None or value in kinds[1] else f"{kinds[1]}{', or none' * optional}"
+    if origin is tuple:
+        kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        if len(kinds) != len(value):
+            return f"{len(kinds)} numbers"
+        return next(filter(None, map(demand, kinds, value)), "")
+    return ""
 
 
 def flatten(config) -> dict:
@@ -46,27 +91,20 @@ def parse_value(key, text, kind, example):
             raise ValueError
         return value
 
-    def whole(part):
-        value = int(part)
-        if abs(value) >= 2**63:  # torch has no larger integers
-            raise ValueError
-        return value
-
+    kind = type(get_args(kind)[0]) if get_origin(kind) is Literal else kind
     try:
         if dataclasses.is_dataclass(kind):
-            words, hints = (word.partition("=") for word in text.split() if word != "default"), get_type_hints(kind)
+            words, hints = (word.partition("=") for word in text.split() if word != "default"), hints_of(kind)
             return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], vars(kind())[word])
                            for word, _, value in words})
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if kind == int | None:
-            return None if text.lower() == "none" else whole(text)
+            return None if text.lower() == "none" else int(text)
         if kind == int | float:
-            return whole(text) if text.strip("+- _0123456789") == "" else finite(text)
-        if kind is str:
-            return text
-        if kind is int:
-            return whole(text)
+            return int(text) if text.strip("+- _0123456789") == "" else finite(text)
+        if kind in (str, int):
+            return kind(text)
         return finite(text) if kind is float else tuple(finite(part) for part in text.split(","))
     except (ValueError, KeyError):
         expected = {int: "int", bool: "true or false", float: "float, a finite number", int | None: "a number or none",
@@ -76,14 +114,24 @@ def parse_value(key, text, kind, example):
 
 
 def read_arguments(argv) -> dict[str, str]:
-    """{key: value} of --key=value and --key value arguments; a later value replaces an earlier one."""
+    """{key: value} of --key=value and --key value arguments; a later value replaces an earlier one.
+
+    Raises UserError for other arguments, and for an empty value, as an empty variable of a shell makes it: only a text
+    may be empty.
+    """
     values, arguments = {}, deque(argv)
     while arguments:
         argument = arguments.popleft()
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not equals and (not arguments or arguments[0].startswith("--")):
-            raise UserError(f"argument '{argument}': write --key=value (see --help)")
+            near = difflib.get_close_matches(argument, ("test", "data"), 1)
+            raise UserError(f"argument '{argument}': write --key=value (see --help)"
+                            + "".join(f", or ./run.sh {word}" for word in near))
         values[key] = text if equals else arguments.popleft()
+        if not values[key].strip() and key not in ("sample_prompt", "prompt"):
+            made = key in ("resume", "init_from", "sample")
+            raise UserError(f"--{key}= has no value: " + ("is there no checkpoint yet? --save=true makes one" if made
+                                                         else "give it one, or leave it out"))
     return values
 
 
@@ -103,8 +151,10 @@ def unknown_key(key, known) -> UserError:
 
 
 def override(config, overrides):
-    """The config with the values of `overrides`, {knob: text}. Raises UserError for an unknown knob or a bad value."""
+    """The config with the values of `overrides`, {knob: text}. Raises UserError for an unknown knob, a bad value, and a
+    --depth that differs from the number of layers."""
     overrides = dict(overrides)
+    depth = overrides.pop("depth", None)
 
     def resized(key, items):
         """Added layers are default layers. Added stages repeat the last but one, since the last is the extension."""
@@ -115,7 +165,7 @@ def override(config, overrides):
         return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
 
     def updated(item, prefix=""):
-        hints, new = get_type_hints(type(item)), {}
+        hints, new = hints_of(type(item)), {}
         for key, old in vars(item).items():
             if key in FIRST:
                 name, items = prefix + key[:-1], enumerate(resized(key, old), FIRST[key])
@@ -128,11 +178,18 @@ def override(config, overrides):
         return parse_value(key, overrides.pop(key), kind, old) if key in overrides else old
 
     changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
+    if depth is not None and parse_value("depth", depth, int, 11) != changed.model.depth:
+        raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
     if overrides:
         key, known = next(iter(overrides)), flatten(changed)
+        if numbered := re.match(r"(layer|stage)(\d+)", key):
+            (word, number), first = numbered.groups(), FIRST[numbered[1] + "s"]
+            last = first + known[word + "s"] - 1
+            if not first <= int(number) <= last:
+                raise UserError(f"unknown key --{key}: this run has {word}s {first} to {last}")
         items = {name: item for name, item in known.items() if dataclasses.is_dataclass(item)}
         known |= {f"{name}.{field}": 0 for name, item in items.items() for field in vars(item)}
-        raise unknown_key(key, [*known, "preset"])
+        raise unknown_key(key, [*known, "preset", "depth"])
     return changed
 
 
@@ -161,9 +218,12 @@ def read_options(argv, options, aliases, known):
 def help_text(config, source) -> str:
     """One line per knob: name, value (for stage<n> the values of all stages), and the knob's comment in `source`."""
     comments, knobs = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.M)), {}
+    comments |= {"depth": "number of layers; another number makes them anew, by `wire`"}
     for key, value in flatten(config).items():
         name = re.sub(r"^stage\d+", "stage<n>", key)
         knobs[name] = f"{knobs[name]} {render(value)}" if name in knobs else f"  --{name}={render(value)}"
+        if key == "layers":
+            knobs |= {"depth": f"  --depth={value}", key: knobs.pop(key)}
         if dataclasses.is_dataclass(value) and f"layer{len(config.model.layers) - 1}" == key:
             knobs |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(value)}
     return "\n".join(f"{knob:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, knob in knobs.items())
@@ -176,7 +236,7 @@ def help_page(manual, presets, argv, source) -> str:
     """
     preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
     others = ", ".join(name for name in presets if name != preset)
-    knobs = help_text(presets[preset], source.partition("class Config:")[0])
+    knobs = help_text(presets[preset].config, source.partition("class Config:")[0])
     return (f"{manual}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
             f" --minutes changes batches, rates and steps:\n{knobs}")
 
@@ -187,7 +247,8 @@ def config_from_dict(default, tree):
     Raises UserError for an unknown knob.
     """
     def section(old, values):
-        hints = get_type_hints(type(old))
+        hints = hints_of(type(old))
+        values = {key: value for key, value in values.items() if key != "depth"}  # older ones have it beside the layers
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from itertools import accumulate
 
 from data.run.errors import UserError
@@ -13,6 +14,9 @@ SHORTEST_RUN = 20  # steps
 # In a run of more steps than this and than its preset has, Adam updates the head in every second step. In a run of 1628
 # steps, an update of the head in every step raised the loss (one pair, records/2026-11-27_learning).
 MANY_STEPS = 1200
+# The knobs that `fit_length` changes, but for train_tokens.
+FITTED = re.compile(r"stage\d+\.(batch_tokens|lr_mul)|(scheduled|extension)_steps|lr_floor|table_beta2|adam_every"
+                    r"|muon_(warmup|cooldown)")
 
 
 def stage_starts(schedule) -> list[int]:
@@ -88,8 +92,6 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     from SECONDS_PER_TOKEN).
     """
     schedule, (native, gpus) = config.schedule, made_for
-    if schedule.minutes and by_hand & {"train_tokens", "scheduled_steps", "extension_steps"}:
-        raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     tokens = schedule.train_tokens
     if schedule.minutes and gpu:
         size = Size(config.model.model_dim, len(config.model.layers))
@@ -99,29 +101,23 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     if not tokens:
         return config
     growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5
-    unit, stages = 16 * (config.system.micro_batches or world), []
+    unit, stages, factor = 16 * (config.system.micro_batches or world), [], 1.0
     for i, stage in enumerate(schedule.stages, 1):
-        if f"stage{i}.batch_tokens" not in by_hand:
-            batch = round_batch(stage.batch_tokens * growth, unit)
-            rate = round(stage.lr_mul * (batch / stage.batch_tokens) ** 0.35, 4)
-            rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else rate
-            stage = dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate)
-        stages.append(stage)
+        batch = stage.batch_tokens if f"stage{i}.batch_tokens" in by_hand else round_batch(
+            stage.batch_tokens * growth, unit)
+        factor = (batch / stage.batch_tokens) ** 0.35
+        rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else round(stage.lr_mul * factor, 4)
+        stages.append(dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate))
     if "table_beta2" not in by_hand:
         ratio = total_tokens(dataclasses.replace(native, stages=tuple(stages))) / total_tokens(native)  # of the batches
         beta2 = round(config.optim.table_beta2 ** ratio, 4)
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, table_beta2=beta2))
-    if not by_hand & {"lr_floor", f"stage{len(stages)}.lr_mul"}:
-        floor = round(schedule.lr_floor * stages[-1].lr_mul / schedule.stages[-1].lr_mul, 4)
-        schedule = dataclasses.replace(schedule, lr_floor=floor)
+    if "lr_floor" not in by_hand:
+        schedule = dataclasses.replace(schedule, lr_floor=round(schedule.lr_floor * factor, 4))  # of the last stage
     schedule = dataclasses.replace(schedule, stages=tuple(stages))
     if "scheduled_steps" not in by_hand:
         extension = schedule.extension_steps if "extension_steps" in by_hand else None
         schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
-        if schedule.scheduled_steps < SHORTEST_RUN:
-            knob = "minutes" if schedule.minutes else "train_tokens"
-            raise UserError(f"--{knob}={getattr(schedule, knob):g}: that is a run of {schedule.scheduled_steps} steps"
-                            f" of {stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
     if "adam_every" not in by_hand and stage_starts(schedule)[-1] > max(MANY_STEPS, stage_starts(native)[-1]):
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, adam_every=2))
     for key in {"muon_warmup", "muon_cooldown"} - by_hand:

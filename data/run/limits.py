@@ -4,33 +4,8 @@ import re
 
 from data.loader import NGRAM_FACTORS
 from data.run.errors import UserError
-from data.run.knobs import flatten, render
+from data.run.knobs import demand, fields_of, render
 from data.run.length import momentum_steps, stage_starts
-
-MAY_BE_ZERO = ("extension_steps", "seed", "sample_tokens", "micro_batches", "val_every", "save_every", "keep",
-               "backout_layer", "muon_warmup", "muon_cooldown", "train_tokens")
-# knob -> (whether a value is accepted, which values are)
-ACCEPTED = {
-    "vocab_size": (lambda x: 2 <= x <= 65536, "2 to 65536, as shards hold 16-bit tokens"),
-    "extension_steps": (lambda x: x < 10**6, "below 1000000"),  # names of checkpoints have six digits
-    "minutes": (lambda x: x <= 10**6, "from 0 to 1000000"),
-    "train_tokens": (lambda x: x <= 10**15, f"from 0 to {10**15}"),
-    "cooldown_frac": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "sampled_frac": (lambda x: x <= 1, "from 0 to 1"),
-    **dict.fromkeys(("candidates", "adam_eps"), (lambda x: x > 0, "above 0")),
-    "muon_momentum": (lambda x: len(x) == 2, "two numbers, before and after the warm-up"),
-    **dict.fromkeys(("muon_warmup", "muon_cooldown"), (
-        lambda x: x < 1 or type(x) is int, "a whole number of steps, or from 0 to below 1, a part of the run")),
-    **dict.fromkeys(("table_beta2", "muon_beta2", "slow_momentum"), (lambda x: x < 1, "from 0 to below 1")),
-    "polar_steps": (lambda x: x in (4, 5), "4 or 5"),
-    "adam_every": (lambda x: x in (1, 2), "1 or 2"),
-    "average_blend": (lambda x: x <= 1, "from 0 (last weights) to 1 (averages)"),
-    "seed": (lambda x: x < 2**63, "below 2 ** 63"),
-    "profile": (lambda x: re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", x), "START:COUNT, for example 20:4"),
-    "run_label": (lambda x: not {*"/\\"} & {*x}, "the name of a file, not of a folder"),
-    "device": (lambda x: x in ("cuda", "cpu"), "cuda or cpu"),
-    "dtype": (lambda x: x in ("bfloat16", "float32"), "bfloat16 or float32"),
-    "data_end": (lambda x: x in ("wrap", "stop"), "wrap or stop")}
 
 
 def require(ok, message):
@@ -41,13 +16,25 @@ def require(ok, message):
 
 def check_values(config):
     """Raises UserError when the value of a knob is never accepted."""
-    for key, value in flatten(config).items():
-        least = int(type(value) is int and key not in MAY_BE_ZERO)
-        require(type(value) not in (int, float) or value >= least, f"--{key}={value}: must be {least} or more")
-        if key in ACCEPTED:
-            accepts, values = ACCEPTED[key]
-            require(accepts(value), f"--{key}={render(value)}: must be {values}")
-    shares = [stage.share for stage in config.schedule.stages]
+    for section in vars(config).values():
+        for key, value, kind in fields_of(section):
+            if wanted := demand(kind, value):
+                raise UserError(f"--{key}={render(value)}: must be {wanted}")
+    system, schedule = config.system, config.schedule
+    require(re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile),
+            f"--profile={system.profile}: must be START:COUNT, for example 20:4")
+    require(not {*"/\\"} & {*system.run_label},
+            f"--run_label={system.run_label}: must be the name of a file, not of a folder")
+    for key in "muon_warmup", "muon_cooldown":
+        steps = getattr(schedule, key)
+        require(steps < 1 or type(steps) is int,
+                f"--{key}={steps}: must be a whole number of steps, or from 0 to below 1, a part of the run")
+    for i, stage in enumerate(schedule.stages, 1):
+        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
+        for key in "mtp_start", "mtp_end":
+            require(getattr(stage, key)[0], f"--stage{i}.{key}={render(getattr(stage, key))}: the first weight, of the"
+                    " next token, must be above 0")
+    shares = [stage.share for stage in schedule.stages]
     require(min(shares[:-1]) > 0 == shares[-1],
             f"shares of the stages: {', '.join(map(render, shares))}; the share of the last stage, which is the"
             " extension, must be 0, all others above 0")
@@ -63,7 +50,7 @@ def check_config(config, world=1):
     data = config.data
     require(data.val_batch_tokens % 16 == 0 and data.val_tokens % data.val_batch_tokens == 0,
             f"--val_tokens={data.val_tokens} must be a multiple of --val_batch_tokens={data.val_batch_tokens},"
-            " and --val_batch_tokens a multiple of 16")
+            " and --val_batch_tokens a multiple of 16; set both, for example to the same number")
     if config.system.micro_batches:  # else `choose_micro_batches` chooses and checks the number
         check_micro_batches(config, world)
 
@@ -72,13 +59,12 @@ def check_model(model):
     layers, paired = model.layers, tuple(model.layers_with("paired"))
     require(model.model_dim % (8 * model.num_heads) == 0,
             f"--model_dim={model.model_dim} --num_heads={model.num_heads}: the width of a head must be a multiple of 8")
-    require(model.model_dim >= 16, f"--model_dim={model.model_dim}: at least 16, as the gates read 12 channels")
     require(model.num_heads % 2 == 0 or not paired,
             f"--num_heads={model.num_heads}: the paired layers {render(paired)} need an even number of heads;"
             " --layer0.paired=false makes another layer of the first")
     orders = len(NGRAM_FACTORS) - 1
-    require(len(model.ngram_rows) <= orders and all(rows == 0 or rows >= 2 for rows in model.ngram_rows),
-            f"--ngram_rows={render(model.ngram_rows)}: up to {orders} numbers, each 0 or at least 2")
+    require(len(model.ngram_rows) <= orders and not any(0 < rows < 2 or rows % 1 for rows in model.ngram_rows),
+            f"--ngram_rows={render(model.ngram_rows)}: up to {orders} whole numbers, each 0 or at least 2")
     require(all(rows >= 2 for _, rows in model.ngrams),
             f"--bigram_tables={model.bigram_tables}: the table of bigrams needs two rows or more")
     require(sum(rows for _, rows in model.ngrams) < 2**31,
@@ -127,8 +113,6 @@ def check_schedule(schedule):
     require(not warmup < total < warmup + cooldown - 1,  # both are rounded, so one step may belong to both
             f"--muon_warmup={schedule.muon_warmup} --muon_cooldown={schedule.muon_cooldown}: {warmup} and {cooldown}"
             f" steps, but the run has only {total}")
-    for i, stage in enumerate(stages, 1):
-        require(len(stage.mtp_start) == len(stage.mtp_end), f"--stage{i}.mtp_start and mtp_end need the same length")
 
 
 def check_profile(config):

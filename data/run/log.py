@@ -1,37 +1,54 @@
 """The log of a run, on file and console, and its header, which is enough to repeat the run."""
 
+import errno
+import hashlib
+import json
 import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import sysconfig
 import threading
+import traceback
 import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from data.run.disk import ROOT
+from data.run.disk import ROOT, user_path
 from data.run.errors import UserError, user_error
-from data.run.knobs import flatten, render
+from data.run.knobs import flatten, read_arguments, render
+from data.run.machine import PATHS
+from data.shards import data_root
 
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing.
+    """The log file and the console of rank 0; other ranks write nothing but the error that ends them.
 
     The file is line-buffered, so a killed run loses no line.
     """
 
     def __init__(self, config, rt):
-        self.path = ROOT / config.system.log_dir / f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        self.is_main, self.terminal = rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        self.path = ROOT / user_path(config.system.log_dir) / f"{config.system.run_label}_{uuid.uuid4()}.txt"
+        if rt.world > 1:
+            dist.broadcast_object_list(path := [self.path], 0)
+            self.path, = path
+        self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
+        knobs, home = flatten(config), user_path("~")
+        folders = {ROOT, data_root(), home, *(user_path(knobs[key]).parent for key in PATHS)}
+        self.private = sorted((f"{folder}/" for folder in folders if len(folder.parts) > 1 and folder.is_absolute()),
+                              key=len, reverse=True)  # folders, the inner ones first
         self.write_error = f"cannot write {self.path} or the console; make room, or choose another --log_dir"
         if self.is_main:
             with user_error(self.write_error):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = open(self.path, "w", encoding="utf-8", buffering=1)
+                # `failed` appends, too. A name of a file may have bytes that are no UTF-8.
+                self.file = open(self.path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
             self.line(str(self.path), file=False)
 
     def line(self, text, console=True, file=True, end="\n"):
@@ -39,34 +56,54 @@ class Log:
             return
         with user_error(self.write_error):  # a run without a log is useless
             if file:
-                self.file.write(text + "\n")  # one call (2.4 µs, Xeon at 2.5 GHz): the loader's thread also writes
-            if console:
-                print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+                kept = text
+                for folder in self.private if text.startswith(("warning: ", "error: ")) else ():
+                    kept = kept.replace(folder, "")  # logs are published
+                self.file.write(kept + "\n")  # one call (2.4 µs, Xeon at 2.5 GHz): the loader's thread also writes
+            try:
+                if console:
+                    print(("\r\033[K" if self.terminal else "") + text, flush=True, end=end)
+            except BrokenPipeError:
+                raise UserError("the run ends, since nobody reads its output any more; a run without readers takes"
+                                " > /dev/null, its log has every line") from None
+            except OSError as error:
+                if error.errno != errno.EIO:  # a terminal that has been closed does not end the run
+                    raise
 
-    def interrupted(self, system):
-        """The line at Ctrl-C: how to go on. system: the section of the config."""
+    def ended(self, system, number, place=""):
+        """The line about the signal that ends a run: how to go on. system: the section of the config."""
         checkpoints = [system.resume or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
         if newest := checkpoints[-1]:
             advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
         else:
             advice = "there is no checkpoint"
-            advice += "" if system.save_every else ": --save_every=100 writes one every 100 steps"
-        self.line(f"\nended by Ctrl-C; {advice}", file=False)
-
-    def failed(self, message):
-        """The error of rank 0 that ends the run, for the file; the console gets it on standard error, on a line of its
-        own."""
+            advice += "" if system.save or system.save_every else ": --save_every=100 writes one every 100 steps"
+        line = f"ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}{place}; {advice}"
         with suppress(UserError):
-            self.line(f"error: {message}", console=False)
+            self.line(line, console=False)
+            self.line(f"\n{line}", file=False)
+
+    def failed(self, message, error):
+        """The error that ends the run, for the file, with its traceback if it is not the user's; the console gets it on
+        standard error, on a line of its own."""
+        text = f"error: {f'rank {self.rank}: ' if self.rank else ''}{message}\n"
+        if not isinstance(error, UserError):
+            trace = "".join(traceback.format_exception(error))
+            text += re.sub(rf'(?<=File ")({re.escape(str(ROOT))}/|[^"]*/(?=lib/python))', "", trace)
+        with suppress(OSError, UserError):
+            if self.path.exists():  # else this rank is on another machine
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(text)
             if self.terminal:
                 self.line("", file=False, end="")
 
-    def progress(self, text, seconds_left):
-        """A line per step in the file; on a terminal it stays in one place, with the expected time to the end."""
-        self.line(text, console=not self.terminal)
+    def progress(self, loss, times, seconds_left):
+        """The two lines of a step in the file; on a terminal they are one, which stays in its place, with the expected
+        time to the end."""
+        self.line(f"{loss}\n{times}", console=not self.terminal)
         if self.terminal:
             minutes, seconds = divmod(round(seconds_left), 60)
-            self.line(f"{text} eta:{minutes}m{seconds:02d}s", file=False, end="")
+            self.line(f"{loss} {times.partition(' ')[2]} eta:{minutes}m{seconds:02d}s", file=False, end="")
 
     @contextmanager
     def moving(self, text, every=1.0):
@@ -94,38 +131,61 @@ class Log:
 def loaded_sources() -> dict[str, str]:
     """{path: text} of train_gpt.py, then of every other loaded module of this repository.
 
-    Skips the packages of a Python environment inside the repository.
+    Skips Python's own modules and installed packages, which an environment inside the repository brings. Raises
+    UserError where the code of the trainer is missing: no log and no other rank could tell what ran.
     """
-    script = ROOT / "train_gpt.py"
+    places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
     files = {Path(file).resolve() for module in [*sys.modules.values()]
              if (file := getattr(module, "__dict__", {}).get("__file__"))}
-    own = [file for file in files if file.is_relative_to(ROOT) and not file.is_relative_to(sys.prefix)]
-    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8")
-            for file in [script, *sorted(own)] if file.suffix == ".py"}
+    own = sorted(file.relative_to(ROOT) for file in files if file.suffix == ".py" and file.is_relative_to(ROOT)
+                 and not any(map(file.is_relative_to, places)))
+    own = [file for file in own if not {"site-packages", "dist-packages"} & {*file.parts}]
+    sources = {file.as_posix(): (ROOT / file).read_text(encoding="utf-8") for file in [Path("train_gpt.py"), *own]}
+    if missing := [name for name in ("triton_kernels.py", "data/loader.py") if name not in sources]:
+        raise UserError(f"{' and '.join(missing)} of this run lie outside {ROOT}, so no log could hold its code: copy"
+                        " the whole project into one folder, without links")
+    return sources
 
 
-def published(text) -> str:
-    """A value, or a --key=value argument, with a path made relative to the repository, or cut to its last part.
+def quoted(text) -> str:
+    """A value as a line of the log, which `value_of` in records/rerun.py reads back: in JSON if a reader might not see
+    it as it is."""
+    return text if text.isprintable() and text.strip() == text and text[:1] != '"' else json.dumps(text)
 
-    Logs are published, and folder names may be private. A value that is not a path does not change.
-    """
-    key, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
-    if not value.startswith(("/", "..", "~")):
-        return text
-    path = Path(os.path.abspath(os.path.expanduser(value)))
-    return key + equals + (str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name)
+
+def published(path) -> str:
+    """A path relative to the repository, or cut to its last part: logs are published, and folder names may be
+    private."""
+    if not path.startswith(("/", "~")) and ".." not in Path(path).parts:
+        return path
+    path = Path(os.path.abspath(os.path.expanduser(path)))
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def revision(sources) -> str:
-    """The commit of the repository, and whether the sources have changed since the commit."""
+    """The commit of this repository, and whether the sources are those of the commit; unknown if this folder is not the
+    top of a repository with a train_gpt.py."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
+
     def git(*words):
-        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, encoding="utf-8", errors="replace",
+                              check=True, env=env).stdout
 
     try:
-        changed = git("status", "--porcelain", "--", *sources)
-        return f"{git('rev-parse', 'HEAD')} {'with changes' if changed else 'clean'}"
-    except (OSError, subprocess.CalledProcessError):
+        place, commit, _ = git("rev-parse", "--show-prefix", "HEAD").split("\n")
+        found = re.findall(r" blob (\w+)\t([^\0]+)", git("ls-tree", "-z", commit, "--", *sources))
+    except (OSError, ValueError, subprocess.CalledProcessError):
         return "unknown"
+    algorithm = {40: hashlib.sha1, 64: hashlib.sha256}[len(commit)]
+
+    def blob(text):
+        return algorithm(b"blob %d\0" % len(data := text.encode()) + data).hexdigest()
+    committed = {name: blob for blob, name in found}
+    if place or "train_gpt.py" not in committed:
+        return "unknown"
+    clean = committed == {name: blob(text) for name, text in sources.items()}
+    return f"{commit} {'clean' if clean else 'with changes'}"
 
 
 def shards_line(shards) -> str:
@@ -142,26 +202,28 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict,
     choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
     """
     try:
-        gpus = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+        gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
     except OSError:
         gpus = "nvidia-smi: not found"
     triton = sys.modules.get("triton")
+    given = (f"--{key}={published(text) if key in PATHS else text}" for key, text in read_arguments(argv).items())
     facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
-                       "command": shlex.join(["train_gpt.py", *map(published, argv)]), "sources": " ".join(sources)}
+                       "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}
     for part, each in shards.items():
         facts[f"{part}_shards"] = " ".join(f"{path.name}:{size}" for path, (size, *_) in each.files.items())
-    facts |= {f"env.{key}": value for key, value in sorted(os.environ.items())
+    facts |= {f"env.{key}": published(value) for key, value in sorted(os.environ.items())
               if key.startswith(("TORCH", "TRITON", "NCCL", "OMP_"))
               and not key.startswith("TORCHELASTIC")}  # these variables differ between runs
-    facts |= {key: render(value) for key, value in flatten(config).items()}
+    knobs = {key: render(value) for key, value in flatten(config).items()}
+    facts |= {key: published(text) if key in PATHS else text for key, text in knobs.items()}
     rule, short_rule = "=" * 100, "-" * 40
     (_, script), *others = sources.items()
     for text in (script, *(f"\n{short_rule}\n# {name}\n{short_rule}\n\n{source}" for name, source in others), rule,
                  f"Running Python {sys.version}",
                  f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}",
                  f"Running Triton version {getattr(triton, '__version__', 'absent')}", gpus, rule,
-                 *(f"{key}: {published(str(value))}" for key, value in facts.items()), rule):
+                 *(f"{key}: {quoted(str(value))}" for key, value in facts.items()), rule):
         log.line(text, console=False)
     log.line("kernels: " + " ".join(f"{op}:{name}" for op, name in choices.items()))
     count = config.system.micro_batches

@@ -3,6 +3,7 @@
 import os
 import platform
 import socket
+import time
 import zlib
 from datetime import timedelta
 from typing import NamedTuple
@@ -71,22 +72,38 @@ def find_device(config) -> torch.device:
 
 
 def init_runtime(config) -> Runtime:
-    """Join the process group that torchrun describes in the environment; without torchrun, make a group of one."""
+    """Join the process group that torchrun describes in the environment. A single process needs no group."""
     (rank, world, _), device = rank_from_env(), find_device(config)
     if device.type == "cuda":
         torch.set_num_threads(min(4, torch.get_num_threads()))  # more OpenMP threads slow down the kernel launches
         # NCCL would give other ranks the addresses of the tensors in a CUDA graph. It takes a tensor for one piece of
         # memory, but a large one in expandable segments has several (Megatron-LM refuses the two together).
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if world == 1:
+        return Runtime(rank, world, device)
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):  # gloo would ask the network for the name of this machine
+        for _, name in socket.if_nameindex():
+            if name in ("lo", "lo0"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     master = " ".join(f"{key}={os.environ.get(key)}" for key in ("MASTER_ADDR", "MASTER_PORT"))
     with user_error(f"{world} processes do not come together, {master}", RuntimeError, ValueError):
-        if world > 1:
-            socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
+        socket.getaddrinfo(os.environ.get("MASTER_ADDR"), 0)  # torch would try a wrong name until the timeout
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world,
-                                store=dist.HashStore() if world == 1 else None, timeout=timedelta(seconds=PATIENCE),
+                                timeout=timedelta(seconds=PATIENCE),
                                 device_id=device if device.type == "cuda" else None)
         dist.barrier()
     return Runtime(rank, world, device)
+
+
+def all_come(rt, place, seconds=10) -> bool:
+    """Whether all ranks call this with the same `place` (text) within so many seconds. A collective would hang where
+    one does not come."""
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + seconds
+    count = store.add(place, 1)
+    while count < rt.world and time.monotonic() < end:
+        time.sleep(0.05)
+        count = store.add(place, 0)
+    return count == rt.world
 
 
 def capability(device) -> dict[str, str]:
@@ -167,9 +184,10 @@ def require_equal_ranks(rt, config, sources: dict):
         return
     mine = {f"--{knob}": render(value) for knob, value in flatten(config).items() if knob not in PATHS} | sources
     everyone = [None] * rt.world
-    dist.all_gather_object(everyone, {name: zlib.crc32(text.encode()) for name, text in mine.items()})
+    dist.all_gather_object(everyone, {name: zlib.crc32(text.encode(errors="backslashreplace"))  # of any prompt
+                                      for name, text in mine.items()})
     for rank, found in enumerate(everyone):
-        if names := [name for name in found.keys() & everyone[0].keys() if found[name] != everyone[0][name]]:
+        if names := [name for name in found.keys() | everyone[0].keys() if found.get(name) != everyone[0].get(name)]:
             raise UserError(f"rank {rank} differs from rank 0 in {', '.join(sorted(names))}: start all processes with"
                             " the same command and the same code")
 

@@ -78,17 +78,20 @@ def estimate_memory(config, sizes, world) -> tuple[float, float]:
 
 
 def free_memory(device) -> float:
-    """Free MiB of a GPU. What PyTorch has reserved in this process counts as free."""
+    """Free MiB of a GPU, where what PyTorch has reserved in this process counts as free; all MiB of a CPU's machine."""
+    if device.type == "cpu":  # Windows lacks the function
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20 if hasattr(os, "sysconf") else math.inf
     return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / 2**20
 
 
 def require_state(sizes, device, world):
-    """Raises UserError when weights, gradients and optimizer state alone are more than the free memory of the GPU."""
+    """Raises UserError when weights, gradients and optimizer state alone are more than `free_memory`."""
     weights, state, codes, few = sizes
     needed = (2 * weights + state / world + codes + few) / 2**20
-    if device.type == "cuda" and needed > (free := free_memory(device)):
-        raise UserError(f"{free:.0f} MiB of the GPU are free, but weights, gradients and optimizer state alone take"
-                        f" {needed:.0f}: use fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
+    if needed > (free := free_memory(device)):
+        found = "this machine has {:.0f} MiB" if device.type == "cpu" else "{:.0f} MiB of the GPU are free"
+        raise UserError(f"{found.format(free)}, but weights, gradients and optimizer state alone take {needed:.0f}: use"
+                        " fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
 
 
 def memory_report(config, sizes, device, world) -> tuple[str, bool]:

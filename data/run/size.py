@@ -25,8 +25,8 @@ class Size(NamedTuple):
 
 SIZES = Size(384, 4), Size(512, 4), Size(512, 6), Size(640, 8), Size(768, 11)  # the time of a token grows
 FITTED = 8e6, 155e6  # about the tokens of the shortest and of the longest runs in the fit
-# A knob that is set by hand leaves the size as it is if it is one of these or that of a layer.
-SIZE_KNOBS = {"model_dim", "num_heads", "depth", "backout_layer"}
+# A knob that is set by hand leaves the size as it is if it is one of these, --depth, or that of a layer.
+SIZE_KNOBS = {"model_dim", "num_heads", "backout_layer"}
 
 
 class Gpu(NamedTuple):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
-from data.run.disk import ROOT, is_writable, require_room
+from data.run.disk import ROOT, is_writable, require_room, user_path
 from data.run.errors import UserError
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
@@ -168,7 +168,7 @@ def require_disk(config, table) -> tuple[str, bool]:
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
         each = 2 * weights + state + few  # weights, gradients, state
         size, purpose = size + count * each, f"the log and checkpoints of up to {each / 1e9:.1f} GB"
-    found, fine = require_room(ROOT / system.log_dir, size, purpose), each <= 4e9
+    found, fine = require_room(ROOT / user_path(system.log_dir), size, purpose), each <= 4e9
     return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * (not fine), fine
 
 
