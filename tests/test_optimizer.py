@@ -170,16 +170,15 @@ def test_adam_matches_torch_without_decay():
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_adam_decays_what_it_moves_towards_zero():
+def test_adam_decays_what_it_moves_towards_zero(device):
     """The decay is the square of the rate of the parameter times its factor, replicated or not."""
     w, grad = torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([3.0, 3.0, -3.0, -3.0])
     wanted = torch.tensor([0.75 - 0.125, -1.25, 1.25, -0.75 + 0.125])  # a step of .25, decays of .25 ** 2 * .5 * 4
-    one, other = w.clone(), w.clone()
-    T.adam_update(one, torch.zeros(4), torch.zeros(4), grad, 0.25, 0.125, 0.0, 0.0, 0.0)
-    factor = torch.full((4,), 0.5)
-    T.replicated_update(other, torch.zeros(4), torch.zeros(4), grad, torch.tensor(0.5), torch.tensor(1.0), 0 * w, 0 * w,
-                        factor, factor, 4.0, 0.0)
-    assert torch.equal(one, wanted) and torch.equal(other, wanted)
+    w, grad = w.to(device), grad.to(device)
+    one, other, zero, half = w.clone(), w.clone(), 0 * grad, 0.5 + 0 * grad
+    kernels.adam_update(one, zero.clone(), zero.clone(), grad, 0.25, 0.125, 0.0, 0.0, 0.0)
+    kernels.replicated_update(other, zero.clone(), zero.clone(), grad, 0.5, 1, zero, zero, half, half, 4.0, 0.0)
+    assert torch.equal(one.cpu(), wanted) and torch.equal(other.cpu(), wanted)
     config = dataclasses.replace(small_config(), optim=T.Optim(adam_lr=0.5, adam_wd=4.0))
     (head,) = (row for row in T.param_table(config.model) if row.label == "lm_head")
     numbers = T.update_numbers(config, T.make_plan(config, 1)._replace(lr_factor=0.5))
