@@ -183,8 +183,8 @@ def rerun(path: Path, overrides) -> int:
         print(f"the run in the log did not finish; the losses are compared up to its step {max(old.losses)}")
     sys.stdout.flush()  # before the trainer writes to the same output
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"] if count > 1 else []
-    command = [sys.executable, *launcher, SCRIPT, *(f"--{key}={value}" for key, value in knobs.items())]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local_addr=localhost", f"--nproc_per_node={count}"]
+    command = [sys.executable, *launcher * (count > 1), SCRIPT, *(f"--{key}={value}" for key, value in knobs.items())]
     pattern = os.path.join(glob.escape(knobs["log_dir"]), glob.escape(knobs["run_label"]) + "_*.txt")
     before = set(glob.glob(pattern))
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:

@@ -40,6 +40,12 @@ if __name__ == "__main__":
         signal.signal(number, pass_on)
     subprocess.Popen = Process
     choose_waiting(sys.argv, int(re.search(r"--nproc_per_node=(\d+)", " ".join(sys.argv))[1]))
+    try:  # else torchrun tries for two minutes
+        with socket.create_server(("localhost", 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
+    except OSError as error:
+        sys.exit(f"error: processes cannot reach each other on this machine ({error.strerror or error}): start one alone"
+                 " (NPROC=1), or start the loopback device (ip link set lo up)")
     socket.getfqdn = lambda name="": "localhost"  # torchrun wants the name only for its reports, and asks the network
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

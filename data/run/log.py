@@ -72,7 +72,8 @@ class Log:
 
     def ended(self, system, number, place=""):
         """The line about the signal that ends a run: how to go on. system: the section of the config."""
-        checkpoints = [system.resume or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
+        resumed = system.resume and user_path(system.resume)
+        checkpoints = [resumed or None, *sorted(self.path.with_suffix("").glob("state_step*.pt"))]
         if newest := checkpoints[-1]:
             advice = f"go on with --resume={shlex.quote(os.path.relpath(newest))}"
         else:
