@@ -311,7 +311,7 @@ class Schedule:
     train_tokens: Annotated[int | float, Bounds(0, 10**15)] = 0  # tokens of the whole run (0: as the other knobs say)
     minutes: Real = 0.0  # training time; the steps are timed before the run (0: as the other knobs say)
     scheduled_steps: Count = 1450  # the shares of the stages divide these steps
-    extension_steps: Annotated[int, Bounds(0, 999999)] = 40  # steps of the last stage: lowest learning rate, widest windows
+    extension_steps: Annotated[int, Bounds(0, 999999)] = 40  # steps of the last stage: lowest rate, widest windows
     stages: tuple[Stage, ...] = (  # counted from 1
         Stage(131072, 896, 128, 384, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
         Stage(262144, 2048, 384, 896, 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -563,14 +563,14 @@ def check_row(row, labels):
 
     labels: those of all rows.
     """
-    is_muon, shape, betas = row.optim == "normuon", row.shape, row.betas
-    is_shape = isinstance(shape, tuple) and shape and all(isinstance(size, int) and size >= 0 for size in shape)
+    is_muon, shape, betas = row.optim == "normuon", row.shape if isinstance(row.shape, tuple) else (), row.betas
+    is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
     are_betas = isinstance(betas, tuple) and not demand(
         tuple[Memory, Memory], (*betas[:1], *(0.0 if beta is None else beta for beta in betas[1:])))
     for ok, problem in (
             (labels.count(row.label) == 1, "another row has this name"),
             (row.optim in ("normuon", "adam", "rows"), "must be normuon, adam or rows"),
-            (is_shape, f"the shape {shape} must be a tuple of whole numbers"),
+            (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
             (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
             (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
             (is_muon or row.matrix_lr == (1.0,), "does not read matrix_lr; its factor is lr_mul"),

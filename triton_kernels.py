@@ -2614,8 +2614,9 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
 # Real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale. The constants are those of
 # record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±W_LIMIT
-# saturate, and the log counts them. They begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the largest gradient that one term
-# of the loss can have. The codes of the gradient were e4m3 at first, whence the 448; e5m2 reaches 128 times as far.
+# saturate, and the log counts them; they begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the
+# largest gradient that one term of the loss can have. The codes of the gradient were e4m3 at first, whence the 448;
+# e5m2 reaches 128 times as far.
 W_LIMIT = 1.6
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 

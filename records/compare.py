@@ -89,8 +89,8 @@ LOSS = re.compile(r"step:(\d+)/(\d+) (val|train)_loss:([\d.]+|nan|inf)$")
 STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:([\d.]+|nan|inf))?"
                   r" train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
-                   r"|(Compiling|Sampling|train_loss:|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
-                   r"|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:|warning:|checkpoint:"
+                   r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
+                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:|warning:|checkpoint:"
                    r"|resumed:|size:|plot:|compiled layers:|error:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
@@ -322,10 +322,12 @@ def welch(old: Sample, new: Sample) -> Estimate:
 
 def by_seed(old: list[Run], new: list[Run], what: str) -> tuple[int, Estimate]:
     """Number of seeds in both groups, and the mean difference new - old of the values `what` of a seed."""
-    values = defaultdict(lambda: ([], []))
-    for side, run in [*product([0], old), *product([1], new)]:
-        values[run.facts.get("seed")][side].append(getattr(run, what))
-    found = sample(mean(theirs) - mean(ours) for seed, (ours, theirs) in values.items() if seed and ours and theirs)
+    groups = defaultdict(list), defaultdict(list)  # each: seed -> values
+    for group, runs in zip(groups, (old, new)):
+        for run in runs:
+            group[run.facts.get("seed")].append(getattr(run, what))
+    both = groups[0].keys() & groups[1].keys() - {None}  # the public logs name no seed
+    found = sample(mean(groups[1][seed]) - mean(groups[0][seed]) for seed in both)
     return found.n, estimate(found.mean, found.part)
 
 
@@ -606,13 +608,12 @@ def report(groups, target, markdown, names=None) -> str:
     differences = [["difference", "", "95 % interval", "p"]]
     for label, (what, (digits, values)) in product(others, finals.items()):
         old, new = sample(values[base]), sample(values[label])
-        pairs_of_seed, paired = by_seed(used[base], used[label], what.removesuffix(" s"))
-        tests = {f"{label} − {base}, {what}": (difference := welch(old, new))}
-        tests |= {f"  by seed, {pairs_of_seed} pairs": paired} if pairs_of_seed > 1 else {}
-        for name, (value, half, p) in tests.items():
+        count, paired = by_seed(used[base], used[label], what.removesuffix(" s"))
+        tests = [(f"{label} − {base}, {what}", welch(old, new)), (f"  by seed, {count} pairs", paired)]
+        for name, (value, half, p) in tests[:1 + (count > 1)]:
             interval = " to ".join(number(value + edge, digits, "+") for edge in (-half, half))
             differences.append([name, number(value, digits, "+"), interval, chance(p)])
-        value, _, p = difference
+        value, _, p = tests[0][1]
         if p >= CHANCE:
             required = enough(lambda n: welch(old._replace(n=n), new._replace(n=n)).p, CHANCE)
             warnings.append(f"{label} − {base}, {what}: n = {old.n} and {new.n} are too few to tell"

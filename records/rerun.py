@@ -93,7 +93,8 @@ def settings(run: Run, overrides) -> dict[str, str]:
     """The knobs of the rerun: the log's knobs with the user's overrides."""
     keys = list(run.facts)  # the machine, env.* and shards, then the knobs, then the choices of kernels, then SHA-256
     first = 1 + max(i for i, key in enumerate(keys) if key in SHARDS[:2] or key.startswith("env."))
-    knobs = {key: value_of(run.facts[key]) for key in takewhile(lambda key: not key.startswith("kernels."), keys[first:])}
+    keys = takewhile(lambda key: not key.startswith("kernels."), keys[first:])
+    knobs = {key: value_of(run.facts[key]) for key in keys}
     knobs |= {"run_label": "rerun_" + run.facts["run_label"], "log_dir": "logs"}
     begun = {"save": "false", "save_every": "0", "plot": "false", "sample_tokens": "0"}  # else those of the checkpoint
     begun = {key: value for key, value in begun.items() if run.facts.get("init_from") and key in knobs}

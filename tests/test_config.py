@@ -269,6 +269,9 @@ def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, len
     by_hand = {"stage1.batch_tokens": 4096, "stage2.lr_mul": 0.5, "table_beta2": 0.9, "extension_steps": 30}
     found = flatten(T.parse_config([*words, *(f"--{knob}={value}" for knob, value in by_hand.items())]))
     assert {knob: found[knob] for knob in by_hand} == by_hand
+    other = T.parse_config([*words, "--stage2.lr_mul=0.5"])
+    own = f"--stage1.batch_tokens={other.schedule.stages[0].batch_tokens}", f"--lr_floor={other.schedule.lr_floor}"
+    assert T.parse_config([*words, "--stage2.lr_mul=0.5", *own]) == other
 
 
 def edited(config, knob, value):
@@ -327,6 +330,10 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
         assert config.model == deep.model and config.model.depth == 16 and not size_is_open(*args)
         assert [key for key, value in flatten(config).items() if value == 16] == ["layers"]
     assert T.parse_config(["--preset=mine", "--depth=6"]).model.layers == T.wire(6)
+    odd = edited(edited(T.parse_config(["--preset=short", "--model_dim=384"]), "backout_layer", 6), "seed", 3)
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(odd))
+    assert T.parse_config(["--preset=mine"]) == odd
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(deep, sized="always"))
     assert T.main(["--preset=mine", "--help"]) == 0 and "\n  --depth=16 " in capsys.readouterr().out
     monkeypatch.setitem(T.PRESETS, "mine", T.Preset(edited(deep, "layer3.xsa", False), sized="always"))
     assert not T.parse_config(["--preset=mine", "--depth=16"]).model.layers[3].xsa and not size_is_open()
@@ -535,7 +542,7 @@ def test_parameter_table():
     ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
     ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
     ("smear_gate", {"shape": (7.5,)}, "the shape .7.5,. must be a tuple of whole numbers"),
-    ("smear_gate", {"shape": 7}, "the shape 7 must be a tuple of whole numbers"),
+    ("vo_bank", {"shape": 7}, "the shape 7 must be a tuple of whole numbers"),
     ("smear_gate", {"label": "vo_bank"}, "optim='normuon': another row has this name"),
     ("smear_gate", {"betas": (0.9,)}, "betas=.0.9,.: must be two numbers"),
     ("embed", {"tied_to": "head"}, "tied_to='head': there is no such row")])

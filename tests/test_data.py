@@ -573,7 +573,6 @@ OTHERS = grown, cut, emptied, exchanged, overwritten, relinked, os.unlink
 @pytest.mark.parametrize("change", [*OTHERS, touched, copied])
 def test_a_shard_that_changes_during_the_run(tmp_path, change, known):
     """The first shard, on the second pass, on each rank; the same bytes are welcome if their checksum is known."""
-    corpus = random_corpus(tmp_path, 6)
     for rank in (0, 1):
         corpus = random_corpus(tmp_path, 6)
         loader, rows = corpus.loader(rank, 2), corpus.expected()[rank::2]

@@ -385,14 +385,16 @@ T.write_header = limited"""
 
 
 def test_ranks_with_other_settings_or_code(corpus, tmp_path):
-    """As when somebody starts a second machine with another command. Paths may differ."""
+    """As when somebody starts a second machine with another command. Paths may differ. A prompt may have bytes that are
+    no UTF-8."""
     hook = """sys.argv[-1] += os.environ["RANK"]
 if os.environ["RANK"] == "1":
     sys.argv += ["--muon_lr=0.01", "--layer0.dynamic=true"]
     sources = T.loaded_sources
-    T.loaded_sources = lambda: {name: text + "#" * (name == "data/loader.py") for name, text in sources().items()}"""
-    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}/", ranks=2, hook=hook))
-    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/loader.py: start all processes")
+    T.loaded_sources = lambda: {name: text + "#" * (name == "data/loader.py") for name, text in sources().items()
+                                if name != "data/facts.py"}"""
+    _, err, status = finish(start(corpus, "--sample_prompt=\udce9", f"--log_dir={tmp_path}/", ranks=2, hook=hook))
+    one_line(err, "rank 1 differs from rank 0 in --layer0, --muon_lr, data/facts.py, data/loader.py: start all")
     assert status == 1
 
 

@@ -193,7 +193,7 @@ def test_caches(tmp_path):
 
 # ---- Worked examples -------------------------------------------------------------------------------------------------
 
-DIFFS = code(README + GUIDE, "diff")  # a parameter, a kernel, a stage
+DIFFS = code(README + GUIDE, "diff")  # a parameter, a kernel, a stage, a preset
 
 
 @pytest.fixture
@@ -206,8 +206,8 @@ def copy(tmp_path):
 
 
 def test_worked_examples(corpus, copy):
-    """All three in one copy, once with the new kernel and once with the old kernel."""
-    assert len(DIFFS) == 3
+    """All four in one copy, once with the new kernel and once with the old kernel."""
+    assert len(DIFFS) == 4
     for diff in DIFFS:
         subprocess.run(["git", "apply"], cwd=copy, input=diff, text=True, check=True,
                        env=ENV | {"GIT_CEILING_DIRECTORIES": str(copy.parent)})
@@ -225,6 +225,7 @@ def test_worked_examples(corpus, copy):
     with ThreadPoolExecutor(2) as pool:
         (out, log, state), (_, _, without) = pool.map(lambda run: trained(*run), [("new", choice), ("old",)])
 
+    assert "  --muon_lr=0.02 " in execute("python train_gpt.py --preset=mine --help", corpus, cwd=copy)
     gain = state["model"]["final_gain"]
     assert gain.shape == (48,) and gain.abs().min() > 0
     assert {"m", "v"} <= state["optimizer"]["final_gain"].keys()

@@ -136,6 +136,9 @@ step     log   rerun  difference
     assert out.endswith("\n\nthe largest difference is 0.0200 at step 0\n")
     _, out, *_ = again(log, "--sha256=0b")  # another text of the same size
     assert "\n\nother data: train_sha256 is '0a' in the log, '0b' in the rerun\n\n" in out
+    edit(edit(log, "\nprompt: def \n", '\nprompt: "a\\nb "\n'), "\nenv.OMP_FAKE: 7\n", '\nenv.OMP_FAKE: "7 "\n')
+    *_, (argv, env, *_) = again(log)  # a text that the log has in JSON
+    assert "--prompt=a\nb " in argv and env["env.OMP_FAKE"] == "7 "
     # The folder of a checkpoint is not the one in which the code runs.
     *_, (argv, *_) = again(edit(log, "\nseed: 3\n", "\nseed: 3\ninit_from: logs/a.pt\nsave_every: 9\n"))
     assert f"--init_from={tmp_path}/logs/a.pt" in argv and "--save_every=0" in argv  # not that of the checkpoint

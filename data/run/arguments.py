@@ -79,7 +79,8 @@ def with_depth(config, overrides):
     """The config with new layers for the --depth and the --num_heads among the overrides."""
     model = override(config, {key: overrides[key] for key in ("num_heads",) if key in overrides}).model
     depth = parse_value("depth", overrides.get("depth", str(model.depth)), int, model.depth)
-    if depth == model.depth and (model.num_heads % 2 == 0 or not model.is_wired):
+    pairs_fit = model.num_heads % 2 == 0 or not model.layers_with("paired") or not model.is_wired
+    if depth == model.depth and pairs_fit:
         return config
     if not model.is_wired:
         raise UserError(f"--depth={depth}: the layers of this preset are not those of `wire`; take another preset, or"

@@ -129,8 +129,8 @@ def check_kernels(config):
     plain = system.device == "cpu" or system.kernels == "torch"
     plain_attention = plain or "attention:torch" in system.kernels
     require(plain_attention or system.dtype == "bfloat16",
-            f"--dtype={system.dtype}: the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch,"
-            " or --device=cpu")
+            f"--dtype={system.dtype}: the attention kernel of a GPU is made for bfloat16; add"
+            " --kernels=attention:torch, or --device=cpu")
     for knob in "fp8_mlp", "fp8_qkv":
         require(not getattr(system, knob) or system.dtype != "bfloat16" or system.kernels == "torch"
                 or model.model_dim % 16 == 0,

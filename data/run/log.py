@@ -165,8 +165,8 @@ def published(path) -> str:
 
 
 def revision(sources) -> str:
-    """The commit of this repository, and whether the sources are those of the commit; unknown if this folder is not the
-    top of a repository with a train_gpt.py."""
+    """The commit of this repository, and whether the sources are those of the commit, byte for byte, as `git status`
+    does not look at all files; unknown if this folder is not the top of a repository with a train_gpt.py."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
 
     def git(*words):
@@ -178,14 +178,11 @@ def revision(sources) -> str:
         found = re.findall(r" blob (\w+)\t([^\0]+)", git("ls-tree", "-z", commit, "--", *sources))
     except (OSError, ValueError, subprocess.CalledProcessError):
         return "unknown"
-    algorithm = {40: hashlib.sha1, 64: hashlib.sha256}[len(commit)]
-
-    def blob(text):
-        return algorithm(b"blob %d\0" % len(data := text.encode()) + data).hexdigest()
-    committed = {name: blob for blob, name in found}
+    committed, sha = {name: blob for blob, name in found}, hashlib.sha1 if len(commit) == 40 else hashlib.sha256
     if place or "train_gpt.py" not in committed:
         return "unknown"
-    clean = committed == {name: blob(text) for name, text in sources.items()}
+    ours = {name: text.encode() for name, text in sources.items()}
+    clean = committed == {name: sha(b"blob %d\0" % len(text) + text).hexdigest() for name, text in ours.items()}
     return f"{commit} {'clean' if clean else 'with changes'}"
 
 
