@@ -90,8 +90,8 @@ STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_los
                   r" train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
                    r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
-                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:|warning:|checkpoint:"
-                   r"|resumed:|size:|plot:|compiled layers:|error:) ")
+                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:"
+                   r"|warning:|checkpoint:|resumed:|size:|plot:|compiled layers:|rates of Adam:|error:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 
