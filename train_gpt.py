@@ -19,7 +19,7 @@ each idea.
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
-    optimizer  Adam's rule, NorMuonAndAdam
+    optimizer  NorMuonAndAdam: state, phases, communication
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
     train      micro-step, Trainer (the timed loop, then its start), main
 
@@ -1058,46 +1058,17 @@ class GPT(nn.Module):
         return q.contiguous(), k.contiguous(), sink, start, end
 
 
-# ---- Optimizer: Adam's rule (triton_kernels.py has NorMuon's), communication between ranks ---------------------------
+# ---- Optimizer: state and communication between ranks (triton_kernels.py has the rules of the updates) --------------
 
 # torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def number(x):
-    """A number that changes from step to step as a 0-D CPU tensor: compiled code reads it at launch and is not compiled
-    again. A tensor stays as it is."""
-    return x if torch.is_tensor(x) else torch.tensor(x, dtype=torch.float64)
-
-
 def all_reduce(x, rt, op=dist.ReduceOp.SUM):
     """Replace x by its sum over the ranks, or by what another `op` makes of it."""
     if rt.world > 1:
         dist.all_reduce(x, op=op)
-
-
-def adam_step_size(lr, t, beta1, beta2):
-    """The factor of m / sqrt(v) in update number t, from 1: the rate, and what corrects the zeros that both moments
-    begin with."""
-    return lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-
-
-def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=None):
-    """Adam with cautious weight decay, in place: p of any dtype, m and v fp32. The numbers may be tensors of p's shape.
-
-    Cautious: decay only weights that the update moves towards zero. average (fp32, shape of p) moves towards the new
-    weights by the share average_rate.
-    """
-    grad = grad.float()
-    m.mul_(beta1).add_(grad * (1 - beta1))
-    v.mul_(beta2).add_(grad * grad * (1 - beta2))
-    w = p.float()
-    u = step_size * m / (v.sqrt() + eps)
-    w = w - u - weight_decay * w * (u * w > 0)
-    if average is not None:
-        average.add_((w - average) * average_rate)
-    p.copy_(w)
 
 
 @torch.no_grad()
@@ -1123,12 +1094,6 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
         part.copy_(mixture.mul_(scale))
 
 
-def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps):
-    """`adam_update` of the vectors of Replicated. t: number of updates, this one included, 0-D."""
-    lr = lr * lr_mul
-    adam_update(p, m, v, grad, adam_step_size(lr, t, beta1, beta2), lr * lr * adam_wd * wd_mul, beta1, beta2, eps)
-
-
 class Replicated:
     """The replicated parameters in one vector per dtype, so that few kernels and one reduction serve all of them.
 
@@ -1150,8 +1115,11 @@ class Replicated:
             self.grads.append(grads)
         sizes = torch.tensor(list(map(self.size, params.values())))
         columns = zip(*((*row.betas, row.lr_mul, row.wd_mul) for row in map(rows.get, params)))
-        self.coefficients = [torch.tensor(column).repeat_interleave(sizes).to(device) for column in columns]
+        coefficients = [torch.tensor(column).repeat_interleave(sizes).to(device) for column in columns]
         self.vectors = {key: torch.zeros(int(sizes.sum()), device=device) for key in ("m", "v")}
+        # For each dtype: weights, m, v; beta1, beta2, lr_mul, wd_mul
+        self.updated = [*zip(self.weights, *map(self.by_dtype, self.vectors.values()))]
+        self.coefficients = [*zip(*map(self.by_dtype, coefficients))]
         # label -> {"m", "v"}, as in NorMuonAndAdam
         parts = {key: self.split(vector, params) for key, vector in self.vectors.items()}
         self.state = {label: {key: part[label] for key, part in parts.items()} for label in params}
@@ -1167,14 +1135,9 @@ class Replicated:
         parts = vector.split(list(map(self.size, params.values())))
         return {label: part[:p.numel()].view_as(p) for part, (label, p) in zip(parts, params.items())}
 
-    @staticmethod
-    def pack(vectors):
-        """One fp32 vector of self.weights or self.grads."""
-        return torch.cat([vector.float() for vector in vectors])
-
-    def unpack_weights(self, packed):
-        for vector, part in zip(self.weights, packed.split(list(map(len, self.weights)))):
-            vector.copy_(part)
+    def by_dtype(self, vector):
+        """The parts of a vector that belong to each of self.weights."""
+        return vector.split(list(map(len, self.weights)))
 
 
 class SharedRows:
@@ -1260,7 +1223,7 @@ def update_numbers(config, plan) -> dict[str, float]:
         elif row.sharded or row.optim == "rows":
             (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
             lr *= row.lr_mul
-            numbers[f"{row.label} step_size"] = adam_step_size(lr, t, beta1, beta2)
+            numbers[f"{row.label} step_size"] = kernels.adam_step_size(lr, t, beta1, beta2)
             decay = lr * lr * optim.adam_wd * row.wd_mul
         else:
             continue  # Replicated has vectors
@@ -1275,7 +1238,7 @@ class NorMuonAndAdam:
     named_params: {label: parameter}. Explicit orders replace gradient hooks: Chris McCormick (PR 200).
     """
 
-    def __init__(self, named_params, config, rt, ops, compiler=lambda f: f):
+    def __init__(self, named_params, config, rt, ops):
         self.params, self.config, self.optim, self.rt, self.ops = dict(named_params), config, config.optim, rt, ops
         self.table = {param.label: param for param in param_table(config.model)}
         if set(self.table) != set(self.params):
@@ -1286,8 +1249,6 @@ class NorMuonAndAdam:
         orders["replicated"] = REPLICATED_ORDER
         self.reduce_order, self.update_order = (sorted(orders, key=lambda name: orders[name][k]) for k in (0, 1))
         self.copies = {row.tied_to: label for label, row in self.table.items() if row.tied_to}  # parameter -> its copy
-        self.adam_update, self.replicated_update, self.nesterov_momentum, self.normuon_update = map(
-            compiler, (adam_update, replicated_update, kernels.nesterov_momentum, kernels.normuon_update))
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
         # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
@@ -1376,11 +1337,8 @@ class NorMuonAndAdam:
         """
         copies = self.copies if plan.tied else {}
 
-        def has_turn(name):
-            return name in self.matrix_lr or (plan.tables if name in self.tables else plan.adam)
-
         def is_updated(name):
-            return has_turn(name) and name not in copies.values()
+            return self._has_turn(name, plan) and name not in copies.values()
 
         # Phase 1: start the reductions. While tied, the gradient of the copy is added to that of its original.
         reductions = {}
@@ -1396,8 +1354,7 @@ class NorMuonAndAdam:
             with trace_range(f"wait {name}"):
                 grad = reductions.pop(name)()
             with trace_range(f"update {name}"):
-                update = self._update_normuon if name in self.matrix_lr else self._update_adam
-                update(name, grad, numbers, name in plan.average_rates)
+                self._update(name, grad, numbers, name in plan.average_rates)
             if self.rt.world > 1 and name != "replicated":
                 with trace_range(f"gather {name}"):
                     gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
@@ -1415,39 +1372,55 @@ class NorMuonAndAdam:
         with trace_range("zero gradients"):
             # In place, because CUDA graphs add to this memory. update_rows zeroes the gradients of its tables.
             torch._foreach_zero_([self.params[label].grad for label in self.buffers
-                                  if has_turn(label) and label not in self.touched])
+                                  if self._has_turn(label, plan) and label not in self.touched])
             if plan.adam:
                 torch._foreach_zero_(self.replicated.grads)
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
             for key, part in self.state[copy].items():
                 part.copy_(self._shard(copy, self._unshard(name, self.state[name][key]).t()))
 
-    def _start_reduction(self, name):
-        """Start averaging a gradient over the ranks. Returns a function that waits and gives this rank's part."""
-        part = grad = self.replicated.pack(self.replicated.grads) if name == "replicated" else self.buffers[name][1]
-        if self.rt.world == 1:
-            return lambda: grad
+    def _has_turn(self, name, plan):
+        """Whether a parameter is updated at this step."""
+        return name in self.matrix_lr or (plan.tables if name in self.tables else plan.adam)
+
+    def _own_gradient(self, name):
+        """This rank's part of a gradient before the reduction; of the replicated parameters a list of vectors."""
         if name == "replicated":
-            work = dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)
+            grads = self.replicated.grads
+            return grads if self.rt.world == 1 else [grad.float() for grad in grads]  # one dtype: one reduction
+        return self._shard(name, self.buffers[name][1])
+
+    def _start_reduction(self, name):
+        """Start averaging a gradient over the ranks. Returns a function that waits and gives `_own_gradient`, now the
+        average."""
+        if self.rt.world == 1:
+            return lambda: self._own_gradient(name)
+        if name == "replicated":
+            part = torch.cat(self._own_gradient(name))
+            work = dist.all_reduce(part, op=dist.ReduceOp.AVG, async_op=True)
         else:
             part = torch.empty_like(self.shards[name])
-            work = reduce_scatter(part, grad, op=dist.ReduceOp.AVG, async_op=True)
+            work = reduce_scatter(part, self.buffers[name][1], op=dist.ReduceOp.AVG, async_op=True)
 
         def wait():
             work.wait()
-            return part
+            return self.replicated.by_dtype(part) if name == "replicated" else part
         return wait
 
-    def _update_normuon(self, label, grad, numbers, moves_average=False):
+    def _update(self, name, grad, numbers, moves_average):
+        update = self._update_normuon if name in self.matrix_lr else self._update_adam
+        update(name, grad, numbers, moves_average)
+
+    def _update_normuon(self, label, grad, numbers, moves_average):
         state, bits = self.state[label], self.shards[label].view(torch.int16)
-        X, scale = self.nesterov_momentum(
-            grad, state["m"], number(numbers["momentum"]), kernels.POLAR_SAFETY, state.get("slow"),
-            *(number(numbers[name]) for name in ("momentum_decay", "slow_rate", "slow_share")))
+        X, scale = self.ops.fused_momentum(
+            grad, state["m"], numbers["momentum"], kernels.POLAR_SAFETY, state.get("slow"), numbers["momentum_decay"],
+            numbers["slow_rate"], numbers["slow_share"])
         y = kernels.polar_express(X, scale, self.ops, self.optim.polar_steps)
-        self.normuon_update(
-            bits, state["mantissa"], state["v"], y, number(numbers["muon_lr"]), self.matrix_lr[label],
-            number(numbers[f"{label} weight_decay"]), self.optim.muon_beta2,
-            state["average"] if moves_average else None, number(numbers[f"{label} average_rate"]))
+        self.ops.normuon_update(
+            bits, state["mantissa"], state["v"], y, numbers["muon_lr"], self.matrix_lr[label],
+            numbers[f"{label} weight_decay"], self.optim.muon_beta2, state["average"] if moves_average else None,
+            numbers[f"{label} average_rate"])
 
     def _update_few_rows(self, label, numbers):
         few, state = self.few_rows[label], self.state[label]
@@ -1456,13 +1429,12 @@ class NorMuonAndAdam:
             numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"],
             adam_betas(self.table[label], self.optim)[1], self.optim.adam_eps)
 
-    def _update_adam(self, name, grad, numbers, moves_average=False):
+    def _update_adam(self, name, grad, numbers, moves_average):
         eps = self.optim.adam_eps
         if name == "replicated":
-            p, state = self.replicated.pack(self.replicated.weights), self.replicated.vectors
-            self.replicated_update(p, state["m"], state["v"], grad, number(numbers["adam_lr"]), number(numbers["t"]),
-                                   *self.replicated.coefficients, self.optim.adam_wd, eps)
-            self.replicated.unpack_weights(p)
+            for tensors, part, coefficients in zip(self.replicated.updated, grad, self.replicated.coefficients):
+                self.ops.replicated_update(*tensors, part, numbers["adam_lr"], numbers["t"], *coefficients,
+                                           self.optim.adam_wd, eps)
             return
         p, state, (beta1, beta2) = self.shards[name], self.state[name], adam_betas(self.table[name], self.optim)
         step_size, weight_decay, rate = (
@@ -1473,8 +1445,8 @@ class NorMuonAndAdam:
                                  weight_decay, beta2, eps)
         else:
             average = state["average"] if moves_average else None
-            self.adam_update(p, state["m"], state["v"], grad, torch.as_tensor(step_size), torch.as_tensor(weight_decay),
-                             beta1, beta2, eps, average, torch.as_tensor(rate) if moves_average else None)
+            self.ops.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, eps, average,
+                                 rate)
 
     @torch.no_grad()
     def drop_gradients(self):
@@ -1491,13 +1463,9 @@ class NorMuonAndAdam:
         for name, copy in self.copies.items() if plan.adam and plan.tied else ():
             self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
             self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
-        for label, (_, grad) in self.buffers.items():
-            state, grad = self.state[label], self._shard(label, grad)
-            if label in self.matrix_lr:
-                scale = torch.ones(len(grad), device=grad.device)
-                kernels.polar_express(torch.zeros_like(grad), scale, self.ops, self.optim.polar_steps)
-            elif "last" in state and plan.tables:
-                self._update_adam(label, grad, numbers)
+        for name in self.update_order:
+            if self._has_turn(name, plan):
+                self._update(name, self._own_gradient(name), numbers, name in plan.average_rates)
 
     @torch.no_grad()
     def blend(self, plan):
@@ -1782,7 +1750,7 @@ class Trainer:
                                      self.model.embed, ops.pointer, config.model.gate_id)
         has_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
-        self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops, compiler)
+        self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops)
         self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
         self.update_graphs = UpdateGraphs(self.update, has_graphs, self.graphs, update_numbers(config, self.plans[0]))
         self.model.fp8_head = config.system.fp8

@@ -18,6 +18,10 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "XXT": ("_gram_kernel", product),
     "XTX": ("_gram_kernel", product),
     "ba_plus_cAA": ("_gram_kernel", lambda n, M: (product(n, M, M)[0], 4 * n * M * M)),
+    # slow: with a slow average. The averages of the weights do not count.
+    "fused_momentum": ("_momentum_kernel _momentum_scale_kernel", lambda size, slow: (0, (12 + 8 * slow) * size)),
+    "normuon_update": ("_row_norms_kernel _normuon_kernel", lambda size: (0, 10 * size)),
+    "adam_update": ("_adam_kernel", lambda size: (0, 22 * size)),
     "transpose_copy": ("_transpose_kernel", lambda size: (0, 4 * size)),
     "transpose_add": ("_transpose_kernel", lambda size: (0, 6 * size)),
     "transpose_bytes": ("_transpose_kernel", lambda size: (0, 2 * size)),
@@ -130,6 +134,10 @@ def calls(run):
         for n, R, C in run["banks"]:
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
+            yield from (("fused_momentum", n * R * C, run.get("slow", False)), ("normuon_update", n * R * C))
+        for size, table, copy in run.get("adam", ()):
+            if (step.get("tables", step["adam"]) if table else step["adam"]) and not (copy and step["tied"]):
+                yield "adam_update", size
         if step["adam"]:
             yield from [("quantise_weights", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
@@ -168,4 +176,10 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
                             if "last" in state and label not in optimizer.few_rows],
             "few_rows": [*optimizer.few_rows], "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
+            "slow": bool(config.optim.slow_momentum),
+            "adam": [  # one entry for each launch: weights, whether a table, whether a copy while tied
+                *([shard.numel(), label in optimizer.tables, label in optimizer.copies.values()]
+                  for label, shard in optimizer.shards.items()
+                  if label not in optimizer.matrix_lr and "m" in optimizer.state[label]),
+                *([len(vector), False, False] for vector in optimizer.replicated.weights)],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

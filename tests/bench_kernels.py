@@ -137,6 +137,34 @@ def muon_cases():
                        bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
 
 
+def update_cases():
+    """The passes over banks and tables; the peers are compiled by PyTorch."""
+    compiled = partial(torch.compile, dynamic=False)
+    for n, height in (BANK[0], D), (BANK[1], MLP_DIM):
+        shape, size, grad, y = f"{n}x{height}x{D}", n * height * D, rand(n, height, D), rand(n, height, D)
+        m, slow = (torch.zeros(n, height, D, device=DEVICE) for _ in range(2))
+        halves = [torch.zeros(n, height, D, device=DEVICE, dtype=torch.int16) for _ in range(2)]
+        v, rates = torch.ones(n, height, 1, device=DEVICE), torch.ones(n, 1, 1, device=DEVICE)
+        for name, args, moved in (("fused_momentum", (grad, m, 0.9, 1.02), 12),
+                                  ("fused_momentum", (grad, m, 0.9, 1.02, slow, 0.85, 0.01, 0.5), 20),
+                                  ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95), 10),
+                                  ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95, slow, 0.1), 18)):
+            yield Case(name, f"{shape}, {moved} bytes", partial(getattr(tk, name), *args),
+                       {"compiled": partial(compiled(getattr(tk, name + "_ref")), *args)}, bytes=moved * size, calls=1)
+    p, grad = rand(V, D), rand(V, D)
+    m, v, average = (torch.ones(V, D, device=DEVICE) for _ in range(3))
+    for more, moved in ((), 22), ((average, 0.1), 30):
+        args = p, m, v, grad, 1e-6, 1e-6, 0.5, 0.95, 1e-10, *more
+        yield Case("adam_update", f"{V}x{D}, {moved} bytes", partial(tk.adam_update, *args),
+                   {"compiled": partial(compiled(tk.adam_update_ref), *args)}, bytes=moved * V * D, calls=0.5)
+    for dtype in BF16, torch.float32:
+        args = rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3
+        coefficients = *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10
+        yield Case("replicated_update", f"{2**18}, {dtype}", partial(tk.replicated_update, *args, *coefficients),
+                   {"compiled": partial(compiled(tk.replicated_update_ref), *args, *coefficients)},
+                   bytes=(32 + 3 * p.new_empty(0, dtype=dtype).element_size()) * 2**18, calls=0.5)
+
+
 def transpose_cases():
     src, dst = rand(D, V), rand(V, D)
     yield case("transpose_copy", f"{D}x{V}", (src, dst), (D * V,), {"copy_": lambda: dst.copy_(src.mT)}, 0.5)
@@ -411,7 +439,7 @@ def embedding_cases():
     ids = torch.arange(touched, device=DEVICE) * 7919 % rows
     grad[ids] = rand(touched, D)
     v, last = torch.ones(rows, D, device=DEVICE), torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32)
-    m, compiled = torch.zeros_like(v), torch.compile(T.adam_update, dynamic=False)
+    m = torch.zeros_like(v)
     values = grad[ids]
 
     is_touched = torch.zeros(rows, device=DEVICE, dtype=torch.bool)
@@ -421,7 +449,7 @@ def embedding_cases():
         tk.update_rows(p, v, last, is_touched, grad, 1, 1e-3, 0.0, 0.95, 1e-10)
 
     yield Case("update_rows", f"{touched} of {rows} rows, and the write of their gradients", update_rows,
-               {"all rows, with a first moment": lambda: compiled(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
+               {"all rows, with a first moment": lambda: tk.adam_update(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
                bytes=D * 20 * len(ids.unique()), calls=0.5)
 
     few = tk.FewRows(p, 2 * touched)
@@ -457,20 +485,18 @@ def optimizer_cases():
     numbers = T.update_numbers(CONFIG, plan)
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
-        optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops,
-                                     lambda f: torch.compile(f, dynamic=False) if PEERS else f)
+        optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
-        states = optimizer.state | {"replicated": optimizer.replicated.vectors}
-        tables = {name: rand(*states[name]["v"].shape) for name in optimizer.update_order if name not in banks}
+        tables = {name: optimizer._own_gradient(name) for name in optimizer.update_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
                        + 2 * X.numel() * D for X in banks.values())  # of one iteration
         muon = dict(bf16=CONFIG.optim.polar_steps * products, calls=ranks == 1)
-        adam = dict(bytes=22 * sum(g.numel() for g in tables.values()), calls=(ranks == 1) / 2)
-        for kind, update, grads, work in (("Muon", optimizer._update_normuon, banks, muon),
-                                          ("Adam", optimizer._update_adam, tables, adam)):
-            def one_by_one(update=update, grads=grads):
+        adam = dict(bytes=22 * sum(optimizer.params[name].numel() // ranks for name in tables if name != "replicated"),
+                    calls=(ranks == 1) / 2)
+        for kind, grads, work in (("Muon", banks, muon), ("Adam", tables, adam)):
+            def one_by_one(grads=grads):
                 for name, grad in grads.items():
-                    update(name, grad, numbers)
+                    optimizer._update(name, grad, numbers, False)
 
             yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one),
                        {"launched one by one": one_by_one}, **work)
@@ -493,7 +519,7 @@ def slower(table, old):
             if row["quartiles"][0] > 1.05 * us]
 
 
-FAMILIES = dict(muon=muon_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
+FAMILIES = dict(muon=muon_cases, update=update_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
                 fp8=fp8_cases, fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
                 embedding=embedding_cases, optimizer=optimizer_cases)
 

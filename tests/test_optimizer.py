@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,17 +22,17 @@ ONE_RANK = Runtime(0, 1, CPU)
 OPS, _ = kernels.choose_ops(CPU, "torch")
 
 
-def test_master_split_is_bit_exact():
+def test_master_split_is_bit_exact(device):
     """Joining and splitting any fp32 number is the identity, with and without the sign bit in the lower half."""
     w = np.random.default_rng(0).integers(0, 2**32, 10000, dtype=np.uint32).view(np.float32)
     w = w[np.isfinite(w)]
     upper, lower = oracles.split_master(w)
     joined = kernels.join_master(torch.from_numpy(upper.view(np.int16)), torch.from_numpy(lower.view(np.int16)))
     assert np.array_equal(joined.numpy().view(np.uint32), w.view(np.uint32))
-    p, mantissa = (torch.from_numpy(half.view(np.int16).copy())[:, None, None] for half in (upper, lower))
-    # a zero update without decay
-    kernels.normuon_update(p, mantissa, torch.ones(len(w), 1, 1), torch.zeros(len(w), 1, 1), 0.1,
-                             torch.ones(len(w), 1, 1), 0.0, 0.95)
+    p, mantissa = (torch.from_numpy(half.view(np.int16).copy())[None, :, None].to(device) for half in (upper, lower))
+    ones = torch.ones(1, len(w), 1, device=device)
+    kernels.normuon_update(p, mantissa, ones, 0 * ones, 0.1, ones[:, :1], 0.0, 0.95)  # a zero update without decay
+    p, mantissa = p.cpu(), mantissa.cpu()
     assert np.array_equal(p.numpy().view(np.uint16).ravel(), upper)
     assert np.array_equal(mantissa.numpy().view(np.uint16).ravel(), lower)
 
@@ -52,15 +53,15 @@ def test_polar_express_against_svd(shape, steps, least, error):
     assert steps < 5 or torch.allclose(got, oracles.polar_express(X), atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slow_average(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=oracles.gpu)])
+def test_slow_average(dtype, device):
     """Muon's input is a mixture of the gradient, a fast and a slow average, here after two steps; in fp64."""
     decay, rate, share, mu = 0.85, 0.02, 0.5625, 0.9
-    momentum, slow = torch.randn(2, 37, 130), torch.randn(2, 37, 130)
+    momentum, slow = (torch.randn(2, 37, 130, device=device) for _ in range(2))
     m, s = momentum.double(), slow.double()
     for _ in range(2):
-        grad = torch.randn(2, 37, 130).to(dtype)
-        X, scale = kernels.nesterov_momentum(grad, momentum, mu, 1.02, slow, decay, rate, share)
+        grad = torch.randn(2, 37, 130, device=device).to(dtype)
+        X, scale = kernels.fused_momentum(grad, momentum, mu, 1.02, slow, decay, rate, share)
         g = grad.double()
         m, s = decay * m + (1 - decay) * g, (1 - rate) * s + rate * g
     for got, wanted in (momentum, m), (slow, s):
@@ -69,6 +70,60 @@ def test_slow_average(dtype):
     assert X.dtype == dtype and torch.allclose(X.double(), wanted, rtol=eps, atol=1e-6)
     of_rounded = 1 / (1.02 * X.double().square().sum((-2, -1)).sqrt() + 1e-6)
     assert scale.dtype == torch.float32 and torch.allclose(scale.double(), of_rounded, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 37, 130), (2, 300, 24), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=oracles.gpu)])
+def test_normuon_update_against_fp64(shape, dtype, device):
+    """Matrices of several blocks of rows with an end that is not full, numbers from memory as a graph has them."""
+    start, y, old = torch.randn(shape, device=device), torch.randn(shape, device=device).to(dtype), torch.rand(shape)
+    v, rates = torch.rand(*shape[:2], 1, device=device), torch.rand(shape[0], 1, 1, device=device) + 1
+    p, mantissa = (half.to(torch.int16) for half in (start.view(torch.int32) >> 16, start.view(torch.int32)))
+    average, q = old.clone().to(device), y.double().square().mean(-1, keepdim=True)
+    wanted_v = 0.9 * v.double() + 0.1 * q
+    lr, decay, rate = (torch.tensor(x, device=device) for x in (0.02, 0.5, 0.25))
+    kernels.normuon_update(p, mantissa, v, y, lr, rates, decay, 0.9, average, rate)
+    scaled = y.double() * wanted_v.rsqrt()
+    scaled = scaled * q.sum((1, 2), True).sqrt() / (scaled.square().mean(-1, True).sum((1, 2), True)).sqrt()
+    w, step = start.double(), 0.02 * rates.double()
+    wanted = w - (scaled * w >= 0) * w * 0.5 * step - scaled * step
+    got = kernels.join_master(p, mantissa).double()
+    assert torch.allclose(v.double(), wanted_v, rtol=1e-6, atol=0)
+    limit = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps * 0.04 * scaled.abs().max()
+    assert (got - wanted).abs().max() <= limit, (got - wanted).abs().max()
+    assert torch.allclose(average.double(), old.to(device).double().lerp(got, 0.25), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("vectors", [False, True], ids=["numbers", "vectors"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=oracles.gpu)])
+def test_adam_against_fp64(vectors, dtype, device):
+    """Both forms of Adam in three updates: every weight decays if its update moves it towards zero, and only then."""
+    size = 2500  # the last block is not full
+    p, grads = torch.randn(size, device=device).to(dtype), torch.randn(3, size, device=device).to(dtype)
+    m, v, average = (torch.zeros(size, device=device) for _ in range(3))
+    beta1, beta2, lr_mul, wd_mul = (low + (high - low) * torch.rand(size, device=device) for low, high in (
+        (0.5, 0.9), (0.9, 0.99), (0.1, 2.0), (0.0, 100.0)))
+    if not vectors:
+        beta1, beta2, lr_mul, wd_mul = 0.9, 0.99, 1.5, 50.0
+    b1, b2, lr, wd = (x.double() if vectors else x for x in (beta1, beta2, lr_mul, wd_mul))
+    lr, wd = 0.01 * lr, (0.01 * lr)**2 * wd
+    w, m64, v64, average64 = p.double(), m.double(), v.double(), average.double()
+    for t, grad in enumerate(grads, 1):
+        if vectors:
+            number = functools.partial(torch.tensor, device=device)
+            kernels.replicated_update(p, m, v, grad, number(0.01), number(float(t)), beta1, beta2, lr_mul, wd_mul, 1.0,
+                                      1e-8)
+        else:
+            kernels.adam_update(p, m, v, grad, kernels.adam_step_size(lr, t, b1, b2), wd, b1, b2, 1e-8, average, 0.25)
+        g = grad.double()
+        m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
+        u = lr * (1 - b2**t)**0.5 / (1 - b1**t) * m64 / (v64.sqrt() + 1e-8)
+        w = w - u - wd * w * (u * w > 0)
+        average64 = average64 if vectors else average64.lerp(w, 0.25)
+        w = w if dtype == torch.float32 else p.double()  # each update rounds
+    eps = 4 * torch.finfo(dtype).eps  # three updates; largest seen in fp32: 4.8e-7
+    for got, wanted, limit in ((p, w, eps), (m, m64, 1e-6), (v, v64, 1e-6), (average, average64, eps)):
+        assert torch.allclose(got.double(), wanted, rtol=limit, atol=limit), (got - wanted).abs().max()
 
 
 def test_update_ties_truncation_and_average():
@@ -95,7 +150,7 @@ def test_zero_matrix_only_decays():
     """A matrix without gradient: no NaN, and cautious decay applies to a zero update."""
     w = torch.full((1, 8, 4), 0.5, dtype=torch.bfloat16)
     p, mantissa = w.view(torch.int16).clone(), torch.zeros(1, 8, 4, dtype=torch.int16)
-    X, scale = kernels.nesterov_momentum(torch.zeros_like(w), torch.zeros(1, 8, 4), 0.95, kernels.POLAR_SAFETY)
+    X, scale = kernels.fused_momentum(torch.zeros_like(w), torch.zeros(1, 8, 4), 0.95, kernels.POLAR_SAFETY)
     y = kernels.polar_express(X, scale, OPS)
     kernels.normuon_update(p, mantissa, torch.zeros(1, 8, 1), y, 0.5, torch.ones(1, 1, 1), 0.25, 0.95)
     assert torch.equal(kernels.join_master(p, mantissa), torch.full((1, 8, 4), 0.5 - 0.5 * 0.25 * 0.5))
@@ -111,20 +166,19 @@ def test_adam_matches_torch_without_decay():
         theirs.grad = torch.randn(50)
         reference.step()
         rate = torch.tensor(0.01 * (1 - 0.99**t) ** 0.5 / (1 - 0.9**t))
-        T.adam_update(p, m, v, theirs.grad.clone(), rate, torch.tensor(0.0), 0.9, 0.99, 0.0)
+        kernels.adam_update(p, m, v, theirs.grad.clone(), rate, torch.tensor(0.0), 0.9, 0.99, 0.0)
     torch.testing.assert_close(p, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_adam_decays_what_it_moves_towards_zero():
+def test_adam_decays_what_it_moves_towards_zero(device):
     """The decay is the square of the rate of the parameter times its factor, replicated or not."""
     w, grad = torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([3.0, 3.0, -3.0, -3.0])
     wanted = torch.tensor([0.75 - 0.125, -1.25, 1.25, -0.75 + 0.125])  # a step of .25, decays of .25 ** 2 * .5 * 4
-    one, other = w.clone(), w.clone()
-    T.adam_update(one, torch.zeros(4), torch.zeros(4), grad, 0.25, 0.125, 0.0, 0.0, 0.0)
-    factor = torch.full((4,), 0.5)
-    T.replicated_update(other, torch.zeros(4), torch.zeros(4), grad, torch.tensor(0.5), torch.tensor(1.0), 0 * w, 0 * w,
-                        factor, factor, 4.0, 0.0)
-    assert torch.equal(one, wanted) and torch.equal(other, wanted)
+    w, grad = w.to(device), grad.to(device)
+    one, other, zero, half = w.clone(), w.clone(), 0 * grad, 0.5 + 0 * grad
+    kernels.adam_update(one, zero.clone(), zero.clone(), grad, 0.25, 0.125, 0.0, 0.0, 0.0)
+    kernels.replicated_update(other, zero.clone(), zero.clone(), grad, 0.5, 1, zero, zero, half, half, 4.0, 0.0)
+    assert torch.equal(one.cpu(), wanted) and torch.equal(other.cpu(), wanted)
     config = dataclasses.replace(small_config(), optim=T.Optim(adam_lr=0.5, adam_wd=4.0))
     (head,) = (row for row in T.param_table(config.model) if row.label == "lm_head")
     numbers = T.update_numbers(config, T.make_plan(config, 1)._replace(lr_factor=0.5))
@@ -252,19 +306,19 @@ def test_second_moment_of_a_table(label, beta2, every, decay):
     optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS)
     optimizer.table[label] = optimizer.table[label]._replace(betas=(0.9, beta2))
     grad = torch.full_like(optimizer.params[label], 2.0)
-    optimizer._update_adam(label, grad, T.update_numbers(config, T.make_plan(config, 1)))
+    optimizer._update(label, grad, T.update_numbers(config, T.make_plan(config, 1)), False)
     assert (optimizer.state[label]["v"] == (1 - decay) * 4).all()
 
 
 @pytest.mark.parametrize("steps", [4, 5])
 def test_steps_of_the_orthogonalisation(steps):
-    config = dataclasses.replace(small_config(), optim=T.Optim(polar_steps=steps))
-    optimizer, got = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, OPS), []
-    optimizer.normuon_update = lambda p, mantissa, v, y, *args: got.append(y)
+    config, got = dataclasses.replace(small_config(), optim=T.Optim(polar_steps=steps)), []
+    ops = SimpleNamespace(**vars(OPS) | {"normuon_update": lambda p, mantissa, v, y, *args: got.append(y)})
+    optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, ONE_RANK, ops)
     grad = torch.randn_like(optimizer.shards["vo_bank"])
     numbers = T.update_numbers(config, T.make_plan(config, 0))
-    optimizer._update_normuon("vo_bank", grad, numbers)
-    X, scale = kernels.nesterov_momentum(grad, torch.zeros(grad.shape), numbers["momentum"], kernels.POLAR_SAFETY)
+    optimizer._update("vo_bank", grad, numbers, False)
+    X, scale = OPS.fused_momentum(grad, torch.zeros(grad.shape), numbers["momentum"], kernels.POLAR_SAFETY)
     wanted = [kernels.polar_express(X.clone(), scale, OPS, count) for count in (4, 5)]
     assert torch.equal(got[0], wanted[steps - 4]) and not torch.equal(*wanted)
 
@@ -276,9 +330,9 @@ def test_head_pairs_against_svd(world):
     config, got, grads = small_config(True), [], torch.randn(60, 16, 48)
     numbers = T.update_numbers(config, T.make_plan(config, 0)._replace(momentum=0.0))
     for rank in range(world):
-        optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, Runtime(rank, world, CPU), OPS)
-        optimizer.normuon_update = lambda p, mantissa, v, y, *args: got.append(y)
-        optimizer._update_normuon("qk_bank", optimizer._shard("qk_bank", grads).double(), numbers)
+        ops = SimpleNamespace(**vars(OPS) | {"normuon_update": lambda p, mantissa, v, y, *args: got.append(y)})
+        optimizer = T.NorMuonAndAdam(make_model(config).named_parameters(), config, Runtime(rank, world, CPU), ops)
+        optimizer._update("qk_bank", optimizer._shard("qk_bank", grads).double(), numbers, False)
     y = torch.cat(got)[:60]
     u, s, vh = torch.linalg.svd(grads.double(), full_matrices=False)
     reached = u.mT @ y @ vh.mT
@@ -377,7 +431,7 @@ def test_wide_matrices_keep_their_norms():
     oracle = dict(w=start.clone(), m=torch.zeros_like(start), v=torch.zeros_like(start)[:, :, :1])
     for plan in (T.make_plan(config, step) for step in range(3)):
         grads = torch.randn(60, 16, 48)
-        optimizer._update_normuon("qk_bank", grads, T.update_numbers(config, plan))
+        optimizer._update("qk_bank", grads, T.update_numbers(config, plan), False)
         lr = oracles.NORMUON_LR * plan.lr_factor
         oracles.normuon_step(oracle, grads.double(), plan.momentum, [lr] * 60, oracles.NORMUON_WD * lr)
     weights = kernels.join_master(bank.view(torch.int16), state["mantissa"]).double()

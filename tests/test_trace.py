@@ -280,7 +280,8 @@ LAYERS = [LAYER | dict(paired=True), LAYER | dict(attention=False), LAYER | dict
           LAYER | dict(paired=True, value_embed=True)]
 RUN = dict(rank=0, ranks=1, model_dim=256, num_heads=2, padded_vocab=384, fp8=True, head_rows=40, polar_steps=5,
            layers=LAYERS, gate_channels=12, cuda_graphs=True,
-           pointer_width=128, banks=[[8, 256, 256], [6, 1024, 256]], limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
+           pointer_width=128, banks=[[8, 256, 256], [6, 1024, 256]], adam=[[256 * 384, False, False]],
+           limits=dict(bf16=1e12, fp8=0.0, copy=1e11),
            steps=[dict(step=step, adam=step % 2 == 1, tied=step > 1, tokens=64, windows=[3, 9], micro_batches=[
                dict(documents=[40, 4, 21], token_ids=30, touched=dict(bigram_embed=50)),
                dict(documents=[64], token_ids=33, touched=dict(bigram_embed=60), candidates=256)])
@@ -323,6 +324,13 @@ def test_work_by_counting():
     assert least["attend_backward"] == [(2 * (3 * 64 + 2 * 128) * n, 5 * stream) for n in near]
     assert least["project"] == least["mlp"] == [(2 * product, 3 * stream)] * 6
     assert least["XXT"][0][0] == 4 * 2 * 128**2 * 256
+
+    (least, _), sizes = found(), [8 * 256**2, 6 * 1024 * 256] * 3
+    assert least["fused_momentum"] == [(0, 12 * n) for n in sizes]
+    assert least["normuon_update"] == [(0, 10 * n) for n in sizes]
+    least, _ = found(slow=True, adam=[[100, False, False], [10, True, False], [1, False, True]])
+    assert least["fused_momentum"] == [(0, 20 * n) for n in sizes]
+    assert sorted(least["adam_update"]) == [(0, 22 * n) for n in (1, 10, 10, 100, 100)]  # a copy is not updated
 
     least, _ = found(lazy_tables=["value_embeds", "bigram_embed"])
     assert least["update_rows"] == [(0, 256 * 16 * touched) for touched in (66, 60)] * 2

@@ -36,8 +36,8 @@ def broken(op, how):
         if factor is None:
             raise RuntimeError("no kernel image\nis available")
         result = tk.IMPLEMENTATIONS[op]["torch"](first, *args)
-        if result is None:  # the operation changes its first tensor
-            return first.mul_(factor)
+        if result is None:  # the operation changes its first tensors; NorMuon's are halves of numbers
+            return next(x for x in (first, *args) if torch.is_tensor(x) and x.is_floating_point()).mul_(factor)
         return factor * result if torch.is_tensor(result) else tuple(x if x is None else factor * x for x in result)
     return run
 

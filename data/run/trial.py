@@ -117,6 +117,26 @@ def trials(model, dtype, device) -> dict:
         P = random(2, 256, 256)
         return [op(P + P.mT, 0.1, 0.5, torch.empty_like(P), 2.0)]
 
+    def fused_momentum(op):
+        return [*op(random(2, 256, D), m := random(2, 256, D, dtype=torch.float32), 0.9, 1.02,
+                    slow := zeros(2, 256, D), 0.85, 0.1, 0.5), m, slow]
+
+    def normuon_update(op):
+        halves = [integers(2**14, 2, 256, D, dtype=torch.int16) for _ in range(2)]
+        v, average = zeros(2, 256, 1), zeros(2, 256, D)
+        op(*halves, v, random(2, 256, D), 0.1, 1 + zeros(2, 1, 1), 0.1, 0.9, average, 0.5)
+        return [kernels.join_master(*halves), v, average]
+
+    def adam_update(op):
+        p, (m, v, average) = random(64, D), random(3, 64, D, dtype=torch.float32).abs()
+        op(p, m, v, random(64, D), 0.1, 0.01, 0.9, 0.99, 1e-8, average, 0.5)
+        return [p, m, v, average]
+
+    def replicated_update(op):
+        p, (m, v) = random(64 * D), zeros(2, 64 * D)
+        op(p, m, v, random(64 * D), 0.1, 3, *random(4, 64 * D, dtype=torch.float32).sigmoid(), 0.01, 1e-8)
+        return [p, m, v]
+
     def transpose(op):
         return [op(random(N, D), random(D, N))]
 
@@ -128,7 +148,9 @@ def trials(model, dtype, device) -> dict:
     found = {"signed_rows": signed_rows, "embedding_grad": embedding_grad, "update_rows": update_rows,
              "update_few_rows": update_few_rows, "attention": attention, "mlp": mlp, "pointer": pointer,
              "cross_entropy": cross_entropy, "XXT": gram(1), "XTX": gram(2), "ba_plus_cAA": ba_plus_cAA,
-             "transpose_copy": transpose, "transpose_add": transpose, "fp8": head}
+             "fused_momentum": fused_momentum, "normuon_update": normuon_update, "adam_update": adam_update,
+             "replicated_update": replicated_update, "transpose_copy": transpose, "transpose_add": transpose,
+             "fp8": head}
     return {op: seeded(function) for op, function in found.items()}
 
 
