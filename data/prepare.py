@@ -729,7 +729,8 @@ def main(argv: list[str]) -> int:
                          help=f"training shards, 1 to {HUB_SHARDS} (default %(default)s)")
     command = commands.add_parser("text", help="tokenise text files")
     command.set_defaults(run=text)
-    command.add_argument("paths", type=user_path, nargs="+", metavar="PATH", help="UTF-8 text file, or folder of text files")
+    command.add_argument("paths", type=user_path, nargs="+", metavar="PATH",
+                         help="UTF-8 text file, or folder of text files")
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
     command.add_argument("--val-fraction", type=float, default=0.05,
                          help="share of the text for validation (default %(default)s)")
