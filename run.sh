@@ -2,7 +2,7 @@
 # Sets up Python, gets the data and trains on the hardware of this machine. `./run.sh --help` says more.
 # For bash 3.2, the version of macOS: no arrays that may be empty, no mapfile.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # from `sh run.sh`
-set +o posix -euo pipefail
+set +o posix -euo pipefail  # the sh of macOS is bash in its POSIX mode
 case "${DATA_PATH:-}" in
   "" | [/~]*) ;;
   *) export DATA_PATH="$PWD/$DATA_PATH" ;;

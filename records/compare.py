@@ -850,7 +850,8 @@ def parse(argv):
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
-    parser.add_argument("--folder", type=user_path, help="also write the folder of a record for the track; it must be new")
+    parser.add_argument("--folder", type=user_path,
+                        help="also write the folder of a record for the track; it must be new")
     parser.add_argument("--plot", type=user_path, metavar="FILE", help="also draw loss by step and by time: .svg")
     parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
                         help="a result without a log, as a dot in the plot")

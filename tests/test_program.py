@@ -214,6 +214,12 @@ def test_what_other_programs_use_is_measured():
         hog.kill()
 
 
+def test_a_core_of_others_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(cores, "core_numbers", lambda: {1})
+    (tmp_path / "stat").write_text("cpu0 70 9 9 9 9 9 9 9 9 9\ncpu1 100 20 3 900 800 4 5 6 70 0\n")
+    assert cores.busy_seconds(tmp_path / "stat") == 138 / os.sysconf("SC_CLK_TCK")
+
+
 def test_the_work_of_this_process_is_not_that_of_others(monkeypatch):
     monkeypatch.setattr(cores, "busy_seconds", cores.time.process_time)  # nobody else works
     measured, end = cores.FreeCores(), cores.time.process_time() + 0.1

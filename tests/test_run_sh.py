@@ -103,8 +103,8 @@ class Machine:
         """Runs run.sh; returns the calls of the stand-in, as `folder/python|argument|...`."""
         for name in "calls", "calls.threads", "calls.imported":
             (self.folder / name).unlink(missing_ok=True)
-        done = subprocess.run([*(program or [str(self.repo / "run.sh")]), *argv], env={**self.env, **env}, cwd=cwd or self.folder,
-                              capture_output=True, text=True)
+        done = subprocess.run([*(program or [str(self.repo / "run.sh")]), *argv], env={**self.env, **env},
+                              cwd=cwd or self.folder, capture_output=True, text=True)
         self.out, self.err, calls = done.stdout, done.stderr, self.folder / "calls"
         assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
         self.imported = (self.folder / "calls.imported").exists()
@@ -348,8 +348,8 @@ def test_it_starts_by_links_and_by_sh(machine, tmp_path):
     (tmp_path / "a b/speedrun").symlink_to("../link")
     (tmp_path / "link").symlink_to("my repo/run.sh")
     assert machine.run(program=[tmp_path / "a b/speedrun"]) == [STDLIB, CPU]
-    for shell, env in (shutil.which("dash") or "sh", {}), ("bash", {"POSIXLY_CORRECT": "1"}):
-        assert machine.run(program=[shell, "run.sh"], cwd=machine.repo, NPROC="2", **env)[-1] == train(2, "--preset=cpu")
+    calls = machine.run(program=[shutil.which("dash") or "sh", "run.sh"], cwd=machine.repo, NPROC="2")
+    assert calls[-1] == train(2, "--preset=cpu")
 
 
 def test_a_relative_data_path_is_that_of_the_caller(machine, tmp_path):
@@ -362,8 +362,8 @@ def test_a_clone_with_the_line_ends_of_windows_starts(tmp_path):
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
     for name in "run.sh", ".gitattributes":
         shutil.copy(ROOT / name, tmp_path)
-    for words in ["add", "run.sh", ".gitattributes"], ["-c", "user.name=a", "-c", "user.email=a", "commit", "-qm", "a"], [
-            "-c", "core.autocrlf=true", "clone", "-q", ".", "clone"]:
+    commit = "-c user.name=a -c user.email=a commit -qm a".split()
+    for words in ["add", "."], commit, "-c core.autocrlf=true clone -q . clone".split():
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     assert (tmp_path / "clone/run.sh").read_bytes() == (ROOT / "run.sh").read_bytes()
 
@@ -373,7 +373,7 @@ def test_it_works_from_any_folder(machine, tmp_path):
     machine.site("active", None)
     machine.executable(tmp_path / "active/bin/python3", PYTHON)
     (tmp_path / "system/bin/python3").unlink()
-    env = {"PATH": f"{tmp_path}/active/bin:{machine.env['PATH']}", "CDPATH": str(tmp_path)}
+    env = {"PATH": f"{tmp_path}/active/bin:{machine.env['PATH']}", "CDPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     assert machine.run(cwd=tmp_path / "active", **env)[-1] == train(1, "--preset=cpu", python="system/python")
     assert (machine.repo / "data" / "stdlib").is_dir() and not (tmp_path / "active" / "data").exists()
 

@@ -41,13 +41,13 @@ def allowed_cores(own=Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")) ->
     return min(len(core_numbers()), *map(quota, groups))
 
 
-def busy_seconds() -> float:
+def busy_seconds(stat=Path("/proc/stat")) -> float:
     """Seconds for which programs have used the cores of this process since the machine started, summed over cores.
 
     Raises OSError on systems without /proc/stat.
     """
-    cores, ticks, stat = core_numbers(), 0, Path("/proc/stat").read_text(encoding="utf-8")
-    for core, numbers in re.findall(r"^cpu(\d+) (.*)", stat, re.M):
+    cores, ticks = core_numbers(), 0
+    for core, numbers in re.findall(r"^cpu(\d+) (.*)", stat.read_text(encoding="utf-8"), re.M):
         user, nice, system, _, _, *others = map(int, numbers.split()[:8])  # without idle time and waiting for disks
         ticks += (user + nice + system + sum(others)) * (int(core) in cores)
     return ticks / os.sysconf("SC_CLK_TCK")

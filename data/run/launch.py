@@ -41,8 +41,8 @@ def stay_here():
         with socket.create_server(("localhost", 0)) as server:
             socket.create_connection(server.getsockname(), 5).close()
     except OSError as error:
-        sys.exit(f"error: processes cannot reach each other on this machine ({error.strerror or error}): start one alone"
-                 " (NPROC=1), or start the loopback device (ip link set lo up)")
+        sys.exit(f"error: processes cannot reach each other on this machine ({error.strerror or error}): start one"
+                 " alone (NPROC=1), or start the loopback device (ip link set lo up)")
 
 
 if __name__ == "__main__":

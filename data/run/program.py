@@ -9,14 +9,11 @@ from contextlib import suppress
 def open_outputs():
     """Opens the standard files that the shell has closed (`>&-`), to nowhere: the next file that is opened would take
     their place, and get what is printed."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number)
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))
-            if null != number:
-                os.close(null)
+            null = os.open(os.devnull, os.O_RDWR)  # the least number that is free, so that of the closed file
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))
 
 
 def run_program(main):
