@@ -60,7 +60,7 @@ def test_any_text_reads_back(header, monkeypatch, prompt):
     words = shlex.split(rerun.value_of(run.facts["command"]))
     assert words == ["train_gpt.py", "--preset=cpu", "--log_dir=logs", f"--sample_prompt={prompt}"]
     knobs = {key: rerun.value_of(run.facts[key]) for key in flatten(config)}
-    again = override(T.PRESETS["record74"], knobs)
+    again = override(T.PRESETS["record74"].config, knobs)
     assert again == with_system(config, log_dir="logs") and len(run.notes) == 1  # not finished
     path = prompt.startswith(("/", "..", "~"))
     assert rerun.value_of(run.facts["env.TORCH_TEXT"]) == (published(prompt) if path else prompt)
@@ -83,7 +83,7 @@ def test_errors_name_no_private_folder(tmp_path, monkeypatch):
     log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}/caf\udce9", "--val_files=/jane/x/*.bin"]),
               Runtime(0, 1, CPU))
     log.line("warning: /scratch/jane doe/data/a.bin and /jane/x/b.bin: odd")
-    log.failed(f"{ROOT}/data/x.bin, /home/jane/caf\udce9: no")
+    log.failed(f"{ROOT}/data/x.bin, /home/jane/caf\udce9: no", UserError())
     assert log.path.read_text() == "warning: data/a.bin and b.bin: odd\nerror: data/x.bin, caf\\udce9: no\n"
 
 

@@ -140,7 +140,7 @@ def test_the_command_of_prepare_runs_where_it_is_printed(tmp_path):
 
 def test_one_process_needs_no_network(monkeypatch):
     monkeypatch.setattr(T.dist, "init_process_group", Mock(side_effect=AssertionError("it makes a process group")))
-    assert machine_of_run.init_runtime(T.PRESETS["cpu"]) == machine_of_run.Runtime(0, 1, T.torch.device("cpu"))
+    assert machine_of_run.init_runtime(T.PRESETS["cpu"].config) == machine_of_run.Runtime(0, 1, T.torch.device("cpu"))
 
 
 def test_several_processes_ask_nobody_for_a_name(monkeypatch):
