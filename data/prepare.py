@@ -14,6 +14,7 @@ import argparse
 import array
 import codecs
 import contextlib
+import glob
 import hashlib
 import itertools
 import json
@@ -57,6 +58,7 @@ STDLIB_CHARACTERS = 1000, 4000  # the library has more text than a run takes, an
 WHOLE_FILES = 20  # so many files make validation by whole files representative
 END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>[ \t]*(?:\r\n?|\n|\Z)")  # if only blanks stand before it in its line
 WHITE_SPACE = re.compile(r"\s")
+JSON_LINE = 2**24  # bytes; a longer line would not fit the memory that prepare.py may take
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
@@ -364,12 +366,18 @@ def read_plain(path: Path):
 
 
 def read_json(path: Path):
-    """Yields (text, True) for the field `text` of each line of JSON; None for the text if the line has none.
+    """Yields (text, True) for the field `text` of each line of JSON; None for the text if the line has none, False if
+    the line is longer than JSON_LINE.
 
     A comma may follow the line, and brackets may surround all lines.
     """
     with open(path, "rb") as file:
-        while line := file.readline(2**24):  # what is longer counts as lines without a text
+        while line := file.readline(JSON_LINE):
+            if len(line) == JSON_LINE and not line.endswith(b"\n"):
+                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
+                    pass
+                yield False, True
+                continue
             if not (line := line.strip().rstrip(b",")) or line in (b"[", b"]"):
                 continue
             try:
@@ -399,22 +407,25 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
     found, notices, texts, ends = {}, Notices(), 0, 0
 
     def read(key, reader):
-        """(characters, texts, items without text, ends of documents) of a file."""
-        size = good = bad = marks = 0
+        """(characters, texts, items without text, items that are too long, ends of documents) of a file."""
+        size = good = bad = long = marks = 0
         for text, end in reader(files[key]):
-            size, marks, bad = size + len(text or ""), marks + end, bad + (text is None)
+            size, marks, bad, long = size + len(text or ""), marks + end, bad + (text is None), long + (text is False)
             good += bool(text and text.strip())
-        return size, good, bad, marks
+        return size, good, bad, long, marks
     for key, path in files.items():
         try:
             if json_lines := is_json(path):
-                size, good, bad, _ = read(key, read_json)
-                if good:
-                    found[key], texts = (size, read_json), texts + good
+                size, good, bad, long, _ = read(key, read_json)
+                if long:
+                    notices.add(f"skipped {{}} lines of JSON of over {JSON_LINE:,} bytes: cut their texts", key, long)
+                if good or long:
+                    if good:
+                        found[key], texts = (size, read_json), texts + good
                     if bad:
                         notices.add("skipped {} lines of JSON without a text in the field `text`", key, bad)
                     continue
-            size, good, _, marks = read(key, read_plain)
+            size, good, *_, marks = read(key, read_plain)
             if not good:
                 notices.add("skipped {} empty files", key)
                 continue
@@ -458,6 +469,7 @@ def load_tokenizer(kind: str):
 
 def rank(key: str) -> tuple[int, str]:
     """Sort key of a fixed shuffle of files: equal on all machines, and little changed by new or deleted files."""
+    key = unicodedata.normalize("NFC", key)  # a file system may store an accent as a character of its own
     return zlib.crc32(key.encode("utf-8", "surrogatepass")), key
 
 
@@ -662,8 +674,14 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
 
 def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
-    together, and the trainer finds them."""
+    together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
+    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *folder.glob(
+            f"{glob.escape(folder.name)}_*_*.bin"):
+        if os.path.isdir(path):
+            raise UserError(f"{path} is a folder: remove it, and run the same command again")
+    if folder.stat().st_dev != made.stat().st_dev:
+        raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
     facts_file(folder).unlink(missing_ok=True)
     for part in ("val", "train"):  # shards of an earlier build, which may have been more
         for old in folder.glob(f"{folder.name}_{part}_*.bin"):

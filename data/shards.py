@@ -105,7 +105,8 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def missing_between(files: list[Path]) -> list[str]:
-    """Names of files that do not exist, although their names would count on from one of the files to another one."""
+    """Names, four at most, of files that do not exist, although they would count on from one of the files to another
+    one."""
     series = {}  # (what is before a number, what is behind it) -> {number: its text}
     places = {path: [(f"{path.parent}/{path.name[:match.start()]}", path.name[match.end():], match[0])
                      for match in re.finditer(r"(?<!\d)\d{1,6}(?!\d)", path.name)]  # a longer number is a date
@@ -118,9 +119,12 @@ def missing_between(files: list[Path]) -> list[str]:
     missing = []
     for before, behind in sorted(counting):
         numbers = series[before, behind]
-        for number in sorted({*range(min(numbers), max(numbers))} - {*numbers}):
+        for number in range(min(numbers), max(numbers)):
             path = Path(f"{before}{number:0{len(numbers[min(numbers)])}}{behind}")
-            missing += [path.name] * (not path.exists())
+            if number not in numbers and not path.exists():
+                missing.append(path.name)
+                if len(missing) > 3:
+                    return missing
     return missing
 
 

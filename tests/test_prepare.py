@@ -540,6 +540,36 @@ def test_lines_of_json(tiny, tmp_path, capsys):
     assert "warning: took 3 files of JSON as they are, for no line has a text in a field `text`, such as" in out
 
 
+def test_a_line_of_json_that_is_too_long_is_named(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "JSON_LINE", 2000)
+    lines = [json.dumps({"text": "x" * n}) for n in (5000, 10, 20, 30)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "b.jsonl").write_text(lines[0])
+    assert prepare_text(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--out", "n") == 0
+    assert sorted(texts_of(tiny / "n")) == ["x" * 10, "x" * 20, "x" * 30]
+    assert "skipped 2 lines of JSON of over 2,000 bytes: cut their texts, such as 'a.jsonl'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["shard", "older", "facts"])
+def test_shards_that_cannot_be_exchanged_stay(tiny, tmp_path, capsys, how):
+    """A folder in the place of a file: one line, and what was there stays."""
+    (tmp_path / "a.txt").write_text("line\n" * 500)
+    assert prepare_text(tmp_path / "a.txt", "--out", "n") == 0
+    place = tiny / "n" / {"shard": "n_train_000001.bin", "older": "n_train_000009.bin", "facts": "n.json"}[how]
+    place.unlink(missing_ok=True)
+    place.mkdir()
+    before = {path: os.path.isdir(path) or path.read_bytes() for path in (tiny / "n").iterdir()}
+    capsys.readouterr()
+    assert prepare_text(tmp_path / "a.txt", "--out", "n") == 1
+    assert re.fullmatch(f"error: .*{place.name} is a folder: remove it, .*\n", capsys.readouterr().err)
+    assert before == {path: os.path.isdir(path) or path.read_bytes() for path in (tiny / "n").iterdir()}
+
+
+def test_an_accent_in_a_name_has_no_effect():
+    """Composed or not, as file systems store it."""
+    assert prepare.rank("caf\u00e9.txt") == prepare.rank("cafe\u0301.txt")
+
+
 @pytest.mark.parametrize("count, whole", [(1, False), (5, False), (19, False), (20, True), (21, True)])
 def test_from_twenty_files_on_whole_files_validate(data, tmp_path, capsys, count, whole):
     """The documents of fewer files represent all of them."""
