@@ -413,6 +413,16 @@ def write_shard(path, tokens, magic=20240520, version=1, count=None):
     return path
 
 
+def write_library(folder):
+    """Write a small corpus of bytes in place of Python's library, into a folder for DATA_PATH; returns the folder."""
+    (folder / "data/stdlib").mkdir(parents=True)
+    for name, seed, count in ("train", 1, 24000), ("val", 2, 1025):
+        tokens = np.random.default_rng(seed).integers(97, 123, count)
+        tokens[::60] = 256
+        write_shard(folder / f"data/stdlib/stdlib_{name}_000000.bin", tokens)
+    return folder
+
+
 def one_call(tokens, B, i, n, M, ranks):
     """One call of the batcher from cursor i: (one batch per rank, new cursor), or None if B has too few documents."""
     batches = []

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 import train_gpt as T
 from data.run import cores, launch
 from data.run import machine as machine_of_run
-from oracles import write_shard
+from oracles import write_library
 from records import evaluate
 
 ROOT = Path(T.__file__).parent
@@ -29,13 +28,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A home folder with data and logs, in which nobody but Python knows the encoding of the names."""
-    home = tmp_path_factory.mktemp("program") / "Länge 'ü'"
-    (home / "data/stdlib").mkdir(parents=True)
-    for name, seed, count in ("train", 1, 24000), ("val", 2, 1025):
-        tokens = np.random.default_rng(seed).integers(97, 123, count)
-        tokens[::60] = 256
-        write_shard(home / f"data/stdlib/stdlib_{name}_000000.bin", tokens)
-    return home
+    return write_library(tmp_path_factory.mktemp("program") / "Länge 'ü'")
 
 
 @pytest.fixture(scope="module")

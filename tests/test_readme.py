@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
@@ -20,7 +19,7 @@ import test_guard
 import train_gpt as T
 from data import prepare
 from data.run.knobs import flatten
-from oracles import write_shard
+from oracles import write_library
 from records import compare, evaluate, repeat, rerun
 
 ROOT = Path(T.__file__).parent
@@ -149,13 +148,7 @@ def test_command(command, no_work, capsys):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A folder for DATA_PATH with a small corpus in place of Python's library."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "data/stdlib").mkdir(parents=True)
-    for name, seed, count in ("train", 1, 24000), ("val", 2, 1025):
-        tokens = np.random.default_rng(seed).integers(97, 123, count)
-        tokens[::60] = 256
-        write_shard(folder / f"data/stdlib/stdlib_{name}_000000.bin", tokens)
-    return folder
+    return write_library(tmp_path_factory.mktemp("readme"))
 
 
 def execute(command, corpus, *more, cwd=ROOT, **env):

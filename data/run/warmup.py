@@ -26,7 +26,7 @@ from data.run.start import survey_training_data
 def warm_up(trainer):
     """Compile, run one step of each kind to capture it, fit the run to --minutes, run a validation, and restore the
     state of step 0."""
-    # The default, 8, may be too few: plain attention has a graph for each stage.
+    # Plain attention has a graph for each stage, and Dynamo allows only 8 by default.
     torch._dynamo.config.recompile_limit = 64
     # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
