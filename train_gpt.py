@@ -375,7 +375,8 @@ class System:
     micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest that fit the GPU)
     val_every: Whole = 250  # steps between validations (0: one at the end)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
-    compile: bool = True  # torch.compile and warm-up before the clock starts
+    # torch.compile, and warm-up before the clock starts; without it, --kernels=mix:triton fuses the sums of streams
+    compile: bool = True
     combo_kernels: bool = False  # the compiler joins small kernels; an option that the public track does not allow
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
@@ -656,11 +657,6 @@ def param_table(model: Model) -> tuple[Param, ...]:
                  if math.prod(param.shape))  # a parameter that no layer uses is empty
 
 
-def rms_norm(x):
-    """x / rms(x) over the last axis, in fp32 inside; no gain."""
-    return F.rms_norm(x, (x.size(-1),), eps=kernels.RMS_EPS)
-
-
 def yarn(frequencies: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies (rad/token, fp64) and attention scale after the window grows from `old` to `new` tokens.
 
@@ -746,20 +742,19 @@ class LayerWeights(NamedTuple):
 
 
 class Factors:
-    """factors(place, name): the factors of x0, bigram and mix (each 0-D or (n,)) and of xsa (H,) at a layer or at the
-    end; from the first dynamic layer on, whose network adds to them, a row for every token."""
+    """factors[place, name]: the factors of x0, bigram and mix (each (n,)) and of xsa (H,) at a layer or at the end; from
+    the first dynamic layer on, whose network adds to them, a row for every token."""
 
     def __init__(self, model):
         config, dtype = model.config, model.dtype
-        self.constants = {(i, name): factor for name, row in (
+        self.factors = {(i, name): factor for name, row in (
             ("x0", model.x0_lambdas), ("bigram", model.bigram_lambdas)) for i, factor in enumerate(
-                row.bfloat16().unbind(0))}  # K6
+                row.bfloat16().split(1))}  # K6
         if model.with_xsa:
-            self.constants |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
+            self.factors |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
         if sizes := config.mix_sizes:
-            self.constants |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
+            self.factors |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
         self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
-        self.additions = {}  # (place, name) -> what the networks add to these factors, (N, number)
         if sizes := config.dynamic_sizes:
             rows = [sum(counts.values()) for counts in sizes.values()]
             weights = model.dynamic_in.to(dtype).unbind(0), model.dynamic_out.to(dtype).split(rows)
@@ -768,18 +763,17 @@ class Factors:
     def run_network(self, i, stream):
         """Run the network of layer i on a stream (N, D)."""
         counts, W_in, W_out = self.networks[i]
-        outputs = 0.1 * F.linear(F.gelu(F.linear(stream, W_in)), W_out)
-        self.additions.update(zip(counts, outputs.split(list(counts.values()), 1)))
+        constants = torch.cat([self.factors[key] for key in counts])
+        rows = torch.add(constants, F.linear(F.gelu(F.linear(stream, W_in)), W_out), alpha=0.1)
+        self.factors.update(zip(counts, rows.split(list(counts.values()), 1)))
 
-    def __call__(self, place, name):
-        constant, addition = self.constants[place, name], self.additions.get((place, name))
-        return constant if addition is None else constant + addition
+    def __getitem__(self, key):
+        return self.factors[key]
 
 
-def mixture(factors, sources):
-    """Sum of the sources (N, D), each times its column of factors (n,) or (N, n)."""
-    columns = factors.to(sources[0].dtype).split(1, -1)
-    return sum(factor * source for factor, source in zip(columns, sources, strict=True))
+def terms(factors, streams):
+    """The terms of a sum of streams (N, D), each times its column of factors (n,) or (N, n)."""
+    return list(zip(factors.split(1, -1), streams, strict=True))
 
 
 # For the tokens before the last one of an n-gram, the nearest first.
@@ -810,8 +804,9 @@ class GPT(nn.Module):
         self.touched = {}  # table -> (rows,) bool, which the backward pass of `lookup` sets for its rows
         self.few_rows = {}  # table -> FewRows, to which the backward pass of `lookup` adds
         self.shared_rows = {}  # table -> SharedRows, from which `lookup` reads in place of the parameter
-        fields = "attention", "value_embed", "skip_from", "xsa"
-        self.with_attention, self.with_values, self.with_skip, self.with_xsa = map(config.layers_with, fields)
+        fields = "attention", "value_embed", "skip_from", "xsa", "dynamic"
+        self.with_attention, self.with_values, self.with_skip, self.with_xsa, self.with_dynamic = map(
+            config.layers_with, fields)
         for param in self.table:
             rows = -(-param.shape[0] // ranks) if param.optim == "rows" else param.shape[0]
             zeros = torch.zeros(rows, *param.shape[1:], dtype=param.dtype, device=device)
@@ -821,6 +816,11 @@ class GPT(nn.Module):
             self.register_buffer("signs", (2 * bits - 1).to(device, dtype), persistent=False)
         if config.bigram_normal:  # checkpoints contain this table, so they need no tokenizer
             self.register_buffer("hash_ids", torch.arange(config.padded_vocab, dtype=torch.int32, device=device))
+
+    @property
+    def is_fused(self):
+        """Whether our kernels make the sums of streams; else PyTorch does, compiled or not."""
+        return self.ops.mix is kernels.mix
 
     @torch.no_grad()
     def init_weights(self, seed: int):
@@ -931,117 +931,131 @@ class GPT(nn.Module):
         return [LayerWeights(**{name: by_layer[i] for name, by_layer in found.items() if i in by_layer})
                 for i in range(len(config.layers))]
 
-    def attention(self, i, w: LayerWeights, normed, ve, cu_seqlens, attn: AttentionSettings, xsa):
-        """Output of the attention of layer i (N, D). normed: of `attention_input`; ve (N, D) or None: value embeddings;
-        xsa: the factors of the heads, or None. y, and with xsa the values v that attention has read, are (N, H, d)."""
-        layer, (x, codes) = self.config.layers[i], normed
+    def attention(self, i, w: LayerWeights, stream: kernels.Mixed, ve, cu_seqlens, attn: AttentionSettings, xsa):
+        """Output of the attention of layer i (N, D). ve (N, D) or None: value embeddings; xsa: the factors of the
+        heads, or None. y, and with xsa the values v that attention has read, are (N, H, d)."""
+        layer, codes = self.config.layers[i], stream.codes
         rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
         codes = codes and self.fp8_projections(i, codes, self.sa_lambdas[i, 0])
-        y, v = self.ops.attention(x, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
+        options = dict(first=stream.first, share=xsa) if self.is_fused else {}
+        y, v = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
                                   attn.long_window if layer.long else attn.short_window, scale, layer.paired,
-                                  layer.long, layer.narrow, codes, layer.xsa)
-        if layer.xsa:
+                                  layer.long, layer.narrow, codes, layer.xsa, **options)
+        if layer.xsa and not self.is_fused:
             y, v = (u.to(torch.promote_types(self.dtype, torch.float32)) for u in (y, v))
-            part = torch.tanh(xsa) * (y * v).sum(-1) / v.square().sum(-1).clamp(min=1e-8)
-            y = (y - part[..., None] * v).to(self.dtype)
+            y = kernels.exclude_values_ref(y, v, xsa).to(self.dtype)
         return F.linear(y.flatten(1), w.out)
 
-    def training_codes(self, x, fp8, scale):
-        """Codes of x (N, D) in both layouts; None without FP8, which only training uses."""
-        return kernels.both_layouts(x.detach(), scale, kernels.E4M3) if fp8 and torch.is_grad_enabled() else None
-
-    def attention_input(self, stream):
-        """Stream (N, D) -> RMS-normed stream and, in FP8, its codes."""
-        x = rms_norm(stream)
-        return x, self.training_codes(x, self.fp8_projections, kernels.x8_scale(x.size(1)))
-
-    def mlp(self, i, w: LayerWeights, stream, factor=None):
-        """Output of the MLP of layer i (N, D) for a stream (N, D), which it norms, times a 0-D factor."""
-        x = rms_norm(stream)
+    def mlp(self, i, w: LayerWeights, stream: kernels.Mixed, factor=None, grad_codes=None):
+        """Output of the MLP of layer i (N, D), times a 0-D factor. grad_codes: as in `kernels.mix`."""
         if self.fp8_mlps and torch.is_grad_enabled():
-            return self.fp8_mlps(i, x, w.W1, w.W2, factor)
-        return self.ops.mlp(x, w.W1, w.W2 if factor is None else factor * w.W2)
+            return self.fp8_mlps(i, stream.normed, w.W1, w.W2, factor, stream.codes, grad_codes)
+        return self.ops.mlp(stream.normed, w.W1, w.W2 if factor is None else factor * w.W2)
+
+    def read(self, stream: kernels.Mixed, reader) -> kernels.Mixed:
+        """The stream with what the reader of its norm needs."""
+        return stream if stream.reader == reader else self.ops.mix([(None, stream.x)], reader)
+
+    def readers(self) -> tuple[kernels.Reader, kernels.Reader, kernels.Reader]:
+        """How attention, MLPs and head read a normed stream: in FP8 only in training."""
+        trains, scale = torch.is_grad_enabled(), kernels.x8_scale(self.config.model_dim)
+        return (kernels.Reader(scale, GATE_CHANNELS) if trains and self.fp8_projections else kernels.Reader(),
+                kernels.Reader(scale) if trains and self.fp8_mlps else kernels.Reader(),
+                kernels.Reader(kernels.X_SCALE if trains and self.fp8_head else None, whole=True))
 
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
         """The compiled part of the forward pass: the result of `lookup` -> (final stream after its norm, its codes
         for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
-        config, layers = self.config, self.config.layers
+        config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
+        by_attention, by_mlp, by_head = self.readers()
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
-        gate = torch.sigmoid(F.linear(e[1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
-        x0 = rms_norm(torch.cat((e[:1], e[1:] + self.smear_lambda[0] * gate * e[:-1])))
-        del embeddings, e, gate  # what has a name takes memory where the layers are not compiled
+        gate = torch.sigmoid(F.linear(e[:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
+        smeared = mix([(None, e), (self.smear_lambda[0] * gate, F.pad(e[:-1], (0, 0, 1, 0)))],
+                      kernels.Reader(channels=GATE_CHANNELS))
+        x0, first = smeared.normed, smeared.first
+        del embeddings, e, gate, smeared  # what has a name takes memory where the layers are not compiled
 
-        lane0, lane1 = x0, None  # lane 1 begins where a layer has two lanes
+        def reader(i):
+            """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong answer costs time only."""
+            if i > last or layers[i].input_from is not None:
+                return None
+            return by_attention if layers[i].attention else None if layers[i].embeds else by_mlp
+        changing = {0, *self.with_skip, *config.layers_with("mix")}  # layers that change lane 0 before attention
+
+        lane0, lane1 = kernels.Mixed(x0), None  # lane 1 begins where a layer has two lanes
         embedded = backout = before_mix = first_ve = None  # streams for mixtures and for the end
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
+        added = {}  # layer -> what it adds of x0 and of the n-grams
         for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
             trace_mark(f"layer {i}")
             ve = values.pop(i, None)
             if layer.dynamic:
-                factors.run_network(i, lane0)
-            if i == 0:
-                embedded = lane0 = lane0 + factors(0, "bigram") * ngram  # later layers add n-grams before their MLPs
+                factors.run_network(i, lane0.x)
+            if layer.dynamic or i == 0:
+                end = min([j for j in self.with_dynamic if j > i], default=last + 1)
+                places = [j for j in range(i, end) if layers[j].embeds]
+                (x0, ngram), sums = mix.add_later([x0, ngram], [
+                    [factors[j, "x0"], factors[j, "bigram"] if j else None] for j in places])
+                added.update(zip(places, sums))
+            if i == 0:  # later layers add n-grams before their MLPs
+                lane0 = mix([(None, x0), (factors[0, "bigram"], ngram)], reader(0))
+                embedded = lane0.x
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = w.skip
-                gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(x0[:, :GATE_CHANNELS], skip_gate))
-                lane0 = lane0 + gate * skips[layer.skip_from]
+                gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(first, skip_gate))
+                lane0 = mix([(None, lane0.x), (gate, skips[layer.skip_from])], reader(i))
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.mix:
-                before_mix, sources = lane0, (embedded, backout, lane0)
-                for_value, for_lane = factors(i, "mix").chunk(2, -1)  # three factors each
-                ve = ve + mixture(for_value, sources)
-                lane0 = lane0 + mixture(for_lane, sources)
+                before_mix, sources, (for_value, for_lane) = lane0.x, (embedded, backout, lane0.x), (
+                    factors[i, "mix"].chunk(2, -1))  # three factors each
+                ve = mix([(None, ve), *terms(for_value, sources)]).x
+                lane0 = mix([(None, lane0.x), *terms(for_lane, sources)], reader(i))
             if first_ve is None:
                 first_ve = ve
 
             # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
             resid_attn, resid_mlp = w.resid
             if layer.attention:
-                normed = self.attention_input(lane0) if layer.input_from is None else inputs[layer.input_from]
-                xsa = factors(i, "xsa") if layer.xsa else None
-                a = self.attention(i, w, normed, ve, cu_seqlens, attn, xsa)
-                lane0 = resid_attn * lane0 + (a if lane1 is None else w.post["attn0"] * a)
+                source = self.read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
+                a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"] if layer.xsa else None)
+                lane0 = mix([(resid_attn, lane0.x), (None if lane1 is None else w.post["attn0"], a)],
+                            by_mlp if lane1 is None else None, added.pop(i))  # K5: x0 and n-grams into lane 0 only
                 if lane1 is not None:
-                    lane1 = resid_attn * lane1 + w.post["attn1"] * a
-                del normed, a
+                    lane1 = mix([(resid_attn, lane1.x), (w.post["attn1"], a)], by_mlp)
+                del source, a
             elif layer.embeds:
-                lane0 = resid_attn * lane0
-            if layer.embeds:  # K5: into lane 0 only
-                injected = factors(i, "x0") * x0
-                if i:
-                    injected = injected + factors(i, "bigram") * ngram
-                lane0 = lane0 + injected
-                del injected
+                lane0 = mix([(resid_attn, lane0.x)], by_mlp if lane1 is None else None, added.pop(i))
             if i in skip_sources:
-                skips[i] = lane0
+                skips[i] = lane0.x
 
             # MLP. With one lane, the factor scales W2, which saves two passes over (N, D) in the backward pass.
+            next_reader = by_attention if i in input_sources else None if i + 1 in changing else reader(i + 1)
             if lane1 is None:
-                lane0 = resid_mlp * lane0 + self.mlp(i, w, lane0, w.post["mlp0"])
+                grad_codes = self.fp8_mlps.new_grad_codes() if self.fp8_mlps and self.is_fused else None
+                m = self.mlp(i, w, self.read(lane0, by_mlp), w.post["mlp0"], grad_codes)
+                lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, grad_codes=grad_codes)
             else:
-                m = self.mlp(i, w, lane1)
-                lane0 = resid_mlp * lane0 + w.post["mlp0"] * m
-                lane1 = resid_mlp * lane1 + w.post["mlp1"] * m
-                del m
+                m = self.mlp(i, w, self.read(lane1, by_mlp))
+                lane0 = mix([(resid_mlp, lane0.x), (w.post["mlp0"], m)], next_reader)
+                lane1 = mix([(resid_mlp, lane1.x), (w.post["mlp1"], m)])
+            del m
             if i in input_sources:
-                inputs[i] = self.attention_input(lane0)
+                inputs[i] = lane0._replace(x=None)
             if i == config.backout_layer:
-                backout = lane0
+                backout = lane0.x
 
-        x = lane0 if lane1 is None else 0.5 * (lane0 + lane1)
+        ends = [(None, lane0.x)] if lane1 is None else [(0.5, lane0.x), (0.5, lane1.x)]
         if config.backout_layer is not None:
-            x = x - self.backout_lambda[0] * backout
+            ends.append((-self.backout_lambda[0], backout))
         if config.mix_sizes:
-            sources = embedded, backout, before_mix, first_ve, *skips.values()
-            x = x + mixture(factors(len(layers), "mix"), sources)
-        x = rms_norm(x)
-        codes = self.training_codes(x, self.fp8_head, kernels.X_SCALE)
-        return x, codes, self.pointer_inputs(x, cu_seqlens) if config.pointer else None
+            ends += terms(factors[last + 1, "mix"], (embedded, backout, before_mix, first_ve, *skips.values()))
+        x = mix(ends, by_head)
+        return x.normed, x.codes, self.pointer_inputs(x.normed, cu_seqlens) if config.pointer else None
 
     def pointer_inputs(self, x, cu_seqlens):
         """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
@@ -1053,7 +1067,7 @@ class GPT(nn.Module):
         q, k, next_k = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype)).chunk(3, 1)
         has_previous = (start < torch.arange(len(x), dtype=start.dtype, device=x.device))[:, None]
         k = k + F.pad(next_k[:-1], (0, 0, 1, 0)) * has_previous
-        q, k = self.pointer_gain[0] * rms_norm(q), rms_norm(k)
+        q, k = self.pointer_gain[0] * kernels.rms_norm(q), kernels.rms_norm(k)
         sink = POINTER_WIDTH**-0.5 * (q * self.pointer_sink).sum(1)
         return q.contiguous(), k.contiguous(), sink, start, end
 

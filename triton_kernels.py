@@ -28,14 +28,15 @@ Banners give the time of an operation at 49152 tokens on this GPU, and how much 
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     620
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     725
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
   5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 540
   6   pointer                               attention on earlier copies of the target (not in record 74)      230
   7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             285
-  10  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
+  10  mix, mix_ref                          sums of streams with their norm and its FP8 codes                     430
+  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
 """
 
 import functools
@@ -121,6 +122,11 @@ def _shared_memory(device) -> int:
 def _at_least_fp32(x):
     """x, converted if its dtype is narrower than fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def rms_norm(x):
+    """x / rms(x) over the last axis, in fp32 inside; no gain."""
+    return F.rms_norm(x, (x.size(-1),), eps=RMS_EPS)
 
 
 # ---- Contracts -------------------------------------------------------------------------------------------------------
@@ -1171,6 +1177,98 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
     return parts.sum(0)
 
 
+# ---- Exclusive attention ---------------------------------------------------------------------------------------------
+
+VALUE_FLOOR = 1e-8  # least v · v
+_VALUE_FLOOR = tl.constexpr(VALUE_FLOOR)
+HEADS_LAUNCH = dict(BLOCK=32, num_warps=4)  # heads of tokens
+
+
+def exclude_values_ref(y, v, share):
+    """z = y − tanh(share) (y · v / v · v) v, for each head, rounded once. y, v, z (N, H, d); share (H,) or (N, H)."""
+    wide_y, wide_v = _at_least_fp32(y), _at_least_fp32(v)
+    part = torch.tanh(share) * (wide_y * wide_v).sum(-1) / wide_v.square().sum(-1).clamp(min=VALUE_FLOOR)
+    return (wide_y - part[..., None] * wide_v).to(y.dtype)
+
+
+@triton.jit
+def _heads(X, r, rows, D: tl.constexpr):
+    """fp32 (heads, D) of the heads r of X (rows, D)."""
+    return tl.load(X + r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], mask=(r < rows)[:, None],
+                   other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_heads(X, x, r, rows, D: tl.constexpr):
+    tl.store(X + r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], x.to(X.dtype.element_ty),
+             mask=(r < rows)[:, None])
+
+
+@triton.jit
+def _tanh_of_heads(Share, r, rows, H):
+    pointer, stride_n, stride_h = Share
+    share = tl.load(pointer + r // H * stride_n + r % H * stride_h, mask=r < rows, other=0.0).to(tl.float32)
+    return 2 * tl.sigmoid(2 * share) - 1
+
+
+@triton.jit
+def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y, v = _heads(Y, r, rows, D), _heads(V, r, rows, D)
+    part = _tanh_of_heads(Share, r, rows, H) * tl.sum(y * v, 1) / tl.maximum(tl.sum(v * v, 1), _VALUE_FLOOR)
+    _store_heads(Z, y - part[:, None] * v, r, rows, D)
+
+
+@triton.jit
+def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D: tl.constexpr, BLOCK: tl.constexpr):
+    # Gradients of y, v and share, and of the output gate, which has multiplied y. Without Share, dY is dZ.
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dy, y = _heads(dZ, r, rows, D), _heads(Y, r, rows, D)
+    if Share is not None:
+        dz, v, tanh = dy, _heads(V, r, rows, D), _tanh_of_heads(Share, r, rows, H)
+        square = tl.sum(v * v, 1)
+        cosine = tl.sum(y * v, 1) / tl.maximum(square, _VALUE_FLOOR)
+        along = tl.sum(dz * v, 1)
+        scaled = tanh * along / tl.maximum(square, _VALUE_FLOOR)
+        dy = (dz - scaled[:, None] * v).to(dY.dtype.element_ty)
+        _store_heads(dY, dy, r, rows, D)
+        dy = dy.to(tl.float32)
+        back = tl.where(square > _VALUE_FLOOR, 2 * scaled * cosine, 0.0)
+        dv = back[:, None] * v - scaled[:, None] * y - (tanh * cosine)[:, None] * dz
+        _store_heads(dV, dv, r, rows, D)
+        tl.store(dShare + r, -along * cosine * (1 - tanh * tanh), mask=r < rows)
+    gate = tl.load(Gate + r, mask=r < rows, other=0.0).to(tl.float32)
+    dgate = tl.where(gate > 0, tl.sum(dy * y, 1) / gate, 0.0)  # a sigmoid that underflowed passes no gradient on
+    tl.store(dGate + r, dgate, mask=r < rows)
+
+
+def _share_of_heads(share):
+    """What a kernel takes for share (H,) or (N, H): (tensor, stride of a token, stride of a head). None stays None."""
+    return share if share is None else (share, share.stride(0) if share.ndim == 2 else 0, share.stride(-1))
+
+
+def exclude_values(y, v, share):
+    """exclude_values_ref. The caller has checked the arguments."""
+    (N, H, d), z, block = y.shape, torch.empty_like(y), HEADS_LAUNCH["BLOCK"]
+    _exclude_values_kernel[(triton.cdiv(N * H, block),)](y, v, _share_of_heads(share), z, N * H, H, d, **HEADS_LAUNCH)
+    return z
+
+
+def output_grad(dz, y, v, share, gate):
+    """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: the output of the
+    block is y, so dy is dz, and dv and dshare are None. The caller has checked the arguments."""
+    (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
+    dy, dv, dshare = dz, None, None
+    if share is not None:
+        dy, dv, dshare = torch.empty_like(y), torch.empty_like(v), y.new_empty(N, H, dtype=torch.float32)
+    dgate = y.new_empty(N, H, dtype=torch.float32)
+    _output_grad_kernel[(triton.cdiv(N * H, block),)](
+        dz, y, v, _share_of_heads(share), gate, dy, dv, dshare, dgate, N * H, H, d, **HEADS_LAUNCH)
+    if share is not None:
+        dshare = (dshare if share.ndim == 2 else dshare.sum(0)).to(share.dtype)
+    return dy, dv, dshare, dgate
+
+
 def rotate(x, rotary):
     """x (..., d) with its first adjacent pairs rotated by the angles of rotary (..., pairs, 2)."""
     cos, sin = rotary.unbind(-1)
@@ -1512,31 +1610,38 @@ def _(dy, dv, dgate, x, weight, rotary, ve, w_ve, w_out, *others):
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, with_values, x, weight, rotary, ve, w_ve, w_out, *others):
+    def forward(ctx, with_values, first, share, x, weight, rotary, ve, w_ve, w_out, *others):
         """others: start, end, window, scale, paired, offset, narrow and, in FP8, ProjectionCodes."""
         codes = others[7:]
         if codes:  # of x, the op reads only the columns of the gates; of the weight, only the shape
-            x, weight = x[:, :w_out.size(1)].contiguous(), codes[1]
+            x, weight = x[:, :w_out.size(1)].contiguous() if first is None else first, codes[1]
         y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others[:7], list(codes[:4]))
-        ctx.save_for_backward(y, gates, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
+        ctx.save_for_backward(y, gates, share, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
         ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
+        if share is not None:
+            return exclude_values(y, v, share)
         return (y, v) if with_values else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dv=None):
-        y, gates, *saved = ctx.saved_tensors
-        dgate = out_gate_grad(dy, y, gates[0])
+        y, gates, share, *saved = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            dshare, dgate = None, out_gate_grad(dy, y, gates[0])
+        else:
+            dy, dv_here, dshare, dgate = output_grad(dy, y, saved[10], share, gates[0])
+            dv = dv if share is None else dv_here
         dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, dgate, *saved[:14], gates, ctx.paired,
                                                                     ctx.offset, saved[14:])
         dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-        return None, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out, *[None] * ctx.others
+        return (None, None, dshare, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out,
+                *[None] * ctx.others)
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                        codes=None, with_values=True):
+                        codes=None, with_values=True, first=None, share=None):
     """y and v, both (N, H, d), or y and None; see the banner above."""
-    out_gate, ve_gate = head_gates_ref(x, ve, w_ve, w_out, paired)
+    out_gate, ve_gate = head_gates_ref(x if first is None else first, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, codes)
     N, H = out_gate.shape
     if not paired:
@@ -1544,6 +1649,8 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
     else:
         paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
         y = attention_ref(*paired_heads, 2 * cu_seqlens, window, scale).reshape(v.shape)
+    if share is not None:
+        y = exclude_values_ref(y, v, share)
     return y, v if with_values else None
 
 
@@ -1551,7 +1658,7 @@ BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "
 
 
 def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                 codes=None, with_values=True):
+                 codes=None, with_values=True, first=None, share=None):
     """What the texts of the contract cannot say: the first fault in words, or None."""
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
@@ -1580,17 +1687,23 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
            weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
-           cu_seqlens="K: int32")
+           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided")
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                    codes=None, with_values=True):
-    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values."""
+                    codes=None, with_values=True, first=None, share=None):
+    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
+
+    first: with codes, the first channels of x, which the gates read; x itself is then not read. share: if given, the
+    result is exclude_values(y, v, share), differentiable in share, and without v.
+    """
     N = len(x)
     # Outside the opaque op, so that the compiler does this once for all layers.
     start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
-    x, weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (x, weight, w_ve, w_out))
-    outputs = _AttentionBlock.apply(with_values, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired,
-                                    offset, narrow, *(codes or ()))
+    weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (weight, w_ve, w_out))
+    x = x.contiguous() if first is None else x
+    with_values = with_values and share is None
+    outputs = _AttentionBlock.apply(with_values, first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window,
+                                    scale, paired, offset, narrow, *(codes or ()))
     return outputs if with_values else (outputs, None)
 
 
@@ -2261,36 +2374,37 @@ def _(g, g_t, factor, x8_t, post, post_t, codes, codes_t, scales, dpre_max, i):
 
 class _MlpFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i, loss_scale):
-        x8, x8_t = both_layouts(x, x8_scale(x.size(1)), E4M3)
+    def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i, loss_scale, x_codes, grad_codes):
+        x8, x8_t = x_codes or both_layouts(x, x8_scale(x.size(1)), E4M3)
         y, *post = _mlp_fp8(x8, factor, codes, codes_t, scales, post_max, i)
         ctx.save_for_backward(W2, factor, x8_t, *post, codes, codes_t, scales)
         ctx.dpre_max = dpre_max  # not saved: the backward pass of a later layer changes it in between
-        ctx.i, ctx.g_scale = i, G8_SCALE * loss_scale
+        ctx.i, ctx.g_scale, ctx.grad_codes = i, G8_SCALE * loss_scale, grad_codes
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         W2, factor, *kept = ctx.saved_tensors
-        codes = both_layouts(grad, ctx.g_scale, E5M2)
+        codes = ctx.grad_codes.take() if ctx.grad_codes else both_layouts(grad, ctx.g_scale, E5M2)
         dx, dW1, dW2 = _mlp_fp8_backward(*codes, factor, *kept, ctx.dpre_max, ctx.i)
         dfactor = None
         if factor is not None:
             dfactor = (dW2.float() * W2.float()).sum().to(factor.dtype)
             dW2 = dW2 * factor
-        return dx, dW1, dW2, dfactor, *[None] * 7
+        return dx, dW1, dW2, dfactor, *[None] * 9
 
 
 class Fp8Mlps:
-    """y = mlps(i, x, W1, W2, factor): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16.
+    """y = mlps(i, x, W1, W2, factor): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. codes:
+    those of x, if they exist; x is then not read. grad_codes: where the gradient of y comes as codes, see `mix`.
 
     bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. loss_scale: the
     factor of the sum over tokens in the loss. Call `refresh` after every change of the bank, and after every
     optimizer step. All tensors keep their addresses, because CUDA graphs read them.
     """
 
-    contract = _contract(x="N D: bf16", W1="F D", W2="F D")
+    contract = _contract(x="?N D", W1="F D", W2="F D")
 
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
@@ -2332,13 +2446,18 @@ class Fp8Mlps:
         quantise_weights(self.bank.flatten(0, 1), self.scales[:, 1:3, 0], self.codes.flatten(0, 1),
                          self.codes_t.flatten(0, 1))
 
-    def __call__(self, i, x, W1, W2, factor=None):
+    def new_grad_codes(self):
+        """For the gradient of one y."""
+        return GradCodes(G8_SCALE * self.loss_scale)
+
+    def __call__(self, i, x, W1, W2, factor=None, codes=None, grad_codes=None):
         F, D = self.codes.shape[2:]
-        _require("Fp8Mlps", self.contract, dict(x=x, W1=W1, W2=W2), {"F": F, "D": D}, torch.bfloat16, x.device)
+        given = dict(W1=W1, W2=W2) if codes else dict(x=x, W1=W1, W2=W2)
+        _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
         return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i,
-                             self.loss_scale)
+                             self.loss_scale, codes, grad_codes)
 
 
 # ======================================================================================================================
@@ -3485,7 +3604,402 @@ def polar_express(X, scale, ops, steps=5):
 
 
 # ======================================================================================================================
-# 10  Transposes
+# 10  Sums of streams, their norm and its FP8 codes
+#
+#   mixed = mix(terms, reader, added, grad_codes)
+#       x      = f₁ s₁ + f₂ s₂ + ... + added, rounded once     terms: pairs (f, s)
+#       normed = x / rms(x), and its codes as in section 4     if the stream has a reader
+#   its gradient
+#       g      = dx + (dnormed − normed mean(dnormed · normed)) / rms(x);   ds = f g,   df = g · s per token
+#   streams, sums = add_later(streams, factors)                replaces the sums f₁ s₁ + f₂ s₂, one for each place
+#       their gradient                                         ds = Σ f g over the places, df = g · s
+#
+#   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
+# A residual network is sums between products, and each sum that is an operation of its own reads and writes (N, D). mix
+# reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
+# layouts in its place.
+#
+# Many layers add the same streams (token and n-gram embeddings). Autograd would write a gradient of each stream for each
+# layer and sum these. add_later hands every layer a sum that has no memory: mix reads its streams, and its gradient is
+# g, which mix writes anyway. One kernel then makes the gradients of all these sums. It runs when the last of the places
+# has its g, so the places between two networks that make factors are one call.
+#
+# Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
+# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded: an edit that reads one gets
+# NaN losses.
+# ======================================================================================================================
+
+MIX_STREAMS = _contract(stream="N D")
+# Transposed codes are written in lines of BLOCK_N bytes. Without codes, fewer rows on chip leave more programs in flight.
+MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
+MIX_GRAD_LAUNCH = dict(BLOCK_N=16, BLOCK_D=128, num_warps=4)
+ADDED_GRAD_LAUNCH = dict(BLOCK_N=16, BLOCK_D=128, num_warps=4)
+
+
+class Reader(NamedTuple):
+    """What reads the norm of a stream."""
+
+    scale: float | None = None  # static scale of the FP8 codes that it reads; None: it reads the normed stream
+    channels: int = 0  # it reads a copy of so many first channels of the normed stream
+    whole: bool = False  # with codes: it also reads the normed stream
+
+
+class Mixed(NamedTuple):
+    """The result of mix: a stream, and what its reader reads; see `Reader`."""
+
+    x: Tensor  # (N, D)
+    reader: Reader | None = None
+    normed: Tensor | None = None  # (N, D)
+    first: Tensor | None = None  # (N, channels)
+    codes: tuple[Tensor, Tensor] | None = None  # e4m3, (N, D) and (D, N)
+
+
+class Added(NamedTuple):
+    """A sum of streams for one place. mix reads the streams; the gradient goes through `token`."""
+
+    token: Tensor | None  # (N, D), without memory; None: the gradient goes through streams and factors
+    streams: list[Tensor]  # (N, D)
+    factors: list  # as in mix
+
+
+class GradCodes:
+    """Where mix leaves the gradient of a stream as e5m2 codes, for the one operation that made the stream."""
+
+    def __init__(self, scale):
+        self.scale, self.codes = scale, None  # static scale; codes (N, D) and (D, N)
+
+    def take(self):
+        codes, self.codes = self.codes, None
+        return codes
+
+
+@functools.cache
+def _nan(device, dtype):
+    return torch.full((1, 1), math.nan, device=device, dtype=dtype)
+
+
+def _without_memory(x):
+    """A tensor like x whose elements are one NaN."""
+    return _nan(x.device, x.dtype).expand(x.shape)
+
+
+def mix_ref(terms, reader=None, added=None, grad_codes=None):
+    """mix in plain PyTorch, rounded after each operation. grad_codes: not used."""
+    terms = [(factor.to(s.dtype) if isinstance(factor, Tensor) else factor, s) for factor, s in terms]
+    x = sum(s if factor is None else factor * s for factor, s in terms)
+    if added:
+        x = x + sum(f.to(s.dtype) * s for f, s in zip(added.factors, added.streams) if f is not None)
+    if reader is None:
+        return Mixed(x)
+    normed = rms_norm(x)
+    first = normed[:, :reader.channels] if reader.channels else None
+    return Mixed(x, reader, normed, first, both_layouts(normed.detach(), reader.scale, E4M3) if reader.scale else None)
+
+
+def add_later_ref(streams, factors):
+    """(the streams, [Added]); factors: a list for each place, None for a stream that it does not add."""
+    return streams, [Added(None, streams, row) for row in factors]
+
+
+@triton.jit
+def _times(Factor, x, n, N):
+    """x (tokens n, channels) times a factor; see _columns."""
+    if Factor is not None:
+        factor, stride = Factor
+        if isinstance(factor, tl.tensor) and factor.dtype.is_ptr():
+            x *= tl.load(factor + n * stride, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        else:
+            x *= factor
+    return x
+
+
+@triton.jit
+def _tile(X, n, d, N, D):
+    """fp32 tile (tokens n, channels d) of X (N, D)."""
+    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :],
+                   other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(X, x, n, d, N, D):
+    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
+             mask=(n < N)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
+    """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
+    codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
+    _store(Codes, codes, n, d, N, D)
+    tl.store(CodesT + d.to(tl.int64)[:, None] * N + n[None, :], tl.trans(codes),
+             mask=(d < D)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, D: tl.constexpr,
+                CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    # A program has whole rows, which stay on chip between the sum and the norm.
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    chunks, squares = (), tl.zeros((BLOCK_N,), tl.float32)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        for k in tl.static_range(len(Streams)):
+            total += _times(Factors[k], _tile(Streams[k], n, d, N, D), n, N)
+        x = total.to(X.dtype.element_ty)
+        _store(X, x, n, d, N, D)
+        chunks = chunks + (x,)
+        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+    if Rstd is not None:
+        rstd = tl.rsqrt(squares / D + _RMS_EPS)
+        tl.store(Rstd + n, rstd, mask=n < N)
+        for i in tl.static_range(len(chunks)):
+            d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+            normed = chunks[i].to(tl.float32) * rstd[:, None]
+            if Normed is not None:
+                _store(Normed, normed, n, d, N, D)
+            if First is not None and i == 0:
+                _store(First, normed, n, d, N, CHANNELS)
+            if Codes is not None:
+                _store_codes(Codes, CodesT, normed, inverse_scale, n, d, N, D)
+
+
+@triton.jit
+def _mix_grad_kernel(dX, dNormed, dFirst, X, Rstd, Streams, Factors, dStreams, G, Codes, CodesT, Dots, N, inverse_scale,
+                     D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    # Streams, Factors, dStreams: of the terms whose factor is not 1; a stream is None if its factor is a number. Dots
+    # (factors, N).
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dots = ()
+    for _ in tl.static_range(len(Streams)):
+        dots = dots + (tl.zeros((BLOCK_N,), tl.float32),)
+    if dNormed is not None:
+        rstd, dot = tl.load(Rstd + n, mask=n < N, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
+        for start in tl.static_range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            dnormed = _tile(dNormed, n, d, N, D)
+            if dFirst is not None and start == 0:
+                dnormed += _tile(dFirst, n, d, N, CHANNELS)
+            dot += tl.sum(dnormed * _tile(X, n, d, N, D), 1)
+        along = dot * rstd * rstd * rstd / D
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        g = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        if dX is not None:
+            g += _tile(dX, n, d, N, D)
+        if dNormed is not None:
+            dnormed = _tile(dNormed, n, d, N, D)
+            if dFirst is not None and start == 0:
+                dnormed += _tile(dFirst, n, d, N, CHANNELS)
+            g += rstd[:, None] * dnormed - along[:, None] * _tile(X, n, d, N, D)
+        if G is not None:
+            _store(G, g, n, d, N, D)
+        if Codes is not None:
+            _store_codes(Codes, CodesT, g, inverse_scale, n, d, N, D)
+        sums = ()
+        for k in tl.static_range(len(Streams)):
+            _store(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D)
+            if Streams[k] is None:
+                sums = sums + (dots[k],)
+            else:
+                sums = sums + (dots[k] + tl.sum(g * _tile(Streams[k], n, d, N, D), 1),)
+        dots = sums
+    for k in tl.static_range(len(Streams)):
+        if Streams[k] is not None:
+            tl.store(Dots + k * N + n, dots[k], mask=n < N)
+
+
+@triton.jit
+def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_D: tl.constexpr):
+    # Factors: of every place, for every stream; None: the place does not add the stream. Passed: what other readers add
+    # to dStreams. Dots (places, streams, N).
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dots = ()
+    for _ in tl.static_range(len(Grads) * len(Streams)):
+        dots = dots + (tl.zeros((BLOCK_N,), tl.float32),)
+    for start in tl.static_range(0, D, BLOCK_D):
+        d = start + tl.arange(0, BLOCK_D)
+        streams, totals = (), ()
+        for k in tl.static_range(len(Streams)):
+            streams = streams + (_tile(Streams[k], n, d, N, D),)
+            if Passed[k] is None:
+                totals = totals + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+            else:
+                totals = totals + (_tile(Passed[k], n, d, N, D),)
+        sums = ()
+        for place in tl.static_range(len(Grads)):
+            g, new = _tile(Grads[place], n, d, N, D), ()
+            for k in tl.static_range(len(Streams)):
+                if Factors[place][k] is None:
+                    sums, new = sums + (dots[place * len(Streams) + k],), new + (totals[k],)
+                else:
+                    sums = sums + (dots[place * len(Streams) + k] + tl.sum(g * streams[k], 1),)
+                    new = new + (totals[k] + _times(Factors[place][k], g, n, N),)
+            totals = new
+        dots = sums
+        for k in tl.static_range(len(Streams)):
+            _store(dStreams[k], totals[k], n, d, N, D)
+    for place in tl.static_range(len(Grads)):
+        for k in tl.static_range(len(Streams)):
+            if Factors[place][k] is not None:
+                dot = dots[place * len(Streams) + k]
+                tl.store(Dots + (place * len(Streams) + k) * N + n, dot, mask=n < N)
+
+
+def _columns(factors):
+    """What a kernel takes for factors: (a number or a tensor, stride from token to token). None stays None."""
+    return tuple(f if f is None else (f, f.stride(0) if isinstance(f, Tensor) and f.ndim == 2 and len(f) > 1 else 0)
+                 for f in factors)
+
+
+def _grad_of_factor(dots, factor):
+    """Gradient of a factor, of its shape and dtype, from the dot products of the tokens (N,)."""
+    return (dots if factor.numel() == len(dots) else dots.sum()).view(factor.shape).to(factor.dtype)
+
+
+def _block_d(D, launch):
+    """The launch, with chunks no wider than the stream."""
+    return launch | {"BLOCK_D": min(launch["BLOCK_D"], max(16, triton.next_power_of_2(D)))}
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, kinds, reader, added, grad_codes, token, *tensors):
+        """kinds: a factor for each stream; a tensor's place is taken by `Tensor`. tensors: the streams, the factors."""
+        streams, given = tensors[:len(kinds)], iter(tensors[len(kinds):])
+        factors = [next(given) if kind is Tensor else kind for kind in kinds]
+        (N, D), new = streams[0].shape, streams[0].new_empty
+        x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
+        if reader:
+            rstd = new(N, dtype=torch.float32)
+            codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if reader.scale else codes
+            first = new(N, reader.channels) if reader.channels else None
+            normed = new(N, D) if reader.whole or not reader.scale else None
+        terms = [(f, s) for f, s in zip(factors, streams)]
+        if added:
+            terms += [(f, s) for f, s in zip(added.factors, added.streams) if f is not None]
+        launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
+        _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
+            tuple(s for _, s in terms), _columns(f for f, _ in terms), x, normed, first, *codes, rstd, N,
+            1 / reader.scale if reader and reader.scale else 1.0, D, reader.channels if reader else 0, **launch)
+        scaled = [i for i, kind in enumerate(kinds) if kind is not None]
+        ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in scaled if kinds[i] is Tensor),
+                              *(f for f in factors if isinstance(f, Tensor)))
+        ctx.kinds, ctx.scaled, ctx.grad_codes = kinds, scaled, grad_codes
+        ctx.set_materialize_grads(False)
+        if reader and normed is None:
+            normed = _without_memory(x)
+        ctx.mark_non_differentiable(*(c for c in codes if c is not None))
+        return x, normed, first, *codes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx, dnormed, dfirst, *_):
+        x, rstd, *saved = ctx.saved_tensors
+        kinds, scaled, channel = ctx.kinds, ctx.scaled, ctx.grad_codes
+        learned = [i for i in scaled if kinds[i] is Tensor]
+        streams, factors = dict(zip(learned, saved)), dict(zip(learned, saved[len(learned):]))
+        given = dx if dx is not None else dnormed if dnormed is not None else dfirst
+        if given is None:
+            return None, None, None, None, *[None] * (1 + len(kinds) + len(learned))
+        if dfirst is not None and dnormed is None:
+            dnormed = torch.zeros_like(x)
+        (N, D), new = given.shape if x is None else x.shape, given.new_empty
+        dx, dnormed, dfirst = (u if u is None else u.contiguous() for u in (dx, dnormed, dfirst))
+        grads = {i: new(N, D) for i in scaled}
+        ones = len(kinds) - len(scaled) + ctx.needs_input_grad[4]  # streams whose gradient is g, the token among them
+        g, codes, dots = dx, (None, None), new(len(scaled), N, dtype=torch.float32)
+        if scaled or channel or dnormed is not None:
+            g = new(N, D) if dnormed is not None and ones > (channel is not None) else None
+            if channel:
+                codes = channel.codes = new(N, D, dtype=E5M2), new(D, N, dtype=E5M2)
+            launch = _block_d(D, MIX_GRAD_LAUNCH)
+            _mix_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
+                dx, dnormed, dfirst, x, rstd, tuple(streams.get(i) for i in scaled),
+                _columns(factors.get(i, kinds[i]) for i in scaled), tuple(grads.values()), g, *codes, dots, N,
+                1 / channel.scale if channel else 1.0, D, 0 if dfirst is None else dfirst.size(1), **launch)
+            g = dx if dnormed is None else g
+        by_stream = [grads[i] if i in grads else g for i in range(len(kinds))]
+        if channel:
+            by_stream[-1] = _without_memory(given)
+        dfactors = [_grad_of_factor(dots[k], factors[i]) for k, i in enumerate(scaled) if i in factors]
+        return None, None, None, None, g if ctx.needs_input_grad[4] else None, *by_stream, *dfactors
+
+
+def mix(terms, reader=None, added=None, grad_codes=None):
+    """Mixed; differentiable in the streams, in the factors that are tensors, and in what `added` sums.
+
+    terms: pairs (factor, stream); reader: Reader or None; added: one of the sums of add_later. grad_codes: a GradCodes,
+    which gets the gradient of the last stream; the factor of that stream is None.
+    """
+    factors, streams = zip(*terms)
+    sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
+    for stream in (*streams, *(added.streams if added else ())):
+        _require("mix", MIX_STREAMS, {"stream": stream}, sizes, dtype, device)
+    if grad_codes and factors[-1] is not None:
+        raise ValueError("mix: the stream whose gradient becomes codes has a factor")
+    if _takes_ref(*streams, any_dtype=True):
+        return mix_ref(terms, reader, added)
+    kinds = tuple(Tensor if isinstance(f, Tensor) else f for f in factors)
+    x, normed, first, *codes = _Mix.apply(kinds, reader, added, grad_codes, added and added.token, *streams,
+                                          *(f for f in factors if isinstance(f, Tensor)))
+    return Mixed(x, reader, normed, first, tuple(codes) if codes[0] is not None else None)
+
+
+class _AddLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shape, *tensors):
+        """shape: for each place, for each stream whether it has a factor. tensors: the streams, the factors."""
+        ctx.save_for_backward(*tensors)
+        ctx.shape = shape
+        ctx.set_materialize_grads(False)
+        streams = tensors[:len(shape[0])]
+        return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        shape, count = ctx.shape, len(ctx.shape[0])
+        streams, given = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
+        factors = [[next(given) if has else None for has in row] for row in shape]
+        passed, grads = grads[:count], grads[count:]
+        if all(g is None for g in grads):
+            return None, *passed, *[None] * sum(map(sum, shape))
+        (N, D), used = streams[0].shape, [p for p, g in enumerate(grads) if g is not None]
+        dstreams = [torch.empty_like(s) for s in streams]
+        dots = streams[0].new_empty(len(used), count, N, dtype=torch.float32)
+        launch = _block_d(D, ADDED_GRAD_LAUNCH)
+        _added_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
+            tuple(grads[p].contiguous() for p in used), streams, tuple(_columns(factors[p]) for p in used),
+            tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams), dots, N, D, **launch)
+        dfactors = [None if p not in used else _grad_of_factor(dots[used.index(p), k], f)
+                    for p, row in enumerate(factors) for k, f in enumerate(row) if f is not None]
+        return None, *dstreams, *dfactors
+
+
+def add_later(streams, factors):
+    """(the streams for later readers, [Added]), one for each place.
+
+    streams (N, D); factors: for each place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that
+    the place does not add. Each Added goes into one mix.
+    """
+    if not factors or _takes_ref(*streams, any_dtype=True):
+        return add_later_ref(streams, factors)
+    shape = tuple(tuple(f is not None for f in row) for row in factors)
+    flat = [f for row in factors for f in row if f is not None]
+    results = _AddLater.apply(shape, *streams, *flat)
+    kept = [s.detach() for s in streams]
+    return results[:len(streams)], [Added(token, kept, [f if f is None else f.detach() for f in row])
+                                    for token, row in zip(results[len(streams):], factors)]
+
+
+mix.add_later, mix_ref.add_later = add_later, add_later_ref  # one choice for both
+IMPLEMENTATIONS["mix"] = {"torch": mix_ref, "triton": mix}  # the kernels have not run on a GPU yet
+
+
+# ======================================================================================================================
+# 11  Transposes
 #
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)

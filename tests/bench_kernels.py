@@ -165,6 +165,55 @@ def update_cases():
                    bytes=(32 + 3 * p.new_empty(0, dtype=dtype).element_size()) * 2**18, calls=0.5)
 
 
+def mix_cases():
+    """The sums of a layer, after attention and after its MLP, in bf16 and with FP8 codes; the peers are compiled by
+    PyTorch, and make codes in one layout."""
+    compiled = partial(torch.compile, dynamic=False)
+    for N in TOKENS:
+        lane, a, x0, ngram = (rand(N, D).requires_grad_() for _ in range(4))
+        number = torch.ones((), device=DEVICE, requires_grad=True)
+        rows = [rand(N, 2, dtype=torch.float32).requires_grad_() for _ in range(3)]
+
+        def after_attention(mix, reader):
+            added = mix.add_later([x0, ngram], [rows[0].split(1, 1)])[1]
+            return mix([(number, lane), (None, a)], reader, added[0])
+
+        def after_mlp(mix, reader, codes=None):
+            return mix([(number, lane), (None, a)], reader, None, codes)
+
+        def places(mix):
+            return [mix([(None, lane)], None, each).x for each in
+                    mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
+
+        for name, function, streams in ("4 streams", after_attention, 4), ("2 streams", after_mlp, 2):
+            for kind, reader, written in (("", tk.Reader(), 4), (", codes", tk.Reader(2.0**-4, T.GATE_CHANNELS), 4)):
+                def plain(lane, a, x0, ngram, factors, function=function, reader=reader):
+                    mixed = function(tk.mix_ref, tk.Reader())
+                    return mixed.x, (mixed.normed.float() * 16).to(tk.E4M3) if reader.scale else mixed.normed
+                yield Case("mix", f"{name}{kind}, {N}", partial(function, tk.mix, reader),
+                           {"compiled": partial(compiled(plain), lane, a, x0, ngram, rows)} if PEERS else {},
+                           bytes=(2 * streams + written) * N * D)
+        for kind, reader, moved in ("", tk.Reader(), 12), (", codes", tk.Reader(2.0**-4), 12):
+            channel = tk.GradCodes(2.0**-6) if reader.scale else None
+            mixed = after_mlp(tk.mix, reader, channel)
+            outputs, inputs = (mixed.x, mixed.normed), (lane, a, number)
+            yield Case("mix, backward", f"2 streams{kind}, {N}",
+                       partial(torch.autograd.grad, outputs, inputs, [rand(N, D), rand(N, D)], True),
+                       bytes=moved * N * D)
+        outputs = places(tk.mix)
+        yield Case("mix, backward", f"3 places that add 2 streams, {N}",
+                   partial(torch.autograd.grad, outputs, (x0, ngram, *rows), [rand(N, D) for _ in outputs], True),
+                   bytes=2 * 7 * N * D)
+        y, v, dz = (rand(N, H, HEAD) for _ in range(3))
+        for share in rand(N, H, dtype=torch.float32), None:
+            kind, gate = f"{N}{', without values' if share is None else ''}", rand(N, H).sigmoid()
+            if share is not None:
+                yield Case("exclude_values", kind, partial(tk.exclude_values, y, v, share),
+                           {"compiled": partial(compiled(tk.exclude_values_ref), y, v, share)}, bytes=6 * N * D)
+            yield Case("output_grad", kind, partial(tk.output_grad, dz, y, v, share, gate),
+                       bytes=(4 if share is None else 10) * N * D)
+
+
 def transpose_cases():
     src, dst = rand(D, V), rand(V, D)
     yield case("transpose_copy", f"{D}x{V}", (src, dst), (D * V,), {"copy_": lambda: dst.copy_(src.mT)}, 0.5)
@@ -519,8 +568,8 @@ def slower(table, old):
             if row["quartiles"][0] > 1.05 * us]
 
 
-FAMILIES = dict(muon=muon_cases, update=update_cases, transpose=transpose_cases, attend=attention_cases, block=block_cases, mlp=mlp_cases,
-                fp8=fp8_cases, fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
+FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, transpose=transpose_cases,
+                attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases, fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
                 embedding=embedding_cases, optimizer=optimizer_cases)
 
 

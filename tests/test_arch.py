@@ -123,6 +123,7 @@ def compile_ahead(folder, *sizes):
         f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))])
     config = with_system(config, device="cpu")
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
+    ops.mix = tk.mix_ref  # which the compiler fuses
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     before = [param.detach().clone() for param in trainer.model.parameters()]
     warmup.compile_ahead(trainer, True)

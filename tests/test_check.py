@@ -426,10 +426,10 @@ def test_streams_of_a_validation(monkeypatch, arguments, streams):
     """Counted on the device "meta", which has shapes and no data. On a GPU, rms_norm is one kernel. Each name in
     `layers` that outlives its use adds a stream."""
     monkeypatch.setattr(kernels, "_takes_ref", lambda *tensors, any_dtype=False: False)
-    monkeypatch.setattr(T, "rms_norm", torch.empty_like)
+    monkeypatch.setattr(kernels, "rms_norm", torch.empty_like)
     config, meta = T.parse_config(f"--preset={arguments}".split()), torch.device("meta")
     model, N = config.model, config.data.val_batch_tokens
-    ops = SimpleNamespace(attention=kernels.attention_block, mlp=kernels.mlp, signed_rows=(
+    ops = SimpleNamespace(attention=kernels.attention_block, mlp=kernels.mlp, mix=kernels.mix_ref, signed_rows=(
         lambda table, ids, orders, *signs: table.new_empty(len(ids) // orders, table.size(1))))
     gpt = T.GPT(model, ops, torch.bfloat16, meta)
     ids, rows, cu = (torch.zeros(n, dtype=torch.int32, device=meta) for n in (N, N * len(model.ngrams), 128))

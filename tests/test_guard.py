@@ -150,6 +150,14 @@ def test_cpu(corpus, preset):
         assert (ours.model, ours.schedule, ours.optim) == (others.model, others.schedule, others.optim)
 
 
+def test_sums_by_kernels(corpus):
+    """The kernels of `mix`, in the interpreter, through every kind of sum: two losses and the update between them."""
+    small = ["--micro_batches=1", "--model_dim=32", "--stage1.batch_tokens=96", "--val_tokens=96", "--val_batch_tokens=96"]
+    by_kernels, plain = (list(islice(curve([*corpus, *CURVES["cpu"], *small, f"--kernels=mix:{which}"]), 3))
+                         for which in ("triton", "torch"))
+    assert by_kernels == pytest.approx(plain, abs=2e-5) and plain[2] < plain[1] - 0.01
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", [*T.PRESETS, "fp8"])
 @pytest.mark.parametrize("graphs", ["false", "true"])

@@ -199,7 +199,7 @@ def test_multi_token_targets():
 
 def head_inputs(n, width, classes, device, dtype, count=3):
     """(h, weight, targets, weights): h is normalised, targets come from all classes."""
-    h = T.rms_norm(torch.randn(n, width, dtype=FP64)).to(device, dtype)
+    h = tk.rms_norm(torch.randn(n, width, dtype=FP64)).to(device, dtype)
     weight = torch.nn.Parameter((0.1 * torch.randn(width, classes, dtype=FP64)).to(device, dtype))
     return h, weight, torch.randint(0, classes, (n,)).to(device), torch.tensor(WEIGHTS[:count], device=device)
 

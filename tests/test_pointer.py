@@ -321,7 +321,7 @@ def head_operands(n, width, classes, gate, device, dtype, count, words=12):
     q, k, sink, tokens, start, end, _ = operands(lengths, 16, count, device, dtype, words)
     targets = torch.randint(words, (n,)).to(device)
     targets[:-1] = torch.where(torch.rand(n - 1).to(device) < 0.7, tokens[1:].long(), targets[:-1])
-    h = T.rms_norm(torch.randn(n, width, dtype=FP64)).to(device, dtype)
+    h = tk.rms_norm(torch.randn(n, width, dtype=FP64)).to(device, dtype)
     weight = torch.nn.Parameter((0.1 * torch.randn(width, classes, dtype=FP64)).to(device, dtype))
     with torch.no_grad():
         weight[:, gate] *= 3  # the gate varies
@@ -545,7 +545,7 @@ def test_inputs_end_at_the_borders_of_documents():
     end there, too. A key depends on the token before, if that is of its document."""
     _, model = tiny_model()
     cu = torch.tensor([0, 30, 31, 70, 100, 100], dtype=torch.int32)
-    h = T.rms_norm(torch.randn(100, 48))
+    h = tk.rms_norm(torch.randn(100, 48))
     tokens, targets = torch.randint(9, (2, 100))
 
     def outputs(h, tokens=tokens):

@@ -38,7 +38,10 @@ def broken(op, how):
         result = tk.IMPLEMENTATIONS[op]["torch"](first, *args)
         if result is None:  # the operation changes its first tensors; NorMuon's are halves of numbers
             return next(x for x in (first, *args) if torch.is_tensor(x) and x.is_floating_point()).mul_(factor)
-        return factor * result if torch.is_tensor(result) else tuple(x if x is None else factor * x for x in result)
+        if torch.is_tensor(result):
+            return factor * result
+        return getattr(result, "_make", tuple)(factor * x if torch.is_tensor(x) else x for x in result)
+    run.add_later = tk.mix_ref.add_later
     return run
 
 

@@ -125,6 +125,8 @@ def choose_kernels(config, device):
         ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if system.compile:  # which fuses the sums
+        ops.mix, names["mix"] = kernels.mix_ref, "torch"
     config = with_system(config, fp8=system.fp8 and has_fp8,
                          fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
                          fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")

@@ -86,6 +86,16 @@ def trials(model, dtype, device) -> dict:
             results += with_gradients(run, random(N, D), weight, gates[0], *values, *gates[1:])
         return results
 
+    def mix(op):
+        rows, numbers = random(N, 4, dtype=torch.float32).split(1, 1), [random(dtype=torch.float32) for _ in range(3)]
+
+        def run(lane, a, x0, ngram, *factors):
+            (x0, _), added = op.add_later([x0, ngram], [factors[:2], [factors[2], None]])
+            one = op([(factors[3], lane), (None, a)], kernels.Reader(channels=12), added[0])
+            two = op([(0.5, one.x), (factors[4], x0)], None, added[1])
+            return one.normed, one.first, two.x
+        return with_gradients(run, *(random(N, D) for _ in range(4)), *(x.contiguous() for x in rows[:2]), *numbers)
+
     def mlp(op):
         return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *(random(F, D, std=D**-0.5) for _ in range(2)))
 
@@ -146,7 +156,7 @@ def trials(model, dtype, device) -> dict:
             return function(op)
         return run
     found = {"signed_rows": signed_rows, "embedding_grad": embedding_grad, "update_rows": update_rows,
-             "update_few_rows": update_few_rows, "attention": attention, "mlp": mlp, "pointer": pointer,
+             "update_few_rows": update_few_rows, "attention": attention, "mix": mix, "mlp": mlp, "pointer": pointer,
              "cross_entropy": cross_entropy, "XXT": gram(1), "XTX": gram(2), "ba_plus_cAA": ba_plus_cAA,
              "fused_momentum": fused_momentum, "normuon_update": normuon_update, "adam_update": adam_update,
              "replicated_update": replicated_update, "transpose_copy": transpose, "transpose_add": transpose,

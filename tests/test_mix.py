@@ -1,0 +1,161 @@
+"""Sums of streams with their norm and codes, against autograd in fp64; new tensors hold NaN."""
+
+import pytest
+import torch
+
+import triton_kernels as tk
+from oracles import ON_GPU, assert_as_good, bf16
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+FP64 = torch.float64
+MIX_REF = tk.mix_ref
+SIZES = [(1, 16), (37, 48), (70, 176)]  # tokens, channels: less than a chunk, no multiple of one
+
+
+@pytest.fixture(autouse=True)
+def no_reference(monkeypatch):
+    """A wrapper that falls back to its reference fails."""
+    monkeypatch.setattr(tk, "mix_ref", None)
+
+
+def columns(N, count, device):
+    """Columns (N, 1) of a wider matrix, as a dynamic layer makes them."""
+    return list(torch.randn(N, count + 2, device=device)[:, 1:-1].split(1, 1))
+
+
+def factors(N, device):
+    """None, a number, tensors of one number, a column."""
+    return [None, 0.5, torch.randn((), device=device), torch.randn(1, device=device), *columns(N, 1, device)]
+
+
+def leaves(values, dtype=None):
+    """Each as a leaf of autograd; None and numbers stay."""
+    return [x.detach().to(dtype or x.dtype).requires_grad_() if isinstance(x, torch.Tensor) else x for x in values]
+
+
+def tensors(values):
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+def run(mix, streams, factors, reader, later, dtype=None):
+    """Results and gradients of two sums: of all streams, and of what is added later in two places."""
+    N, D = streams[0].shape
+    streams, factors, later = leaves(streams, dtype), leaves(factors, dtype), [leaves(row, dtype) for row in later]
+    (first, second), added = mix.add_later(streams[:2], later)
+    one = mix([*zip(factors, [first, second, *streams[2:]])], reader, added[0])
+    two = mix([(factors[2], one.x)], None, added[1])
+    results = [u for u in (one.x, one.normed, one.first, two.x) if u is not None]
+    torch.manual_seed(1)
+    upstream = [torch.randn(u.shape, dtype=FP64).to(u) for u in results]
+    inputs = [*streams, *tensors(factors), *tensors(later[0]), *tensors(later[1])]
+    return [*results, *torch.autograd.grad(results, inputs, upstream)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, bf16])
+@pytest.mark.parametrize("reader", [None, tk.Reader(), tk.Reader(channels=12)])
+@pytest.mark.parametrize("N, D", SIZES)
+def test_mix(N, D, reader, dtype, device):
+    """With terms of every kind."""
+    given = factors(N, device)
+    streams = [torch.randn(N, D, device=device).to(dtype) for _ in given]
+    later = [columns(N, 2, device), [torch.randn((), device=device), None]]
+    args = streams, given, reader, later
+    for part in zip(run(tk.mix, *args), run(MIX_REF, *args), run(MIX_REF, *args, FP64)):
+        # The gradient of one number is a sum of N D products, which may cancel.
+        assert_as_good(*part, floor=torch.full_like(part[2], 40 * (N * D)**0.5) if part[2].numel() == 1 else None)
+
+
+def whole(shape, device):
+    """Numbers that FP8 and bf16 hold, and whose sums are exact."""
+    return torch.randint(-4, 5, shape, device=device).to(torch.float32)
+
+
+@pytest.mark.parametrize("N, D", SIZES[1:])
+def test_codes(N, D, device):
+    """Codes of the normed stream in both layouts. The normed stream itself is not written; an edit that reads it meets
+    NaN. A stream of one absolute value has a norm that FP8 holds."""
+    x = torch.where(torch.rand(N, D, device=device) < 0.5, -3.0, 3.0)
+    got = tk.mix([(None, x)], tk.Reader(2.0**-4, channels=12))
+    for codes, wanted in zip(got.codes, (x.sign(), x.sign().mT)):
+        assert torch.equal(codes.float() * 2.0**-4, wanted)
+    assert torch.allclose(got.first, x.sign()[:, :12]) and got.normed.isnan().all() and got.normed.shape == x.shape
+
+
+@pytest.mark.parametrize("N, D", SIZES[1:])
+def test_the_gradient_as_codes(N, D, device):
+    lane, m = whole((N, D), device).requires_grad_(), whole((N, D), device).requires_grad_()
+    channel, upstream = tk.GradCodes(2.0**-6), whole((N, D), device)
+    out = tk.mix([(torch.tensor(0.5, device=device), lane), (None, m)], None, None, channel)
+    dlane, dm = torch.autograd.grad(out.x, (lane, m), upstream)
+    assert torch.equal(dlane, 0.5 * upstream) and dm.isnan().all()
+    codes = channel.take()
+    assert all(torch.equal(u.float() * 2.0**-6, g) for u, g in zip(codes, (upstream, upstream.mT)))
+    assert channel.take() is None
+
+
+@pytest.mark.parametrize("has_factor", [False, True])
+def test_an_mlp_in_fp8_between_two_sums(has_factor, device, monkeypatch):
+    """Its input and its gradient travel as codes: the same gradients as without, within the interpreter's rounding of
+    codes, which is towards zero."""
+    monkeypatch.setattr(tk, "mlp_ref", None)
+    N, D, F = 48, 48, 64
+    bank = (torch.randn(1, 2, F, D, device=device) * D**-0.5).bfloat16()
+    given = [torch.randn(N, D, device=device).bfloat16() for _ in range(2)], torch.tensor(0.8, device=device).bfloat16()
+    upstream, mlps = torch.randn(N, D, device=device).bfloat16(), tk.Fp8Mlps(bank, 1.0)
+
+    def run(mix, reader, grad_codes):
+        (lane, a), resid, W1, W2 = leaves(given[0]), *leaves([given[1], *bank[0]])
+        factor = leaves([given[1]])[0] if has_factor else None
+        stream = mix([(None, lane), (None, a)], reader)
+        m = mlps(0, stream.normed, W1, W2, factor, stream.codes, grad_codes)
+        out = mix([(resid, stream.x), (None, m)], None, None, grad_codes)
+        return out.x.detach(), *torch.autograd.grad(out.x, [lane, a, W1, W2, resid, *([factor] * has_factor)], upstream)
+    wanted = run(MIX_REF, tk.Reader(), None)
+    for got, plain in zip(run(tk.mix, tk.Reader(tk.x8_scale(D)), mlps.new_grad_codes()), wanted, strict=True):
+        assert (got - plain).norm() <= (0.01 if ON_GPU else 0.3) * plain.norm()
+
+
+def test_a_place_without_a_gradient_is_passed_over(device):
+    streams = leaves([torch.randn(20, 32, device=device) for _ in range(2)])
+    rows = [leaves([torch.randn(()), torch.randn(())]) for _ in range(2)]
+    kept, added = tk.mix.add_later(streams, rows)
+    loss = (tk.mix([(None, kept[0])], None, added[1]).x).sum()
+    dx, dn, *df = torch.autograd.grad(loss, [*streams, *rows[0], *rows[1]], allow_unused=True)
+    assert torch.allclose(dx, 1 + rows[1][0].expand(20, 32)) and torch.allclose(dn, rows[1][1].expand(20, 32))
+    assert df[:2] == [None, None] and torch.allclose(df[2], streams[0].sum(), rtol=1e-4)
+
+
+def test_what_mix_refuses(device):
+    x = torch.randn(4, 16, device=device)
+    for other in torch.randn(4, 32, device=device)[:, ::2], torch.randn(5, 16, device=device), x.double():
+        with pytest.raises(ValueError, match="^mix: stream must be contiguous"):
+            tk.mix([(None, x), (None, other)])
+    with pytest.raises(ValueError, match="has a factor"):
+        tk.mix([(None, x), (torch.tensor(1.0), x)], None, None, tk.GradCodes(1.0))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, bf16])
+def test_exclude_values(per_token, dtype, device):
+    """Forward, and the gradients that the attention block takes, the output gate's among them."""
+    N, H, d = 21, 3, 16
+    y, v, dz = (torch.randn(N, H, d, device=device).to(dtype) for _ in range(3))
+    v[3] = 0  # no direction
+    share = torch.randn(N, H + 2, device=device)[:, 1:-1] if per_token else torch.randn(H, device=device)
+    gate = torch.rand(N, H, device=device).to(dtype)
+    gate[5] = 0
+
+    def reference(*args):
+        y, v, share, gate = (x.detach().requires_grad_() for x in args)
+        one = torch.ones_like(gate).requires_grad_()  # y has been multiplied by the gate: d/dgate = dy . y / gate
+        z = tk.exclude_values_ref(one[..., None] * y, v, share)
+        *grads, dgate = torch.autograd.grad(z, (y, v, share, one), dz.to(y.dtype))
+        return z.detach(), *grads, torch.where(gate > 0, dgate / gate, 0).detach().float()
+    got = tk.exclude_values(y, v, share), *tk.output_grad(dz, y, v, share, gate)
+    exact = reference(*(x.double() for x in (y, v, share, gate)))
+    for part in zip(got, reference(y, v, share, gate), exact):
+        assert_as_good(*part)
+    dy, dv, dshare, dgate = tk.output_grad(dz, y, v, None, gate)
+    assert dy is not None and torch.equal(dy, dz) and dv is dshare is None
+    wanted = torch.where(gate > 0, (dz.double() * y.double()).sum(-1) / gate.double(), 0)
+    assert_as_good(dgate, wanted.float(), wanted)
