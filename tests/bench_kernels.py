@@ -49,6 +49,7 @@ KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed)
                 for layer in CONFIG.model.layers if layer.attention)
 NARROW = {(paired, False, True, value): 0 for paired, value in product((False, True), repeat=2)}
 DEVICE, PEERS = "cuda", True
+FP8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 class Case(NamedTuple):
@@ -186,20 +187,20 @@ def mix_cases():
                     mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
 
         for name, function, streams in ("4 streams", after_attention, 4), ("2 streams", after_mlp, 2):
-            for kind, reader, written in (("", tk.Reader(), 4), (", codes", tk.Reader(2.0**-4, T.GATE_CHANNELS), 4)):
+            for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4, T.GATE_CHANNELS)))[:1 + FP8]:
                 def plain(lane, a, x0, ngram, factors, function=function, reader=reader):
                     mixed = function(tk.mix_ref, tk.Reader())
                     return mixed.x, (mixed.normed.float() * 16).to(tk.E4M3) if reader.scale else mixed.normed
                 yield Case("mix", f"{name}{kind}, {N}", partial(function, tk.mix, reader),
                            {"compiled": partial(compiled(plain), lane, a, x0, ngram, rows)} if PEERS else {},
-                           bytes=(2 * streams + written) * N * D)
-        for kind, reader, moved in ("", tk.Reader(), 12), (", codes", tk.Reader(2.0**-4), 12):
+                           bytes=(2 * streams + 4) * N * D)
+        for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4)))[:1 + FP8]:
             channel = tk.GradCodes(2.0**-6) if reader.scale else None
             mixed = after_mlp(tk.mix, reader, channel)
             outputs, inputs = (mixed.x, mixed.normed), (lane, a, number)
             yield Case("mix, backward", f"2 streams{kind}, {N}",
                        partial(torch.autograd.grad, outputs, inputs, [rand(N, D), rand(N, D)], True),
-                       bytes=moved * N * D)
+                       bytes=12 * N * D)
         outputs = places(tk.mix)
         yield Case("mix, backward", f"3 places that add 2 streams, {N}",
                    partial(torch.autograd.grad, outputs, (x0, ngram, *rows), [rand(N, D) for _ in outputs], True),

@@ -59,7 +59,7 @@ def compile_all(arch):
     launched = pretend_gpu(arch)
     import bench_kernels as bench
     import triton_kernels as tk
-    bench.DEVICE, bench.PEERS, bench.TOKENS = "cpu", False, [1024]
+    bench.DEVICE, bench.PEERS, bench.TOKENS, bench.FP8 = "cpu", False, [1024], arch >= 89
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
     torch.compile = lambda function, **options: function  # only for peers, which do not run; spares seconds of imports
     if arch < 89:  # no FP8
