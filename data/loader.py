@@ -5,9 +5,11 @@ Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the qui
 """
 
 import copy
+import dataclasses
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -377,6 +379,28 @@ class Loader:
         with torch.cuda.stream(self.stream):
             batch = make_batch(*arguments)
             return batch, self.stream.record_event()
+
+
+def kept_tokens(config) -> int:
+    """The tokens that the loader keeps of the longest training shard in the stage with the shortest documents; at most
+    those of its first 4 million."""
+    shards = Shards(config.data.train_files, config.model.vocab_size)
+    _, path = max(zip(shards.counts, shards.files))
+    max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
+    return int(np.minimum(Shard(path, config.model, 2**22).lengths, max_doc_len).sum())
+
+
+def fit_validation(config):
+    """The config with nearly all validation tokens, in as few pieces as before, if the files hold fewer than
+    --val_tokens, but 17 at least."""
+    data, unit = config.data, 16
+    with suppress(UserError):  # `survey_validation_data` says what is wrong with the files
+        available = sum(Shards(data.val_files, config.model.vocab_size).counts) - 1
+        if unit <= available < data.val_tokens:
+            pieces = -(-available // data.val_batch_tokens)
+            piece = max(unit, available // pieces // unit * unit)
+            data = dataclasses.replace(data, val_tokens=min(pieces, available // piece) * piece, val_batch_tokens=piece)
+    return dataclasses.replace(config, data=data)
 
 
 def require_validation_tokens(config, available):
