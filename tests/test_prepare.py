@@ -645,7 +645,7 @@ def test_an_interrupted_build_leaves_what_was_there(tiny, corpus, monkeypatch, s
         def interrupted(*args, **options):
             if next(calls, None) is None:
                 raise stop
-            call(*args, **options)
+            return call(*args, **options)
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupted)
             assert prepare_text(*argv, tokens) == status and list(calls) == []
