@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.run.errors import UserError
-from data.shards import Shards, read_shard, require_separator
+from data.shards import Shards, read_shard
 
 
 # One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
@@ -236,13 +236,12 @@ def make_router(config, rt) -> RowRouter | None:
 class Shard:
     """The first `most` tokens of a training shard, and the starts and lengths of its documents.
 
-    Raises UserError when it has no document separator, and those of `read`: `read_shard`, or `Shards.read`.
+    read: `read_shard`, or `Shards.read`. Raises their errors.
     """
 
     def __init__(self, path, model, most=sys.maxsize, read=read_shard):
         self.tokens = read(path, model.vocab_size, most)
         self.starts = np.flatnonzero(self.tokens == model.bos_id)
-        require_separator(path, len(self.starts), model.vocab_size)
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
@@ -337,32 +336,31 @@ class Loader:
         """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
         starts and lengths of the documents)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
-        planned = []
+        parts = self.config.system.micro_batches // self.rt.world
         while index < len(self.plans):
-            plan, now, rows = self.plans[index], part, []
+            plan, planned = self.plans[index], []
             tokens, max_doc_len = plan.micro_batch_tokens, plan.max_doc_len
-            for _ in range(self.rt.world):
-                tried = 0
-                while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
-                    shard, cursor, tried = shard + 1, 0, tried + 1
-                    if tried > len(self.files):
-                        raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
-                                        f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
-                    if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
-                        raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use"
-                                        " --data_end=wrap")
-                    if shard == len(self.files):
-                        warn("training data exhausted: starting again with the first shard; a second pass raises the"
-                             " validation loss")
-                    current, following = following.result(), self.reader.submit(self._shard, shard + 1)
-                starts, lengths, cursor = packed
-                rows.append((current, starts, lengths))
-            last_part = self.config.system.micro_batches // self.rt.world - 1
-            index, part = (index, part + 1) if part < last_part else (index + 1, 0)
-            planned.append((rows, plan, now, {"index": index, "part": part, "shard": shard, "cursor": cursor}))
-            if part == 0:  # an error in the data comes before the first micro-batch of a step, where a run can be saved
-                yield from planned
-                planned = []
+            for now in range(part, parts):
+                rows = []
+                for _ in range(self.rt.world):
+                    tried = 0
+                    while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
+                        shard, cursor, tried = shard + 1, 0, tried + 1
+                        if tried > len(self.files):
+                            raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
+                                            f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens"
+                                            " ...)")
+                        if shard == len(self.files):
+                            warn("training data exhausted: starting again with the first shard; a second pass raises"
+                                 " the validation loss")
+                        current, following = following.result(), self.reader.submit(self._shard, shard + 1)
+                    starts, lengths, cursor = packed
+                    rows.append((current, starts, lengths))
+                after = {"index": index + (now + 1) // parts, "part": (now + 1) % parts, "shard": shard,
+                         "cursor": cursor}
+                planned.append((rows, plan, now, after))
+            yield from planned  # an error in the data comes before the first micro-batch, where a run can be saved
+            index, part = index + 1, 0
 
     def _batch(self, shard, starts, lengths, plan, part, routed):
         """(Batch on the device, event after its copies or None) of the packed documents. K2."""
@@ -426,9 +424,7 @@ class ValidationData:
         shards = shards or Shards(config.data.val_files, config.model.vocab_size)
         for path in shards.files:
             if missing:
-                tokens = shards.read(path, config.model.vocab_size, max(missing, 2**22))
-                require_separator(path, (tokens == config.model.bos_id).any(), config.model.vocab_size)
-                parts.append(tokens[:missing])
+                parts.append(shards.read(path, config.model.vocab_size, max(missing, 2**22))[:missing])
                 missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         require_validation_tokens(config, len(self.tokens))

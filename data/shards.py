@@ -46,16 +46,13 @@ def read_shard_header(path: Path) -> int:
     return count
 
 
-def require_vocabulary(path, largest, vocab_size):
-    """Raises UserError when the largest token of a shard is outside the vocabulary."""
+def require_tokens(path, largest, separated, vocab_size):
+    """Raises UserError when the largest token of a shard is outside the vocabulary, or when the shard is not `separated`
+    by the last token of the vocabulary."""
     if largest >= vocab_size:
         raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
                         f" (--vocab_size, --preset), or damaged: {REMAKE}")
-
-
-def require_separator(path, found, vocab_size):
-    """Raises UserError unless a separator, the last token of the vocabulary, was `found` in a shard."""
-    if not found:
+    if not separated:
         raise UserError(f"{path}: no document separator (token {vocab_size - 1}); data of another tokenizer?"
                         " (--vocab_size, --preset)")
 
@@ -63,14 +60,14 @@ def require_separator(path, found, vocab_size):
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
     """The first `most` tokens of a shard, uint16.
 
-    Raises UserError for a damaged file or a token outside the vocabulary.
+    Raises UserError for a damaged file, a token outside the vocabulary, and tokens without a separator.
     """
     count = min(read_shard_header(path), most)
     with user_error(f"{path}: cannot be read"):
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
         if len(tokens) < count:
             raise OSError("it ends early")
-    require_vocabulary(path, int(tokens.max(initial=0)), vocab_size)
+    require_tokens(path, int(tokens.max(initial=0)), (tokens == vocab_size - 1).any(), vocab_size)
     return tokens
 
 
@@ -184,11 +181,10 @@ class Shards:
             self.require_same(path)
             for tokens in token_blocks(path, found.update):
                 largest = max(largest, int(tokens.max(initial=0)))
-                separated = separated or bool((tokens == self.vocab_size - 1).any())
+                separated = separated or (tokens == self.vocab_size - 1).any()
             self.require_same(path)
             self.digests[path] = found.hexdigest()
-            require_vocabulary(path, largest, self.vocab_size)
-            require_separator(path, separated, self.vocab_size)
+            require_tokens(path, largest, separated, self.vocab_size)
         except UserError as error:
             return error
 

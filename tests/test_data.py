@@ -276,24 +276,12 @@ def test_a_state_is_a_snapshot(tmp_path):
 
 @pytest.mark.parametrize("world", [1, 8])
 def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
-    """If the data ends with the last step, reading ahead does not fail, even with data_end=stop."""
-    corpus = random_corpus(tmp_path, 4, data_end="stop")
+    """If the data ends with the last step, reading ahead does not warn."""
+    corpus = random_corpus(tmp_path, 4)
     corpus.spec = corpus.spec[:corpus.rows_before_the_end() // 8]
     for rank in range(world):
         loader = corpus.assert_served(rank, world)
         loader.load_state_dict(loader.state_dict())  # nothing is left to build
-    assert not corpus.warnings
-
-
-def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
-    """Before the first micro-batch of the step that the shard cannot serve."""
-    corpus = random_corpus(tmp_path, 4, data_end="stop")
-    loader, expected = corpus.loader(), corpus.expected()
-    assert (rows := corpus.rows_before_the_end()) % 8
-    for row in expected[:rows - rows % 8]:
-        assert_batch(loader.next_batch(), row)
-    with pytest.raises(UserError, match="training data exhausted.*data_end=wrap"):
-        loader.next_batch()
     assert not corpus.warnings
 
 
@@ -316,13 +304,11 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1
 
 
-@pytest.mark.parametrize("data_end, message", [
-    ("wrap", "no training shard fills a row"), ("stop", "training data exhausted")])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_corpus_too_small_for_a_row(tmp_path, shards, data_end, message):
+def test_corpus_too_small_for_a_row(tmp_path, shards):
     """Each shard has one token less than a micro-batch takes."""
-    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)], data_end=data_end)
-    with pytest.raises(UserError, match=message):
+    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)])
+    with pytest.raises(UserError, match="no training shard fills a row"):
         corpus.loader().next_batch()
     with pytest.raises(ValueError):
         corpus.expected()
@@ -353,7 +339,7 @@ def test_too_many_documents(tmp_path):
 TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
 
 
-@pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536), ([], 50)])
+@pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536)])
 def test_read_shard(tmp_path, values, vocabulary):
     path = write_shard(tmp_path / "a.bin", values)
     tokens = read_shard(path, vocabulary)
@@ -632,11 +618,10 @@ def test_a_shard_that_is_cut_during_its_inspection(tmp_path, size):
 
 
 @pytest.mark.parametrize("bad", [[7] * 3000, [SEP, 50] * 1500])
-@pytest.mark.parametrize("data_end", ["wrap", "stop"])
-def test_rehearsal_meets_the_bad_shards_of_the_run(tmp_path, bad, data_end):
+def test_rehearsal_meets_the_bad_shards_of_the_run(tmp_path, bad):
     """And no others. It leaves the batches as they are."""
     shards = [random_shard(np.random.default_rng(seed), 90) for seed in range(2)]
-    corpus = Corpus(tmp_path, [*shards, np.array(bad)], [(64, 30)] * 60, micro_batches=1, data_end=data_end)
+    corpus = Corpus(tmp_path, [*shards, np.array(bad)], [(64, 30)] * 60, micro_batches=1)
     path, reached = tmp_path / "train_002.bin", 0
     with pytest.raises(UserError, match="train_002.bin"):
         loader = corpus.loader()
