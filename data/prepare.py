@@ -501,16 +501,15 @@ def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path,
 
     Raises UserError when a shard cannot hold a document, or cannot be written.
     """
-    room, lengths = 0, {}
-    number -= 1
+    used, lengths = 0, {}
 
     def shard_of(document):
-        nonlocal number, room
+        nonlocal number, used
         if len(document) > limit:
             raise UserError(f"--shard-tokens {limit}: a document has {len(document)} tokens, give more")
-        if len(document) > room:
-            number, room = number + 1, limit
-        room -= len(document)
+        used += len(document)
+        if used > limit:
+            number, used = number + 1, len(document)
         return Path(f"{prefix}_{number:06d}.bin")
     for path, shard in itertools.groupby(documents, shard_of):
         lengths[path] = array.array("H")
@@ -600,15 +599,15 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as made:
         made = Path(made)
         whole = (document for _, document in documents(key for key in found if key in val))
-        lengths = {"val": write_shards(whole, made / f"{name}_val", 0, MAX_SHARD_TOKENS)}
+        prefix = made / f"{name}_val"
+        validating = write_shards(whole, prefix, 0, MAX_SHARD_TOKENS)
         count, tokens, shuffled = shuffle(documents(key for key in found if key not in val), made, separator)
         if count + bool(val) < 2:
             raise UserError(f"{sum(sizes.values())} characters of text in {len(sizes)} usable files: more text is"
                             " needed, to have something to train on and something to validate on")
-        if not val:
-            first = until(shuffled, val_fraction * tokens, count - 1)
-            lengths = {"val": write_shards(first, made / f"{name}_val", 0, MAX_SHARD_TOKENS)}
-        lengths = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens)} | lengths
+        first = until(shuffled, val_fraction * tokens, count - 1)
+        validating = validating or write_shards(first, prefix, 0, MAX_SHARD_TOKENS)
+        lengths = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens), "val": validating}
         checked = check(name, made, separator, {part: [*n.values()] for part, n in lengths.items()}) if check else None
         counts = {part: token_counts(n) for part, n in lengths.items()}
         if val:
