@@ -22,27 +22,25 @@ def read_facts(folder: Path) -> dict:
     Raises UserError when the shards are not those that today's prepare.py has made.
     """
     path, name = facts_file(folder), folder.name
-
-    def refusal(reason):
-        remake = "stdlib" if name == "stdlib" else f"text PATH --out {name}"
-        return UserError(f"{reason}; make it again: python data/prepare.py {remake}")
+    remake = "python data/prepare.py " + ("stdlib" if name == "stdlib" else f"text PATH --out {name}")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         order, shards = facts["order"], facts["train"] | facts["val"]
         facts["documents"], facts["validation"], facts["unigram_loss"] - facts["unigram_entropy"]  # all are there
     except FileNotFoundError:
-        raise refusal(f"{name}: no {path.name}; if an older prepare.py made it, its documents are in the order of"
-                      " the files' names, and a model learns less") from None
+        raise UserError(f"{name}: no {path.name}; if an older prepare.py made it, its documents are in the order of"
+                        f" the files' names, and a model learns less; make it again: {remake}") from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise refusal(f"{path.name} is damaged ({error})") from None
+        raise UserError(f"{path.name} is damaged ({error}); make it again: {remake}") from None
     if order != ORDER:
-        raise refusal(f"{name}: another version of prepare.py made it")
+        raise UserError(f"{name}: another version of prepare.py made it; make it again: {remake}")
     there = {path.name for part in ("train", "val") for path in folder.glob(f"{glob.escape(name)}_{part}_*.bin")}
     if wrong := sorted(there ^ set(shards)):
-        raise refusal(f"{wrong[0]} {'is of another build' if wrong[0] in there else 'is missing'}")
+        raise UserError(f"{wrong[0]} {'is of another build' if wrong[0] in there else 'is missing'}; make it"
+                        f" again: {remake}")
     for shard, tokens in shards.items():
         if (found := read_shard_header(folder / shard)) != tokens:
-            raise refusal(f"{shard} has {found} tokens instead of {tokens}")
+            raise UserError(f"{shard} has {found} tokens instead of {tokens}; make it again: {remake}")
     return facts
 
 
