@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -101,22 +101,19 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
 PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
-def stable_order(ids: np.ndarray) -> np.ndarray:
-    """The positions of ids (N,), 0 <= id < 2^32, sorted by id, equal ids in their order. NumPy sorts numbers of 16 bits
-    by radix: 65536 ids take 1.2 ms, as numbers of 64 bits with their positions 3.6 (AMD EPYC)."""
-    order, high = np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
-    return order[np.argsort(high[order], kind="stable")] if high.any() else order
-
-
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
-    """ids (N,) -> (5, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
+    """ids (N,), from 0 to 2^32 - 1, -> (5, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
     an id that has several. The pieces of groups come first, since the longest ones should not start last. The rows:
 
     positions, sorted by their ids, then 0; where every piece begins among them, then N; where it ends, then N; the
     first piece of every group, then the number of pieces in groups; the id of every piece, then -1. On a GPU, this
     would be many small kernels.
     """
-    N, order = len(ids), stable_order(ids)
+    # NumPy sorts numbers of 16 bits by radix: 65536 ids take 1.2 ms, as numbers of 64 bits with their positions 3.6 (AMD
+    # EPYC).
+    N, order, high = len(ids), np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
+    if high.any():
+        order = order[np.argsort(high[order], kind="stable")]
     ids = ids[order]
     first = np.ones(N, bool)  # whether an id begins here
     np.not_equal(ids[1:], ids[:-1], out=first[1:])
@@ -328,9 +325,22 @@ class Loader:
         return Shard(self.files[index % len(self.files)], self.config.model, read=self.shards.read)
 
     def _batches(self, routed=True, **state):
-        """Yields (batch, event after its copies, state after the batch), beginning at a state."""
+        """Yields (batch, event after its copies or None, state after the batch), beginning at a state. K2."""
+        if self.stream is not None:
+            torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         for rows, plan, part, state in self._rows(**state, warn=self.warn):
-            yield *self._batch(*rows[self.rt.rank], plan, part, routed), state
+            shard, starts, lengths = rows[self.rt.rank]
+            tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
+            number = plan.step * micro_batches + part * self.rt.world + self.rt.rank
+            joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
+            borders = np.minimum(np.cumsum(lengths), tokens)
+            cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
+            router = self.router if routed else None
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                batch = make_batch(joined, cu, self.config, self.rt.device, self.hash_ids, number, plan.candidates,
+                                   router)
+                copied = self.stream and self.stream.record_event()
+            yield batch, copied, state
 
     def _rows(self, index, part, shard, cursor, warn):
         """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
@@ -361,22 +371,6 @@ class Loader:
                 planned.append((rows, plan, now, after))
             yield from planned  # an error in the data comes before the first micro-batch, where a run can be saved
             index, part = index + 1, 0
-
-    def _batch(self, shard, starts, lengths, plan, part, routed):
-        """(Batch on the device, event after its copies or None) of the packed documents. K2."""
-        tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
-        row = plan.step * micro_batches + part * self.rt.world + self.rt.rank
-        joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
-        borders = np.minimum(np.cumsum(lengths), tokens)
-        cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-        router = self.router if routed else None
-        arguments = joined, cu, self.config, self.rt.device, self.hash_ids, row, plan.candidates, router
-        if self.stream is None:
-            return make_batch(*arguments), None
-        torch.cuda.set_device(self.rt.device)  # every thread has its own current device
-        with torch.cuda.stream(self.stream):
-            batch = make_batch(*arguments)
-            return batch, self.stream.record_event()
 
 
 def kept_tokens(config) -> int:

@@ -76,11 +76,6 @@ STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-package
 
 # ---- Shards ----------------------------------------------------------------------------------------------------------
 
-def folder_of(name: str) -> Path:
-    """The folder of the shards called `name`; the trainer looks for shards there."""
-    return data_root() / "data" / name
-
-
 def report(folder: Path, facts: dict) -> None:
     """Prints what is in the shards of a folder. facts: those of data/facts.py, or the first three of them."""
     train, val = facts["train"].values(), facts["val"].values()
@@ -118,49 +113,51 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
     tokens = {part: sum(int(n.sum()) for n in shards) for part, shards in lengths.items()}
 
     def fitted(*words):
-        """(arguments, config with the fewest micro-batches) of a run. Raises UserError when there is too little text.
-        """
+        """(arguments, config with the fewest micro-batches, their possible numbers) of a run. Raises UserError when
+        there is too little text."""
         words = [*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())]
         config = fit_validation(train_gpt.parse_config(words))
         counts = [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
-        batches, kept, used = [stage.batch_tokens for stage in config.schedule.stages], kept_tokens(config), []
-        if kept <= (row := max(batches) // counts[0]):
+        kept, row = kept_tokens(config), max(stage.batch_tokens for stage in config.schedule.stages) // counts[0]
+        if kept <= row:
             raise UserError(f"the longest training shard keeps {kept} tokens of its documents, a row of the batch takes"
                             f" {row + 1}: more text is needed")
         if tokens["val"] < 17:
             raise UserError(f"{tokens['val']} validation tokens, at least 17 are needed: more text, or a larger"
                             " --val-fraction")
-        # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
-        max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
-        rows = {batch // count for batch in batches for count in counts}
-        passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
-        passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
-        tokens_per_doc = config.data.tokens_per_doc
-        for n, row in passes:
-            if len(n) and (most := most_documents(n, row + 1)) >= cu_seqlens_size(row, tokens_per_doc):
-                tokens_per_doc = max(1, row // (most + 1))
-                used = [f"--tokens_per_doc={tokens_per_doc}"]
-        return [*words, *used, sample], with_system(config, micro_batches=counts[0])
+        return words, with_system(config, micro_batches=counts[0]), counts
 
     try:
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
         # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
         # run has smaller batches, and the loader drops more of the text for them. So a run of this length may still be
         # too long.
-        arguments, config = fitted(f"--preset={preset}")
+        arguments, config, counts = fitted(f"--preset={preset}")
         for attempt in range(9):
             _, passes, one_pass = tokens_and_passes(config, find_files(patterns["train"]), tokens["train"])
             if passes <= 1:
                 break
             try:
-                arguments, config = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
+                arguments, config, counts = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
                 if not attempt:
-                    arguments, config = fitted(f"--preset={shorter}")
+                    arguments, config, counts = fitted(f"--preset={shorter}")
                 break
         found, _ = survey_training_data(config)
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
+    # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
+    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts}
+    max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
+    passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
+    passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
+    room = tokens_per_doc = config.data.tokens_per_doc
+    for n, row in passes:
+        ends = np.cumsum(n, dtype=np.int64)
+        touched = np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n)) + 2  # the first may begin earlier
+        if (most := int(touched.max())) >= cu_seqlens_size(row, tokens_per_doc):
+            tokens_per_doc = max(1, row // (most + 1))
+    arguments += [f"--tokens_per_doc={tokens_per_doc}"] * (tokens_per_doc < room) + [sample]
     script, start, note = os.path.relpath(ROOT / "run.sh"), "", ""
     if separator != BYTE_SEPARATOR:
         try:
@@ -172,12 +169,6 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
         start += f"DATA_PATH={shlex.quote(str(data_root()))} "
     command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
     return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
-
-
-def most_documents(lengths: np.ndarray, tokens: int) -> int:
-    """The largest number of documents that `tokens` consecutive tokens can touch; the first may begin earlier."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
 
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
@@ -211,7 +202,7 @@ def fineweb(shards: int) -> None:
     """Downloads missing shards and verifies all shards; without a network it can check only headers and tokens."""
     if not 1 <= shards <= HUB_SHARDS:
         raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
-    folder, offline = folder_of("fineweb10B"), None
+    folder, offline = data_root() / "data/fineweb10B", None
     partial = folder / ".partial"
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
 
@@ -558,13 +549,6 @@ def until(documents, tokens: float, most: int):
         tokens, most = tokens - len(document), most - 1
 
 
-def unigram(train: np.ndarray, val: np.ndarray, vocabulary: int) -> tuple[float, float]:
-    """(entropy of the tokens with the counts `train`; loss of their unigram, with one added to every count, on those
-    with the counts `val`), nats per token."""
-    p, smooth = train[train > 0] / train.sum(), (train + 1) / (train.sum() + vocabulary)
-    return -float((p * np.log(p)).sum()), -float((val * np.log(smooth)).sum() / val.sum())
-
-
 def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int, size=None,
           check=None):
     """Makes the shards of data/NAME from `files`, {relative name: path}, and returns what `check` returns.
@@ -577,7 +561,7 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     encode, separator = load_tokenizer(tokenizer)
     sizes = {key: count for key, (count, _) in found.items()}
     val, why = split(sizes, val_fraction)
-    folder = folder_of(name)
+    folder = data_root() / "data" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     def documents(keys):
@@ -614,11 +598,13 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
             chosen = f"{len(val)} of {len(sizes)} files: {shown(sorted(val)[:5])}" + ", ..." * (len(val) > 5)
         else:
             chosen = f"{counts['val'][separator]:,} documents of all files, chosen by a hash, since {why}"
-        entropy, loss = unigram(counts["train"], counts["val"], separator + 1)
-        facts = {"order": ORDER, "separator": separator,
-                 "documents": int(counts["train"][separator] + counts["val"][separator]), "validation": chosen,
+        train, validated = (n[:separator + 1] for n in counts.values())  # of each token
+        p, smooth = train[train > 0] / train.sum(), (train + 1) / (train + 1).sum()
+        facts = {"order": ORDER, "separator": separator, "documents": int(train[-1] + validated[-1]),
+                 "validation": chosen,
                  **{part: {path.name: read_shard_header(path) for path in n} for part, n in lengths.items()},
-                 "unigram_entropy": round(entropy, 6), "unigram_loss": round(loss, 6)}
+                 "unigram_entropy": round(-(p * np.log(p)).sum(), 6),
+                 "unigram_loss": round(-(validated * np.log(smooth)).sum() / validated.sum(), 6)}
         install(made, folder, facts)
     report(folder, facts)
     return checked
@@ -678,7 +664,7 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
 
 def stdlib() -> None:
     """Makes shards of Python's library. Equal sources give equal shards."""
-    folder = folder_of("stdlib")
+    folder = data_root() / "data/stdlib"
     if folder.exists():
         try:
             facts = read_facts(folder)
