@@ -361,10 +361,10 @@ def test_the_command_for_many_tiny_documents_together(data, monkeypatch, capsys)
     """The micro-batches hold them, whatever number of micro-batches the GPU gets."""
     monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding=lambda name: types.SimpleNamespace(
         encode_ordinary=lambda text: [7] * int(text))))
-    files = {f"{i:04d}.txt": "1" if i < 400 else "1000" for i in range(1000)}
+    files = {f"{i:04d}.txt": "1000" if i % 100 == 0 else "1" for i in range(2000)}
     assert prepare_files(files, "--val-fraction", "0.1", tokenizer="gpt2") == 0
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])[2:]
-    config = train_gpt.parse_config([*command, "--bigram_normal=false"])  # which would need GPT-2's tokenizer
+    words = [word for word in shlex.split(capsys.readouterr().out.splitlines()[-1]) if word.startswith("--")]
+    config = train_gpt.parse_config([*words, "--bigram_normal=false"])  # which would need GPT-2's tokenizer
     assert config.system.micro_batches == 0
     for count in possible_micro_batches(config, 1):
         given = with_system(config, micro_batches=count)
@@ -766,6 +766,14 @@ def test_own_text_to_a_sample(data, tmp_path, capsys):
     facts = read_facts(data / "n")
     assert out.endswith(f"nats per token of the validation text: this model {losses[1]:.4f}, a unigram of the training"
                         f" text {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})\n")
+
+
+def test_a_shard_is_as_long_as_it_may_be(tmp_path):
+    documents = [np.full(n, i, np.uint16) for i, n in enumerate((3, 3, 4, 2, 1))]
+    lengths = prepare.write_shards(documents, tmp_path / "n", 7, 6)
+    assert {path.name: n.tolist() for path, n in lengths.items()} == {
+        "n_000007.bin": [3, 3], "n_000008.bin": [4, 2], "n_000009.bin": [1]}
+    assert (tmp_path / "n_000008.bin").read_bytes() == shard_bytes([2, 2, 2, 2, 3, 3])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no file that is always full")
