@@ -47,8 +47,8 @@ def read_shard_header(path: Path) -> int:
 
 
 def require_tokens(path, largest, separated, vocab_size):
-    """Raises UserError when the largest token of a shard is outside the vocabulary, or when the shard is not `separated`
-    by the last token of the vocabulary."""
+    """Raises UserError when the largest token of a shard is outside the vocabulary, or unless the last token of the
+    vocabulary has `separated` its documents."""
     if largest >= vocab_size:
         raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
                         f" (--vocab_size, --preset), or damaged: {REMAKE}")
