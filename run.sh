@@ -56,20 +56,25 @@ Environment: NPROC=1|2|4|8 sets the number of processes, OMP_NUM_THREADS the thr
 END
 }
 
-mode=train help="" previous=""
+mode=train
 case "${1:-}" in
   test | data) mode=$1; shift ;;
   --rerun) mode=rerun; shift ;;
   --rerun=*) mode=rerun log=${1#*=}; shift; set -- "$log" "$@" ;;
   [!-]*) die "'$1' is no command: write test, data or --key=value (see ./run.sh --help)" ;;
 esac
+help="" preset="" checkpoint="" data=${DATA_PATH:+given} key=""
 for argument in "$@"; do
+  [ "$argument" != --help ] || help=yes
+  argument=$key$argument key=""
   case "$argument" in
+    --preset | --train_files | --resume | --init_from | --label) key=$argument= ;;  # --label -h is a signed factor
+    --preset=*) preset=${argument#*=} ;;
+    --train_files=* | --check) data=given ;;  # a check downloads nothing
+    --resume=?* | --init_from=?*) checkpoint=yes data=given ;;  # an empty value, as in a log, means none
     --repeat | --repeat=*) [ $mode != train ] || mode=repeat ;;
-    --help) help=yes ;;
-    -h) [ "$previous" = --label ] || help=yes ;;  # there it is a signed factor
+    -h) help=yes ;;
   esac
-  previous=$argument
 done
 if [ -n "$help" ] && { [ $mode != train ] || [ $# = 1 ]; }; then usage; exit 0; fi
 case "${NPROC:-1}" in
@@ -180,18 +185,6 @@ esac
 
 # --- Hardware and data ------------------------------------------------------------------------------------------------
 
-preset="" checkpoint="" data=${DATA_PATH:+given} key=""
-for argument in "$@"; do
-  argument=$key$argument key=""
-  case "$argument" in
-    --preset | --train_files | --resume | --init_from) key=$argument= ;;
-    --preset=*) preset=${argument#*=} ;;
-    --train_files=* | --check) data=given ;;  # a check downloads nothing
-    --resume=?* | --init_from=?*) checkpoint=yes ;;  # an empty value, as in a log, means none
-  esac
-done
-[ -z "$checkpoint" ] || data=given
-
 # torch decides how many GPUs there are. Asking torch takes seconds, so this happens only if there is a sign of a GPU.
 gpus=0
 if [ "$preset" != cpu ] && [ $gpu = yes ]; then
@@ -240,6 +233,12 @@ shards_of_run() {
     print(0 if ends else min(103, max(1, math.ceil(tokens / 1e8))))' "$procs" "$mode with $gpus GPUs" "$@"
 }
 
+has_shards() {
+  for shard in val_000000 $(seq -f 'train_%06.0f' 1 "$1"); do
+    [ -e "data/fineweb10B/fineweb_$shard.bin" ] || return
+  done
+}
+
 # prepare.py decides in 0.2 s whether Python's library is complete. It need not start if all files of FineWeb exist.
 case "$data$preset" in
   given*) ;;
@@ -247,17 +246,9 @@ case "$data$preset" in
   *)
     shards=9  # of the whole presets
     case "$*" in *minutes* | *tokens* | *steps*) shards="" ;; esac
-    for shard in val_000000 train_00000{1..9}; do
-      [ -e data/fineweb10B/fineweb_$shard.bin ] || shards=""
-    done
-    if [ -z "$shards" ]; then
+    if [ -z "$shards" ] || ! has_shards $shards; then
       shards=$(shards_of_run "$@")
-      [ "$shards" = 0 ] || for shard in val_000000 $(seq -f 'train_%06.0f' 1 "$shards"); do
-        [ -e "data/fineweb10B/fineweb_$shard.bin" ] || {
-          "$python" data/prepare.py fineweb --shards "$shards"
-          break
-        }
-      done
+      [ "$shards" = 0 ] || has_shards "$shards" || "$python" data/prepare.py fineweb --shards "$shards"
     fi ;;
 esac
 [ $mode != data ] || exit 0

@@ -359,10 +359,9 @@ class Data:
 
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # read in name order, in $DATA_PATH or this folder
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # like train_files
-    val_tokens: Count = 10485760  # validate on the first tokens of the validation files
+    val_tokens: Count = 10485760  # validate on the first tokens of the validation files, on all if they hold fewer
     val_batch_tokens: Count = 262144  # tokens per validation forward pass; documents are cut at its end
     tokens_per_doc: Count = 300  # cu_seqlens has room for one document per this many tokens
-    data_end: Literal["wrap", "stop"] = "wrap"  # at the end of the shards: begin again, with a warning, or stop
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ class System:
     run_label: str = "run"  # first part of the log's file name
     device: Literal["cuda", "cpu"] = "cuda"  # cuda or cpu
     seed: Annotated[int, Bounds(0, 2**63 - 1)] = 1337  # seed of the initial weights
-    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest that fit the GPU)
+    micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
     val_every: Whole = 250  # steps between validations (0: one at the end)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
     # torch.compile, and warm-up before the clock starts; without it, --kernels=mix:triton fuses the sums of streams

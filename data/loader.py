@@ -5,9 +5,11 @@ Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the qui
 """
 
 import copy
+import dataclasses
 import functools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.run.errors import UserError
-from data.shards import Shards, read_shard, require_separator
+from data.shards import Shards, read_shard
 
 
 # One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
@@ -99,22 +101,19 @@ def cu_seqlens(borders: np.ndarray, tokens: int, size: int) -> np.ndarray:
 PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; some ids occur thousands of times
 
 
-def stable_order(ids: np.ndarray) -> np.ndarray:
-    """The positions of ids (N,), 0 <= id < 2^32, sorted by id, equal ids in their order. NumPy sorts numbers of 16 bits
-    by radix: 65536 ids take 1.2 ms, as numbers of 64 bits with their positions 3.6 (AMD EPYC)."""
-    order, high = np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
-    return order[np.argsort(high[order], kind="stable")] if high.any() else order
-
-
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
-    """ids (N,) -> (5, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a group is the pieces of
-    an id that has several. The pieces of groups come first, since the longest ones should not start last. The rows:
+    """ids (N,), from 0 to 2^32 - 1, -> (5, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a
+    group is the pieces of an id that has several. The pieces of groups come first, since the longest ones should not
+    start last. The rows:
 
     positions, sorted by their ids, then 0; where every piece begins among them, then N; where it ends, then N; the
     first piece of every group, then the number of pieces in groups; the id of every piece, then -1. On a GPU, this
     would be many small kernels.
     """
-    N, order = len(ids), stable_order(ids)
+    # NumPy sorts numbers of 16 bits by radix: 65536 ids take 1.2 ms here, 3.6 as numbers of 64 bits (AMD EPYC).
+    N, order, high = len(ids), np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
+    if high.any():
+        order = order[np.argsort(high[order], kind="stable")]
     ids = ids[order]
     first = np.ones(N, bool)  # whether an id begins here
     np.not_equal(ids[1:], ids[:-1], out=first[1:])
@@ -234,13 +233,12 @@ def make_router(config, rt) -> RowRouter | None:
 class Shard:
     """The first `most` tokens of a training shard, and the starts and lengths of its documents.
 
-    Raises UserError when it has no document separator, and those of `read`: `read_shard`, or `Shards.read`.
+    read: `read_shard`, or `Shards.read`. Raises their errors.
     """
 
     def __init__(self, path, model, most=sys.maxsize, read=read_shard):
         self.tokens = read(path, model.vocab_size, most)
         self.starts = np.flatnonzero(self.tokens == model.bos_id)
-        require_separator(path, len(self.starts), model.vocab_size)
         self.lengths = np.diff(self.starts, append=len(self.tokens))
 
     def pack(self, cursor, tokens, max_doc_len):
@@ -327,56 +325,74 @@ class Loader:
         return Shard(self.files[index % len(self.files)], self.config.model, read=self.shards.read)
 
     def _batches(self, routed=True, **state):
-        """Yields (batch, event after its copies, state after the batch), beginning at a state."""
+        """Yields (batch, event after its copies or None, state after the batch), beginning at a state. K2."""
+        if self.stream is not None:
+            torch.cuda.set_device(self.rt.device)  # every thread has its own current device
         for rows, plan, part, state in self._rows(**state, warn=self.warn):
-            yield *self._batch(*rows[self.rt.rank], plan, part, routed), state
+            shard, starts, lengths = rows[self.rt.rank]
+            tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
+            number = plan.step * micro_batches + part * self.rt.world + self.rt.rank
+            joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
+            borders = np.minimum(np.cumsum(lengths), tokens)
+            cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
+            router = self.router if routed else None
+            with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                batch = make_batch(joined, cu, self.config, self.rt.device, self.hash_ids, number, plan.candidates,
+                                   router)
+                copied = self.stream and self.stream.record_event()
+            yield batch, copied, state
 
     def _rows(self, index, part, shard, cursor, warn):
         """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
         starts and lengths of the documents)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
-        planned = []
+        parts = self.config.system.micro_batches // self.rt.world
         while index < len(self.plans):
-            plan, now, rows = self.plans[index], part, []
+            plan, planned = self.plans[index], []
             tokens, max_doc_len = plan.micro_batch_tokens, plan.max_doc_len
-            for _ in range(self.rt.world):
-                tried = 0
-                while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
-                    shard, cursor, tried = shard + 1, 0, tried + 1
-                    if tried > len(self.files):
-                        raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
-                                        f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens ...)")
-                    if shard % len(self.files) == 0 and self.config.data.data_end == "stop":
-                        raise UserError(f"training data exhausted: {len(self.files)} shards; add shards or use"
-                                        " --data_end=wrap")
-                    if shard == len(self.files):
-                        warn("training data exhausted: starting again with the first shard; a second pass raises the"
-                             " validation loss")
-                    current, following = following.result(), self.reader.submit(self._shard, shard + 1)
-                starts, lengths, cursor = packed
-                rows.append((current, starts, lengths))
-            last_part = self.config.system.micro_batches // self.rt.world - 1
-            index, part = (index, part + 1) if part < last_part else (index + 1, 0)
-            planned.append((rows, plan, now, {"index": index, "part": part, "shard": shard, "cursor": cursor}))
-            if part == 0:  # an error in the data comes before the first micro-batch of a step, where a run can be saved
-                yield from planned
-                planned = []
+            for now in range(part, parts):
+                rows = []
+                for _ in range(self.rt.world):
+                    tried = 0
+                    while (packed := current.pack(cursor, tokens, max_doc_len)) is None:
+                        shard, cursor, tried = shard + 1, 0, tried + 1
+                        if tried > len(self.files):
+                            raise UserError(f"no training shard fills a row of {tokens} tokens with documents cut at"
+                                            f" {max_doc_len}; use more data or a smaller batch (--stage1.batch_tokens"
+                                            " ...)")
+                        if shard == len(self.files):
+                            warn("training data exhausted: starting again with the first shard; a second pass raises"
+                                 " the validation loss")
+                        current, following = following.result(), self.reader.submit(self._shard, shard + 1)
+                    starts, lengths, cursor = packed
+                    rows.append((current, starts, lengths))
+                after = {"index": index + (now + 1) // parts, "part": (now + 1) % parts, "shard": shard,
+                         "cursor": cursor}
+                planned.append((rows, plan, now, after))
+            yield from planned  # an error in the data comes before the first micro-batch, where a run can be saved
+            index, part = index + 1, 0
 
-    def _batch(self, shard, starts, lengths, plan, part, routed):
-        """(Batch on the device, event after its copies or None) of the packed documents. K2."""
-        tokens, micro_batches = plan.micro_batch_tokens, self.config.system.micro_batches
-        row = plan.step * micro_batches + part * self.rt.world + self.rt.rank
-        joined = np.concatenate([shard.tokens[s:s + n] for s, n in zip(starts, lengths)])
-        borders = np.minimum(np.cumsum(lengths), tokens)
-        cu = cu_seqlens(borders, tokens, cu_seqlens_size(tokens, self.config.data.tokens_per_doc))
-        router = self.router if routed else None
-        arguments = joined, cu, self.config, self.rt.device, self.hash_ids, row, plan.candidates, router
-        if self.stream is None:
-            return make_batch(*arguments), None
-        torch.cuda.set_device(self.rt.device)  # every thread has its own current device
-        with torch.cuda.stream(self.stream):
-            batch = make_batch(*arguments)
-            return batch, self.stream.record_event()
+
+def kept_tokens(config) -> int:
+    """The tokens that the loader keeps of the longest training shard in the stage with the shortest documents; at most
+    those of its first 4 million."""
+    shards = Shards(config.data.train_files, config.model.vocab_size)
+    _, path = max(zip(shards.counts, shards.files))
+    max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
+    return int(np.minimum(Shard(path, config.model, 2**22).lengths, max_doc_len).sum())
+
+
+def fit_validation(config):
+    """The config with nearly all validation tokens, in as few pieces as before, if the files hold fewer than
+    --val_tokens, but 17 at least."""
+    data, unit = config.data, 16
+    with suppress(UserError):  # `survey_validation_data` says what is wrong with the files
+        available = sum(Shards(data.val_files, config.model.vocab_size).counts) - 1
+        if unit <= available < data.val_tokens:
+            pieces = -(-available // data.val_batch_tokens)
+            piece = max(unit, available // pieces // unit * unit)
+            data = dataclasses.replace(data, val_tokens=min(pieces, available // piece) * piece, val_batch_tokens=piece)
+    return dataclasses.replace(config, data=data)
 
 
 def require_validation_tokens(config, available):
@@ -402,9 +418,7 @@ class ValidationData:
         shards = shards or Shards(config.data.val_files, config.model.vocab_size)
         for path in shards.files:
             if missing:
-                tokens = shards.read(path, config.model.vocab_size, max(missing, 2**22))
-                require_separator(path, (tokens == config.model.bos_id).any(), config.model.vocab_size)
-                parts.append(tokens[:missing])
+                parts.append(shards.read(path, config.model.vocab_size, max(missing, 2**22))[:missing])
                 missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         require_validation_tokens(config, len(self.tokens))

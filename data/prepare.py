@@ -13,7 +13,6 @@ and verified. After an interruption or damage, run the same command again.
 import argparse
 import array
 import codecs
-import contextlib
 import glob
 import hashlib
 import itertools
@@ -28,6 +27,8 @@ import sysconfig
 import tempfile
 import unicodedata
 import zlib
+from collections import Counter, defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,8 @@ from data.run.disk import user_path  # noqa: E402
 from data.run.errors import UserError, user_error  # noqa: E402
 from data.run.program import run_program  # noqa: E402
 from data.shards import (  # noqa: E402
-    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
+    SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header,
+    token_blocks)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
 # torch takes half a GB of memory, so only `training_command` imports it, when the shards are made.
@@ -59,6 +61,8 @@ WHOLE_FILES = 20  # so many files make validation by whole files representative
 END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>[ \t]*(?:\r\n?|\n|\Z)")  # if only blanks stand before it in its line
 WHITE_SPACE = re.compile(r"\s")
 JSON_LINE = 2**24  # bytes; a longer line would not fit the memory that prepare.py may take
+LONG_LINE = f"skipped {{}} lines of JSON of over {JSON_LINE:,} bytes: cut their texts"
+NO_TEXT = "skipped {} lines of JSON without a text in the field `text`"
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
 HUB_SHARDS = 103
@@ -72,11 +76,6 @@ STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-package
 
 # ---- Shards ----------------------------------------------------------------------------------------------------------
 
-def folder_of(name: str) -> Path:
-    """The folder of the shards called `name`; the trainer looks for shards there."""
-    return data_root() / "data" / name
-
-
 def report(folder: Path, facts: dict) -> None:
     """Prints what is in the shards of a folder. facts: those of data/facts.py, or the first three of them."""
     train, val = facts["train"].values(), facts["val"].values()
@@ -88,105 +87,77 @@ def report(folder: Path, facts: dict) -> None:
               f" {facts['unigram_loss']:.4f} on the validation text, a trained model must score less")
 
 
-def most_documents(lengths: np.ndarray, tokens: int) -> int:
-    """The largest number of documents that `tokens` consecutive tokens can touch; the first may begin earlier."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return int((np.searchsorted(ends, ends - lengths + tokens) - np.arange(len(ends))).max()) + 2
+def token_counts(paths) -> np.ndarray:
+    """How often each token is in shards, (65536,) int64."""
+    counts = np.zeros(2**16, np.int64)
+    for tokens in itertools.chain.from_iterable(map(token_blocks, paths)):
+        counts += np.bincount(tokens, minlength=2**16)
+    return counts
 
 
-def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]) -> list[str]:
-    """Arguments of the trainer, with changes that fit its batches to a text: to the amount and to the lengths of the
-    documents. train, val: these lengths, for each shard. Raises UserError when there is too little text."""
+def training_command(name: str, made: Path, separator: int, lengths: dict[str, list[np.ndarray]]) -> str:
+    """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
+    length of one pass, and room for short documents. The trainer fits itself to the rest (`fit_validation`,
+    `possible_micro_batches`).
+
+    lengths: of the documents in each shard of the parts "train" and "val". Raises UserError when no run can start.
+    """
     import train_gpt  # for the presets
-    from data.loader import cu_seqlens_size
-    from data.run.knobs import flatten
+    from data.loader import cu_seqlens_size, fit_validation, kept_tokens
+    from data.run.knobs import with_system
     from data.run.memory import possible_micro_batches
-
-    def counts(config):
-        """The numbers of micro-batches that the trainer may choose."""
-        return [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
-    config = train_gpt.parse_config(words)
-    data, stages = config.data, config.schedule.stages
-
-    # The loader drops the end of a shard if the end fills no micro-batch. So the longest micro-batch has at most 2048
-    # tokens, or an eighth of the longest shard if that is more.
-    max_doc_len = min(stage.max_doc_len for stage in stages)
-    lengths = [np.minimum(n, max_doc_len) for n in train]
-    longest, largest = max(int(n.sum()) for n in lengths), max(stage.batch_tokens for stage in stages)
-    micro_batches = least = counts(config)[0]
-    while largest // micro_batches > 2048 and 8 * largest // micro_batches > longest:
-        micro_batches *= 2
-    if longest <= largest // micro_batches:
-        raise UserError(f"the longest training shard keeps {longest} tokens of its documents, a row of the batch takes"
-                        f" {largest // micro_batches + 1}: more text is needed")
-    if micro_batches > least:
-        words = [*words, f"--micro_batches={micro_batches}"]
-        config = train_gpt.parse_config(words)  # which may round the batches to another multiple
-
-    # Nearly all validation tokens, in as few pieces as the preset allows.
-    available, val_tokens, piece = sum(int(n.sum()) for n in val) - 1, data.val_tokens, data.val_batch_tokens
-    if available < 16:
-        raise UserError(f"{available + 1} validation tokens, at least 17 are needed: more text, or a larger"
-                        " --val-fraction")
-    if available < val_tokens:
-        pieces = -(-available // piece)
-        piece = available // pieces // 16 * 16
-        val_tokens = pieces * piece
-
-    # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
-    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts(config)}
-    passes = [(n, row) for n in lengths for row in rows] + [(n, piece) for n in val]
-    tokens_per_doc = data.tokens_per_doc
-    for n, tokens in passes:
-        if len(n) and (most := most_documents(n, tokens + 1)) >= cu_seqlens_size(tokens, tokens_per_doc):
-            tokens_per_doc = max(1, tokens // (most + 1))
-
-    fitting = {"val_tokens": val_tokens, "val_batch_tokens": piece, "tokens_per_doc": tokens_per_doc,
-               "sample_tokens": 200, "sample_prompt": ""}
-    defaults = flatten(config)
-    return [*words, *(f"--{key}={value}" for key, value in fitting.items() if value != defaults[key])]
-
-
-def training_arguments(patterns: dict[str, str], separator: int, train: list[np.ndarray],
-                       val: list[np.ndarray]) -> list[str]:
-    """The trainer's arguments for shards: a preset, a length, and what `fit_to_text` adds. patterns: of the training
-    and the validation shards; train, val: as for `fit_to_text`. Raises UserError when there is too little text."""
-    import train_gpt
-    from data.run.start import tokens_and_passes
-    preset, shorter = ("cpu", "cpu") if separator == BYTE_SEPARATOR else ("single", "short")
-    files, tokens = find_files(patterns["train"]), sum(int(n.sum()) for n in train)
+    from data.run.start import survey_training_data, tokens_and_passes
+    patterns = {part: f"data/{made.name}/{name}_{part}_*.bin" for part in lengths}
+    preset, shorter, sample = (("cpu", "cpu", "--sample_prompt=") if separator == BYTE_SEPARATOR else
+                               ("single", "short", "--sample_tokens=200"))
+    tokens = {part: sum(int(n.sum()) for n in shards) for part, shards in lengths.items()}
 
     def fitted(*words):
-        return fit_to_text([*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())], train, val)
+        """(arguments, config with the fewest micro-batches, their possible numbers) of a run. Raises UserError when
+        there is too little text."""
+        words = [*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())]
+        config = fit_validation(train_gpt.parse_config(words))
+        counts = [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
+        kept, row = kept_tokens(config), max(stage.batch_tokens for stage in config.schedule.stages) // counts[0]
+        if kept <= row:
+            raise UserError(f"the longest training shard keeps {kept} tokens of its documents, a row of the batch takes"
+                            f" {row + 1}: more text is needed")
+        if tokens["val"] < 17:
+            raise UserError(f"{tokens['val']} validation tokens, at least 17 are needed: more text, or a larger"
+                            " --val-fraction")
+        return words, with_system(config, micro_batches=counts[0]), counts
 
-    # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run. On a
-    # GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter run has
-    # smaller batches, and the loader drops more of the text for them. So a run of this length may still be too long.
-    arguments = fitted(f"--preset={preset}")
-    for attempt in range(9):
-        _, passes, one_pass = tokens_and_passes(train_gpt.parse_config(arguments), files, tokens)
-        if passes <= 1:
-            break
-        try:
-            arguments = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
-        except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
-            return arguments if attempt else fitted(f"--preset={shorter}")
-    return arguments
-
-
-def training_command(name: str, made: Path, separator: int, train: list[np.ndarray], val: list[np.ndarray]) -> str:
-    """Checks the shards of data/NAME, which are still in `made`, as the trainer does; returns the command that trains
-    on them, with its title. train, val: as for `fit_to_text`. Raises UserError when no run can start."""
-    import train_gpt
-    from data.run.start import survey_training_data, survey_validation_data
-    patterns = {part: f"data/{made.name}/{name}_{part}_*.bin" for part in ("train", "val")}
     try:
-        arguments = training_arguments(patterns, separator, train, val)
-        config = train_gpt.parse_config(arguments)
+        # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
+        # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
+        # run has smaller batches, and the loader drops more of the text for them. So a run of this length may still be
+        # too long.
+        arguments, config, counts = fitted(f"--preset={preset}")
+        for attempt in range(9):
+            _, passes, one_pass = tokens_and_passes(config, find_files(patterns["train"]), tokens["train"])
+            if passes <= 1:
+                break
+            try:
+                arguments, config, counts = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
+            except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
+                if not attempt:
+                    arguments, config, counts = fitted(f"--preset={shorter}")
+                break
         found, _ = survey_training_data(config)
-        survey_validation_data(config)
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
+    # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
+    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts}
+    max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
+    passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
+    passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
+    room = tokens_per_doc = config.data.tokens_per_doc
+    for n, row in passes:
+        ends = np.cumsum(n, dtype=np.int64)
+        touched = np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n)) + 2  # the first may begin earlier
+        if (most := int(touched.max())) >= cu_seqlens_size(row, tokens_per_doc):
+            tokens_per_doc = max(1, row // (most + 1))
+    arguments += [f"--tokens_per_doc={tokens_per_doc}"] * (tokens_per_doc < room) + [sample]
     script, start, note = os.path.relpath(ROOT / "run.sh"), "", ""
     if separator != BYTE_SEPARATOR:
         try:
@@ -231,7 +202,7 @@ def fineweb(shards: int) -> None:
     """Downloads missing shards and verifies all shards; without a network it can check only headers and tokens."""
     if not 1 <= shards <= HUB_SHARDS:
         raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
-    folder, offline = folder_of("fineweb10B"), None
+    folder, offline = data_root() / "data/fineweb10B", None
     partial = folder / ".partial"
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
 
@@ -281,21 +252,6 @@ def fineweb(shards: int) -> None:
 
 # ---- Text: what is read ----------------------------------------------------------------------------------------------
 
-class Notices(dict):
-    """{kind of notice, with a place for the number: [number, first names]}."""
-
-    def add(self, kind: str, key: str, number: int = 1) -> None:
-        notice = self.setdefault(kind, [0, []])
-        notice[0] += number
-        if len(notice[1]) < 3 and key not in notice[1]:
-            notice[1].append(key)
-
-    def print(self) -> None:
-        for kind, (number, keys) in self.items():
-            print(f"warning: {kind.format(number)}, such as {shown(keys)}")
-        self.clear()
-
-
 TWICE = "skipped {} files and folders that are named twice, linked twice, or linked from inside themselves"
 
 
@@ -304,33 +260,40 @@ def shown(keys) -> str:
     return ", ".join(repr(key.partition("\0")[0]) for key in keys)
 
 
-def walk(root: Path, notices: Notices, skip=frozenset()):
+def print_notices(notices: dict[str, Counter]) -> None:
+    """notices: {kind of notice, with a place for the number: how often each file has it}."""
+    for kind, keys in notices.items():
+        print(f"warning: {kind.format(keys.total())}, such as {shown([*keys][:3])}")
+
+
+def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
     """(name relative to root, path) of all files under root, by name, without hidden files and folders in `skip`.
 
     Follows links to folders, but enters each folder once, and none from inside itself.
     """
     found, entered = [], {os.path.realpath(root)}
 
-    def name_of(path):
+    def name_of(*parts):
         # The bytes of the name, whatever the locale: the order of documents depends on it.
-        return os.fsencode(Path(path).relative_to(root).as_posix()).decode("utf-8", "surrogateescape")
+        return os.fsencode(Path(*parts).relative_to(root).as_posix()).decode("utf-8", "surrogateescape")
 
     def enter(folder, name):
-        path = os.path.join(folder, name)
-        real = os.path.realpath(path)
+        real = os.path.realpath(os.path.join(folder, name))
         if real in entered or Path(real) in Path(os.path.realpath(folder)).parents:
-            notices.add(TWICE, name_of(path))
+            notices[TWICE][name_of(folder, name)] += 1
             return False
         entered.add(real)
         return True
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=lambda error: notices.add(
-            "skipped {} folders that cannot be read", name_of(error.filename))):
+
+    def unread(error):
+        notices["skipped {} folders that cannot be read"][name_of(error.filename)] += 1
+    for folder, folders, files in os.walk(root, followlinks=True, onerror=unread):
         for name in folders + files:
             if name.startswith("."):
-                notices.add("skipped {} hidden files and folders", name_of(os.path.join(folder, name)))
+                notices["skipped {} hidden files and folders"][name_of(folder, name)] += 1
         folders[:] = [f for f in sorted(folders) if f not in skip and not f.startswith(".") and enter(folder, f)]
-        found += [Path(folder, f) for f in files if not f.startswith(".")]
-    return sorted((name_of(path), path) for path in found)
+        found += [(name_of(folder, f), Path(folder, f)) for f in files if not f.startswith(".")]
+    return sorted(found)
 
 
 class NotText(Exception):
@@ -366,8 +329,7 @@ def read_plain(path: Path):
 
 
 def read_json(path: Path):
-    """Yields (text, True) for the field `text` of each line of JSON; None for the text if the line has none, False if
-    the line is longer than JSON_LINE.
+    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", kind of notice).
 
     A comma may follow the line, and brackets may surround all lines.
     """
@@ -376,18 +338,16 @@ def read_json(path: Path):
             if len(line) == JSON_LINE and not line.endswith(b"\n"):
                 while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
                     pass
-                yield False, True
-                continue
-            if not (line := line.strip().rstrip(b",")) or line in (b"[", b"]"):
-                continue
-            try:
-                text = json.loads(line.decode("utf-8-sig"))["text"]
-                if "\0" in text or not text.encode():  # JSON can contain NULs, and halves of characters
-                    raise ValueError
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                yield None, True
-                continue
-            yield from ((part, True) for part in split_documents(text) if part.strip())
+                yield "", LONG_LINE
+            elif (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
+                try:
+                    text = json.loads(line.decode("utf-8-sig"))["text"]
+                    if "\0" in text or not text.encode():  # JSON can contain NULs, and halves of characters
+                        raise ValueError
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                    yield "", NO_TEXT
+                else:
+                    yield from ((part, True) for part in split_documents(text) if part.strip())
 
 
 def is_json(path: Path) -> bool:
@@ -404,39 +364,38 @@ def is_json(path: Path) -> bool:
 
 def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
     """{name: (characters, function that reads the file)} of the files that are text. Prints what is special."""
-    found, notices, texts, ends = {}, Notices(), 0, 0
+    found, notices, texts, ends = {}, defaultdict(Counter), 0, 0
 
-    def read(key, reader):
-        """(characters, texts, items without text, items that are too long, ends of documents) of a file."""
-        size = good = bad = long = marks = 0
-        for text, end in reader(files[key]):
-            size, marks, bad, long = size + len(text or ""), marks + end, bad + (text is None), long + (text is False)
-            good += bool(text and text.strip())
-        return size, good, bad, long, marks
+    def measure(parts):
+        """(characters, number of texts, Counter of what ends them) of a file."""
+        size, good, marks = 0, 0, Counter()
+        for text, mark in parts:
+            size, good = size + len(text), good + bool(text.strip())
+            marks[mark] += 1
+        return size, good, marks
     for key, path in files.items():
         try:
             if json_lines := is_json(path):
-                size, good, bad, long, _ = read(key, read_json)
-                if long:
-                    notices.add(f"skipped {{}} lines of JSON of over {JSON_LINE:,} bytes: cut their texts", key, long)
-                if good or long:
+                size, good, marks = measure(read_json(path))
+                if good or marks[LONG_LINE]:
+                    for kind in LONG_LINE, NO_TEXT:
+                        if marks[kind]:
+                            notices[kind][key] += marks[kind]
                     if good:
                         found[key], texts = (size, read_json), texts + good
-                    if bad:
-                        notices.add("skipped {} lines of JSON without a text in the field `text`", key, bad)
                     continue
-            size, good, *_, marks = read(key, read_plain)
+            size, good, marks = measure(read_plain(path))
             if not good:
-                notices.add("skipped {} empty files", key)
+                notices["skipped {} empty files"][key] += 1
                 continue
-            found[key], ends = (size, read_plain), ends + marks
+            found[key], ends = (size, read_plain), ends + marks[True]
             if json_lines:
-                notices.add("took {} files of JSON as they are, for no line has a text in a field `text`", key)
+                notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
         except NotText as kind:
-            notices.add(str(kind), key)
+            notices[str(kind)][key] += 1
         except OSError:
-            notices.add("skipped {} files that cannot be read", key)
-    notices.print()
+            notices["skipped {} files that cannot be read"][key] += 1
+    print_notices(notices)
     if texts:
         print(f"JSON: {texts:,} texts in the field `text` of a line; none shares a document with another")
     if ends:
@@ -473,14 +432,19 @@ def rank(key: str) -> tuple[int, str]:
     return zlib.crc32(key.encode("utf-8", "surrogatepass")), key
 
 
-def split(sizes: dict[str, int], val_fraction: float) -> set[str]:
-    """The validation files: the first files in the order of rank() that make up `val_fraction` of the size."""
-    val, size, target = set(), 0, val_fraction * sum(sizes.values())
+def split(sizes: dict[str, int], share: float) -> tuple[set[str], str]:
+    """The validation files: the first files in the order of rank() that make up a share of the size. Or none, and why
+    documents of all files validate in their place."""
+    if len(sizes) < WHOLE_FILES:
+        return set(), f"there are fewer than {WHOLE_FILES} files"
+    val, size, total = set(), 0, sum(sizes.values())
     for key in sorted(sizes, key=rank)[:-1]:  # at least one file remains for training
-        if size < target:
+        if size < share * total:
             val.add(key)
             size += sizes[key]
-    return val
+    if not share * total <= size <= min(4 * share, (1 + share) / 2) * total:
+        return set(), "whole files do not make up this share"
+    return val, ""
 
 
 def document_size(encode, tokens: int):
@@ -508,7 +472,7 @@ def cut(parts, size):
     """
     rest = ""
     for text, ends in itertools.chain(parts, [("", True)]):
-        rest, start = rest + (text or ""), 0
+        rest, start = rest + text, 0
         least, most = size(rest) if rest else (0, 0)
         while len(rest) - start > most + 1 or ends and start < len(rest):
             after, end = start + least, start + most
@@ -522,88 +486,67 @@ def cut(parts, size):
         rest = rest[start:]
 
 
-class Part:
-    """The training or the validation shards, written document by document.
+def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path, np.ndarray]:
+    """Writes documents, (n,) uint16 with a separator first, to the shards PREFIX_<number>.bin, PREFIX_<number + 1>.bin
+    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}.
 
-    prefix: the path of a shard without its number; number: that of the first shard; limit: most tokens of a shard.
-    Every shard begins with a separator.
+    Raises UserError when a shard cannot hold a document, or cannot be written.
     """
+    used, lengths = 0, {}
 
-    def __init__(self, prefix: Path, number: int, limit: int):
-        self.prefix, self.number, self.limit = prefix, number, limit
-        self.lengths = {}  # path of each shard -> lengths of its documents, uint16: tokens, the largest stands for more
-        self.counts = np.zeros(2**16, np.int64)  # of each token
-        self.tokens = self.room = 0
-        self.path, self.pending = None, []
-
-    def write(self, mode: str, content) -> None:
-        with user_error(f"cannot write {self.path}"), open(self.path, mode) as file:
-            file.write(content)
-
-    def add(self, document: np.ndarray) -> None:
-        """document: (n,) uint16. Raises UserError when a shard cannot hold it."""
-        if len(document) > self.limit:
-            raise UserError(f"--shard-tokens {self.limit}: a document has {len(document)} tokens, give more")
-        if len(document) > self.room:
-            self.close()
-            self.path = Path(f"{self.prefix}_{self.number:06d}.bin")
-            self.number, self.room = self.number + 1, self.limit
-            self.lengths[self.path] = array.array("H")
-            self.write("wb", bytes(SHARD_HEADER_BYTES))
-        self.pending.append(document)
-        self.lengths[self.path].append(min(len(document), 2**16 - 1))
-        self.room, self.tokens = self.room - len(document), self.tokens + len(document)
-        if len(self.pending) == 1024:
-            self.flush()
-
-    def flush(self) -> None:
-        tokens, self.pending = np.concatenate([np.empty(0, "<u2"), *self.pending]), []
-        self.counts += np.bincount(tokens, minlength=2**16)
-        self.write("ab", tokens)
-
-    def close(self) -> None:
-        """Finishes a shard: the header that makes it one is written last."""
-        if self.path:
-            self.flush()
-            header = np.array([SHARD_MAGIC, SHARD_VERSION, self.limit - self.room], "<i4")
-            self.write("r+b", header)
-
-    def sizes(self) -> dict[str, int]:
-        """{name of a shard: its tokens}."""
-        return {path.name: read_shard_header(path) for path in self.lengths}
+    def shard_of(document):
+        nonlocal number, used
+        if len(document) > limit:
+            raise UserError(f"--shard-tokens {limit}: a document has {len(document)} tokens, give more")
+        used += len(document)
+        if used > limit:
+            number, used = number + 1, len(document)
+        return Path(f"{prefix}_{number:06d}.bin")
+    for path, shard in itertools.groupby(documents, shard_of):
+        lengths[path] = array.array("H")
+        with user_error(f"cannot write {path}"), open(path, "wb") as file:
+            file.write(bytes(SHARD_HEADER_BYTES))
+            for document in shard:
+                file.write(document)
+                lengths[path].append(min(len(document), 2**16 - 1))
+            count = (file.tell() - SHARD_HEADER_BYTES) // 2
+            file.seek(0)  # the header, which makes the file a shard, is written last
+            file.write(np.array([SHARD_MAGIC, SHARD_VERSION, count], "<i4"))
+    return {path: np.frombuffer(n, np.uint16) for path, n in lengths.items()}
 
 
-def scatter(documents, folder: Path) -> tuple[list[Path], int, int]:
-    """Writes (key, tokens), 8 bytes and (n,) uint16 with a separator first, to 64 files of equal ranges of keys.
-    Returns the files, the number of documents and their tokens."""
-    paths, count, tokens = [folder / f"{i:02d}" for i in range(64)], 0, 0
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(path, "wb")) for path in paths]
+def shuffle(documents, folder: Path, separator: int):
+    """(number of documents, their tokens, an iterator over them in the order of their keys).
+
+    documents: (key, tokens), 8 bytes and (n,) uint16 with a separator first. They wait in 64 files of equal ranges of
+    keys, which the iterator reads and deletes one after the other.
+    """
+    count = size = 0
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(folder / f"{i:02d}", "wb")) for i in range(64)]
         for key, document in documents:
             file = files[key[0] // 4]
             file.write(np.frombuffer(key, np.uint8).astype("<u2"))
             file.write(document)
-            count, tokens = count + 1, tokens + len(document)
-    return paths, count, tokens
+            count, size = count + 1, size + len(document)
+
+    def in_order():
+        for file in files:
+            tokens = np.fromfile(file.name, "<u2")
+            os.unlink(file.name)
+            starts = np.flatnonzero(tokens == separator)
+            ends = np.append(starts[1:] - 8, len(tokens))
+            keys = tokens[starts[:, None] - np.arange(8, 0, -1)].astype(np.uint8).view(">u8")[:, 0]
+            for i in np.argsort(keys, kind="stable"):
+                yield tokens[starts[i]:ends[i]]
+    return count, size, in_order()
 
 
-def gather(paths: list[Path], separator: int):
-    """Yields the documents that `scatter` has written, in the order of their keys, and deletes its files."""
-    for path in paths:
-        tokens = np.fromfile(path, "<u2")
-        path.unlink()
-        starts = np.flatnonzero(tokens == separator)
-        ends = np.append(starts[1:] - 8, len(tokens))
-        keys = tokens[starts[:, None] - np.arange(8, 0, -1)].astype(np.uint8).view(">u8")[:, 0]
-        for i in np.argsort(keys, kind="stable"):
-            yield tokens[starts[i]:ends[i]]
-
-
-def unigram(train: np.ndarray, val: np.ndarray, vocabulary: int) -> tuple[float, float]:
-    """(entropy of the tokens with the counts `train`; loss of their unigram, with one added to every count, on those
-    with the counts `val`), nats per token."""
-    p, smooth = train[train > 0] / train.sum(), (train + 1) / (train.sum() + vocabulary)
-    return -float((p * np.log(p)).sum()), -float((val * np.log(smooth)).sum() / val.sum())
+def until(documents, tokens: float, most: int):
+    """The next documents, until they have so many tokens, and at most so many documents."""
+    while tokens > 0 and most > 0:
+        yield (document := next(documents))
+        tokens, most = tokens - len(document), most - 1
 
 
 def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float, shard_tokens: int, size=None,
@@ -617,56 +560,51 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
     found = survey(files)
     encode, separator = load_tokenizer(tokenizer)
     sizes = {key: count for key, (count, _) in found.items()}
-    val, total, few = split(sizes, val_fraction), sum(sizes.values()), len(sizes) < WHOLE_FILES
-    most = min(4 * val_fraction, (1 + val_fraction) / 2) * total
-    if few or not val_fraction * total <= sum(sizes[key] for key in val) <= most:
-        val = set()
-    folder = folder_of(name)
+    val, why = split(sizes, val_fraction)
+    folder = data_root() / "data" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def documents(keys):
+        """(key, tokens) of the documents of the files `keys`."""
+        for key in keys:
+            _, reader = found[key]
+            # A file system may store an accent as a character of its own.
+            stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
+            length = size or document_size(encode, DOCUMENT_TOKENS[separator])
+            try:
+                for i, document in enumerate(cut(reader(files[key]), length)):
+                    ids = encode(document)
+                    tokens = np.empty(1 + len(ids), "<u2")
+                    tokens[0], tokens[1:] = separator, ids
+                    yield hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest(), tokens
+            except (NotText, OSError):
+                raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
+
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=folder.parent) as made:
         made = Path(made)
-        parts = {"train": Part(made / f"{name}_train", 1, shard_tokens),
-                 "val": Part(made / f"{name}_val", 0, MAX_SHARD_TOKENS)}
-
-        def documents(keys):
-            """(key, tokens) of the documents of the files `keys`."""
-            for key in keys:
-                _, reader = found[key]
-                # A file system may store an accent as a character of its own.
-                stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
-                length = size or document_size(encode, DOCUMENT_TOKENS[separator])
-                try:
-                    for i, document in enumerate(cut(reader(files[key]), length)):
-                        ids = encode(document)
-                        tokens = np.empty(1 + len(ids), "<u2")
-                        tokens[0], tokens[1:] = separator, ids
-                        yield hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest(), tokens
-                except NotText:
-                    raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
-        for _, document in documents(key for key in found if key in val):
-            parts["val"].add(document)
-        ranges, count, tokens = scatter(documents(key for key in found if key not in val), made)
+        whole = (document for _, document in documents(key for key in found if key in val))
+        prefix = made / f"{name}_val"
+        validating = write_shards(whole, prefix, 0, MAX_SHARD_TOKENS)
+        count, tokens, shuffled = shuffle(documents(key for key in found if key not in val), made, separator)
         if count + bool(val) < 2:
-            raise UserError(f"{total} characters of text in {len(sizes)} usable files: more text is needed, to have"
-                            " something to train on and something to validate on")
-        target = 0 if val else val_fraction * tokens
-        for i, document in enumerate(gather(ranges, separator), 1):
-            parts["val" if parts["val"].tokens < target and i < count else "train"].add(document)
-        del document  # and the memory of its file
-        for part in parts.values():
-            part.close()
-        lengths = [[np.frombuffer(n, np.uint16) for n in part.lengths.values()] for part in parts.values()]
-        checked = check(name, made, separator, *lengths) if check else None
+            raise UserError(f"{sum(sizes.values())} characters of text in {len(sizes)} usable files: more text is"
+                            " needed, to have something to train on and something to validate on")
+        first = until(shuffled, val_fraction * tokens, count - 1)
+        validating = validating or write_shards(first, prefix, 0, MAX_SHARD_TOKENS)
+        lengths = {"train": write_shards(shuffled, made / f"{name}_train", 1, shard_tokens), "val": validating}
+        checked = check(name, made, separator, {part: [*n.values()] for part, n in lengths.items()}) if check else None
+        counts = {part: token_counts(n) for part, n in lengths.items()}
         if val:
-            names = shown(sorted(val)[:5]) + ", ..." * (len(val) > 5)
-            chosen = f"{len(val)} of {len(sizes)} files: {names}"
+            chosen = f"{len(val)} of {len(sizes)} files: {shown(sorted(val)[:5])}" + ", ..." * (len(val) > 5)
         else:
-            why = f"there are fewer than {WHOLE_FILES} files" if few else "whole files do not make up this share"
-            chosen = f"{sum(map(len, lengths[1])):,} documents of all files, chosen by a hash, since {why}"
-        entropy, loss = unigram(parts["train"].counts, parts["val"].counts, separator + 1)
-        facts = {"order": ORDER, "separator": separator, "documents": sum(map(len, sum(lengths, []))),
-                 "validation": chosen, **{key: part.sizes() for key, part in parts.items()},
-                 "unigram_entropy": round(entropy, 6), "unigram_loss": round(loss, 6)}
+            chosen = f"{counts['val'][separator]:,} documents of all files, chosen by a hash, since {why}"
+        train, validated = (n[:separator + 1] for n in counts.values())  # of each token
+        p, smooth = train[train > 0] / train.sum(), (train + 1) / (train + 1).sum()
+        facts = {"order": ORDER, "separator": separator, "documents": int(train[-1] + validated[-1]),
+                 "validation": chosen,
+                 **{part: {path.name: read_shard_header(path) for path in n} for part, n in lengths.items()},
+                 "unigram_entropy": round(-(p * np.log(p)).sum(), 6),
+                 "unigram_loss": round(-(validated * np.log(smooth)).sum() / validated.sum(), 6)}
         install(made, folder, facts)
     report(folder, facts)
     return checked
@@ -702,7 +640,7 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
         raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
-    files, known, notices = {}, set(), Notices()
+    files, known, notices = {}, set(), defaultdict(Counter)
     for given in paths:
         root = user_path(given)
         if not given or not os.path.exists(root):
@@ -710,15 +648,15 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
         for key, path in walk(root, notices) if root.is_dir() else [(root.name, root)]:
             if not os.path.isfile(path):
                 dead = os.path.islink(path) and not os.path.exists(path)
-                notices.add("skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)",
-                            key)
+                kind = "skipped {} links to nothing" if dead else "skipped {} that are no files (pipes, devices)"
+                notices[kind][key] += 1
             elif (real := os.path.realpath(path)) in known:
-                notices.add(TWICE, key)
+                notices[TWICE][key] += 1
             else:
                 known.add(real)
                 # Keys are relative, so the split does not depend on the folder's place on the machine.
                 files[key if key not in files else f"{key}\0{len(files)}"] = path
-    notices.print()
+    print_notices(notices)
     print(build(out, files, tokenizer, val_fraction, shard_tokens, None, training_command))
 
 
@@ -726,7 +664,7 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
 
 def stdlib() -> None:
     """Makes shards of Python's library. Equal sources give equal shards."""
-    folder = folder_of("stdlib")
+    folder = data_root() / "data/stdlib"
     if folder.exists():
         try:
             facts = read_facts(folder)
@@ -739,7 +677,7 @@ def stdlib() -> None:
             print(f"building it again: {error}")
     root = Path(sysconfig.get_path("stdlib"))
     # Files with a dash in their name, and _sysconfigdata, describe the build of this Python and contain its paths.
-    files = {key: path for key, path in walk(root, Notices(), STDLIB_SKIP)
+    files = {key: path for key, path in walk(root, defaultdict(Counter), STDLIB_SKIP)
              if key.endswith(".py") and "-" not in key and not key.startswith("_sysconfigdata")}
     total = sum(path.stat().st_size for path in files.values())
     if total < STDLIB_BYTES // 2:

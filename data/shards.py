@@ -9,8 +9,9 @@ import os
 import re
 import stat
 import sys
-import threading
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -45,16 +46,13 @@ def read_shard_header(path: Path) -> int:
     return count
 
 
-def require_vocabulary(path, largest, vocab_size):
-    """Raises UserError when the largest token of a shard is outside the vocabulary."""
+def require_tokens(path, largest, separated, vocab_size):
+    """Raises UserError when the largest token of a shard is outside the vocabulary, or unless the last token of the
+    vocabulary has `separated` its documents."""
     if largest >= vocab_size:
         raise UserError(f"{path}: token {largest} but a vocabulary of {vocab_size}; data of another tokenizer"
                         f" (--vocab_size, --preset), or damaged: {REMAKE}")
-
-
-def require_separator(path, found, vocab_size):
-    """Raises UserError unless a separator, the last token of the vocabulary, was `found` in a shard."""
-    if not found:
+    if not separated:
         raise UserError(f"{path}: no document separator (token {vocab_size - 1}); data of another tokenizer?"
                         " (--vocab_size, --preset)")
 
@@ -62,25 +60,33 @@ def require_separator(path, found, vocab_size):
 def read_shard(path: Path, vocab_size: int, most=sys.maxsize) -> np.ndarray:
     """The first `most` tokens of a shard, uint16.
 
-    Raises UserError for a damaged file or a token outside the vocabulary.
+    Raises UserError for a damaged file, a token outside the vocabulary, and tokens without a separator.
     """
     count = min(read_shard_header(path), most)
     with user_error(f"{path}: cannot be read"):
         tokens = np.fromfile(path, "<u2", count, offset=SHARD_HEADER_BYTES)
         if len(tokens) < count:
             raise OSError("it ends early")
-    require_vocabulary(path, int(tokens.max(initial=0)), vocab_size)
+    require_tokens(path, int(tokens.max(initial=0)), (tokens == vocab_size - 1).any(), vocab_size)
     return tokens
 
 
-def digest(path: Path, look=None) -> str:
-    """SHA-256 of a file, in hexadecimal. look: a function that also gets all bytes, a mebibyte at a time."""
-    found = hashlib.sha256()
+def token_blocks(path: Path, seen=lambda block: None):
+    """Yields the tokens of a shard, half a million at a time. `seen` gets all bytes of the file, a mebibyte at a time.
+    Checks nothing. Raises UserError."""
     with user_error(f"{path}: cannot be read"), open(path, "rb") as file:
+        skip = SHARD_HEADER_BYTES
         while block := file.read(2**20):
-            found.update(block)
-            if look:
-                look(block)
+            seen(block)
+            yield np.frombuffer(block[skip:len(block) // 2 * 2], "<u2")  # a file that is cut now may end anywhere
+            skip = 0
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    found = hashlib.sha256()
+    for _ in token_blocks(path, found.update):
+        pass
     return found.hexdigest()
 
 
@@ -116,28 +122,20 @@ def missing_between(files: list[Path]) -> list[str]:
     # Of several numbers in a name, that with the most values counts the shards.
     counting = {max((place[:2] for place in reversed(found)), key=lambda around: len(series[around]))
                 for found in places.values() if found}
-    missing = []
-    for before, behind in sorted(counting):
-        numbers = series[before, behind]
-        for number in range(min(numbers), max(numbers)):
-            path = Path(f"{before}{number:0{len(numbers[min(numbers)])}}{behind}")
-            if number not in numbers and not path.exists():
-                missing.append(path.name)
-                if len(missing) > 3:
-                    return missing
-    return missing
+    gaps = (Path(f"{before}{number:0{len(numbers[min(numbers)])}}{behind}")
+            for before, behind in sorted(counting) for numbers in [series[before, behind]]
+            for number in range(min(numbers), max(numbers)) if number not in numbers)
+    return [*islice((path.name for path in gaps if not path.exists()), 4)]
 
 
 def stamp(path: Path):
     """(bytes, time of the last change in ns, inode) of a file; None if there is no regular file. Other bytes have
     another stamp."""
-    try:
+    with suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    if not stat.S_ISREG(found.st_mode):  # a pipe, which nobody can read without waiting
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+        if stat.S_ISREG(found.st_mode):  # no pipe, which nobody can read without waiting
+            return found.st_size, found.st_mtime_ns, found.st_ino
+    return None
 
 
 class Shards:
@@ -178,20 +176,15 @@ class Shards:
 
     def inspect(self, path) -> UserError | None:
         """Reads a shard once, for its SHA-256 and for the checks of its tokens; what is wrong with it."""
-        largest, separated, skip = 0, False, SHARD_HEADER_BYTES
-
-        def look(block):
-            nonlocal largest, separated, skip
-            tokens = np.frombuffer(block[skip:len(block) // 2 * 2], "<u2")  # a file that is cut now may end anywhere
-            largest, separated, skip = (max(largest, int(tokens.max(initial=0))),
-                                        separated or bool((tokens == self.vocab_size - 1).any()), 0)
+        largest, separated, found = 0, False, hashlib.sha256()
         try:
             self.require_same(path)
-            found = digest(path, look)
+            for tokens in token_blocks(path, found.update):
+                largest = max(largest, int(tokens.max(initial=0)))
+                separated = separated or (tokens == self.vocab_size - 1).any()
             self.require_same(path)
-            self.digests[path] = found
-            require_vocabulary(path, largest, self.vocab_size)
-            require_separator(path, separated, self.vocab_size)
+            self.digests[path] = found.hexdigest()
+            require_tokens(path, largest, separated, self.vocab_size)
         except UserError as error:
             return error
 
@@ -204,14 +197,6 @@ def run_shards(config) -> dict[str, Shards]:
 def inspect_all(shards: dict[str, Shards]):
     """Inspect all shards in a thread, those of the validation first, since every run reads them, the others in the
     order in which a run reads them."""
-    jobs = [(shards[part], path, Future()) for part in ("val", "train") for path in shards[part].files]
-    for each, path, check in jobs:
-        each.checks[path] = check
-
-    def work():
-        for each, path, check in jobs:
-            try:
-                check.set_result(each.inspect(path))
-            except Exception as error:
-                check.set_exception(error)
-    threading.Thread(target=work, daemon=True).start()  # a run that fails does not wait for it
+    thread = ThreadPoolExecutor(1)
+    for each in shards["val"], shards["train"]:
+        each.checks = {path: thread.submit(each.inspect, path) for path in each.files}

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
-from data.run import machine, start
+from data.run import machine, memory, start
 from data.run.arguments import leaves_rows_open
 from data.run.disk import keep_compiled
 from data.run.errors import UserError, error_message
@@ -39,7 +39,7 @@ DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at
 def folder(tmp_path):
     """Good and bad data for --preset=cpu; the rows of its batches have 1024 tokens."""
     for name, tokens in {"train_1": DOCUMENT * 3, "train_2": DOCUMENT * 2, "val_1": [256, *[97] * 39999],
-                         "val_2": [256, *[97] * 25536], "val_short": [256, *[97] * 65535],
+                         "val_2": [256, *[97] * 25536], "val_short": [256, *[97] * 65535], "val_tiny": [256] * 16,
                          "foreign": [*DOCUMENT * 3, 257], "other": [97] * 1800,
                          "below_1": [256] * 1024, "below_2": [256] * 1023, "gpt2_val": [50256, *[97] * 65536]}.items():
         write_shard(tmp_path / f"{name}.bin", tokens)
@@ -98,6 +98,7 @@ def gpus(check, folder, monkeypatch):
     for module in start, C:
         monkeypatch.setattr(module, "text_codec", lambda size: None)
     monkeypatch.setattr(start, "tokens_and_passes", lambda *args: (10**8, 0.5, 10**8))  # as if the data were enough
+    monkeypatch.setattr(memory, "kept_tokens", lambda config: 10**8)
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
     args = ["--preset=record", f"--train_files={folder}/gpt2.bin", f"--val_files={folder}/gpt2_val.bin",
             "--val_tokens=65536", "--val_batch_tokens=65536"]
@@ -149,14 +150,12 @@ CASES = {"check": [
     ("--train_files={d}/foreign.bin", "training data", "no", ".*foreign.bin.*257.*--vocab_size.*"),
     ("--train_files={d}/other.bin", "training data", "no", ".*other.bin.*no document separator.*256.*"),
     ("--train_files={d}/below_*.bin", "training data", "no", ".*below_.*.bin.* 1024 tokens.* 1025:.*--micro_batches"),
-    ("--data_end=stop", "training data", "no", "the .* 2 files, 3,000 tokens.* 1056.00 passes;.*--data_end=wrap"),
     ("--scheduled_steps=12000", "training data", "maybe", ".* passes; a second pass raises the validation loss: .*"),
-    # Whole documents would be enough, cut ones are not.
-    (f"--data_end=stop {STEPS_20}", "training data", "maybe", ".* 3,000 tokens; the run takes 2,560, .*"),
-    ("--minutes=1 --data_end=stop", "training data", "yes",
+    ("--minutes=1", "training data", "yes",
      "2 files, 3,000 tokens; --minutes will choose how many the run takes"),
     ("--minutes=1", "time", "yes", "1 min, as --minutes says"),
-    ("--val_files={d}/val_short.bin", "validation data", "no", ".*65536 tokens.*65537: lower --val_tokens.*"),
+    ("--val_files={d}/val_short.bin", "validation data", "yes", "1 files, 65,536 tokens, 65,409 of them used"),
+    ("--val_files={d}/val_tiny.bin", "validation data", "no", ".*16 tokens.*65537: lower --val_tokens.*"),
     ("--train_files={d}/[tx]*_2.bin", "validation data", "maybe", "the run trains on val_2.bin, which is also a file of"
      " the validation; 2 files, 65,537 tokens, 65,537 of them used"),  # through a link
     ("--log_dir={d}/val_1.bin", "disk", "no",
@@ -298,7 +297,7 @@ sys.exit(T.main(sys.argv[1:]))"""
 # ---- Several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra, status", [([], 0), (["--val_tokens=131072"], 1)])
+@pytest.mark.parametrize("extra, status", [([], 0), (["--val_files=none"], 1)])
 def test_one_table_for_two_ranks(check, folder, extra, status):
     ranks = Forks("import sys, train_gpt as T; sys.exit(T.main(sys.argv[1:]))", ["--check", *check.args, *extra],
                   rank_variables(2))

@@ -166,7 +166,6 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--run_label=a/b": "--run_label=a/b.*a file",
     "--device=tpu": "--device=tpu: must be cuda or cpu",
     "--dtype=float16": "--dtype=float16: must be bfloat16 or float32",
-    "--data_end=loop": "--data_end=loop: must be wrap or stop",
     # numbers that do not fit together
     "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
     "--preset=record74 --model_dim=960": "heads of 16 to 128 channels, a power of two; or add",

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from data import loader as L
 from data.run.errors import UserError
 from data.run.graphs import MicroStepGraphs
 from data.run.machine import Runtime
+from data.run.memory import possible_micro_batches
 from data.shards import Shards, find_files, inspect_all, missing_between, read_shard, read_shard_header
 from oracles import write_shard
 from records import check as C
@@ -237,11 +237,13 @@ def test_resumes_after_any_number_of_batches(tmp_path, world):
     rows = corpus.expected()[rank::world]
     loader, resumed = corpus.loader(rank, world), corpus.loader(rank, world)
     for taken in range(len(rows) + 1):
-        resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # into a loader with another state
+        state, text = loader.state_dict(), json.dumps(loader.state_dict())
+        resumed.load_state_dict(json.loads(text))  # into a loader with another state
         for row in rows[taken:taken + 12]:
             assert_batch(resumed.next_batch(), row)
         if taken < len(rows):
             assert_batch(loader.next_batch(), rows[taken])  # state_dict changes nothing
+            assert json.dumps(state) == text != json.dumps(loader.state_dict())
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -264,36 +266,17 @@ def test_resumes_on_another_number_of_ranks(tmp_path, world):
                 assert_batch(loader.next_batch(), row)
 
 
-def test_a_state_is_a_snapshot(tmp_path):
-    loader = random_corpus(tmp_path, 3).loader()
-    state, kept = loader.state_dict(), loader.state_dict()
-    loader.next_batch()
-    assert state == kept != loader.state_dict()
-
-
 # ---- The end of the data ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 8])
 def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
-    """If the data ends with the last step, reading ahead does not fail, even with data_end=stop."""
-    corpus = random_corpus(tmp_path, 4, data_end="stop")
+    """If the data ends with the last step, reading ahead does not warn."""
+    corpus = random_corpus(tmp_path, 4)
     corpus.spec = corpus.spec[:corpus.rows_before_the_end() // 8]
     for rank in range(world):
         loader = corpus.assert_served(rank, world)
         loader.load_state_dict(loader.state_dict())  # nothing is left to build
-    assert not corpus.warnings
-
-
-def test_stop_is_an_error_at_the_end_of_the_last_shard(tmp_path):
-    """Before the first micro-batch of the step that the shard cannot serve."""
-    corpus = random_corpus(tmp_path, 4, data_end="stop")
-    loader, expected = corpus.loader(), corpus.expected()
-    assert (rows := corpus.rows_before_the_end()) % 8
-    for row in expected[:rows - rows % 8]:
-        assert_batch(loader.next_batch(), row)
-    with pytest.raises(UserError, match="training data exhausted.*data_end=wrap"):
-        loader.next_batch()
     assert not corpus.warnings
 
 
@@ -316,13 +299,11 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1
 
 
-@pytest.mark.parametrize("data_end, message", [
-    ("wrap", "no training shard fills a row"), ("stop", "training data exhausted")])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_corpus_too_small_for_a_row(tmp_path, shards, data_end, message):
+def test_corpus_too_small_for_a_row(tmp_path, shards):
     """Each shard has one token less than a micro-batch takes."""
-    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)], data_end=data_end)
-    with pytest.raises(UserError, match=message):
+    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)])
+    with pytest.raises(UserError, match="no training shard fills a row"):
         corpus.loader().next_batch()
     with pytest.raises(ValueError):
         corpus.expected()
@@ -353,7 +334,7 @@ def test_too_many_documents(tmp_path):
 TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
 
 
-@pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536), ([], 50)])
+@pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536)])
 def test_read_shard(tmp_path, values, vocabulary):
     path = write_shard(tmp_path / "a.bin", values)
     tokens = read_shard(path, vocabulary)
@@ -484,22 +465,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
         read_shard(path, 50)
 
 
-def test_damaged_shard_is_reported_when_its_turn_comes(tmp_path):
-    corpus = random_corpus(tmp_path, 6)
-    write_shard(tmp_path / "train_001.bin", [*corpus.shards[1], 50])
-    loader = corpus.loader()
-    for row in corpus.expected()[:8]:
-        assert_batch(loader.next_batch(), row)
-    with pytest.raises(UserError, match="train_001.bin: token 50"):
-        for _ in range(8 * 24):
-            loader.next_batch()
-
-
-def test_shard_without_documents(tmp_path):
-    with pytest.raises(UserError, match=f"train_000.bin.*no document separator.*{SEP}"):
-        Corpus(tmp_path, [np.arange(40, dtype=np.uint16)], [(16, 9)]).loader().next_batch()
-
-
 def test_shards_without_tokens_are_passed_over(tmp_path):
     corpus, empty = random_corpus(tmp_path, 4), tmp_path / "train_000b.bin"
     write_shard(empty, [])
@@ -524,53 +489,30 @@ def test_gaps_in_numbered_shards(tmp_path, names, missing):
     assert missing_between([tmp_path / "a_2.bin", tmp_path / "a_4.bin"]) == []  # only the pattern leaves it out
 
 
-def grown(path):
-    write_shard(path, [*read_shard(path, 50), 7])
+def change_shard(path, how):
+    """The shard becomes a file of other tokens, or of the same ones ("touched", "copied")."""
+    tokens, before, other = read_shard(path, 50), path.stat(), path.with_name("other")
+    write_shard(other, tokens if how == "copied" else [*tokens[:-1], (tokens[-1] + 1) % SEP])
+    if how == "exchanged":  # for a file of the same size and time
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if how in ("exchanged", "copied"):
+        other.rename(path)
+    elif how in ("relinked", "deleted"):
+        path.unlink()
+        if how == "relinked":
+            path.symlink_to(other)
+    elif how in ("grown", "emptied"):
+        write_shard(path, [*tokens, 7] if how == "grown" else [])
+    else:
+        path.write_bytes({"cut": path.read_bytes()[:-1], "overwritten": other.read_bytes()}.get(how, path.read_bytes()))
+        os.utime(path, ns=(1, 1))  # two writes may fall into one tick of the clock
 
 
-def exchanged(path):
-    """By a rename, for other tokens in a file of the same size and time."""
-    tokens, before = read_shard(path, 50), path.stat()
-    other = write_shard(path.with_name("other"), [*tokens[:-1], (tokens[-1] + 1) % SEP])
-    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-    other.rename(path)
-    assert path.stat().st_mtime_ns == before.st_mtime_ns and path.stat().st_ino != before.st_ino
-
-
-def overwritten(path):
-    tokens = read_shard(path, 50)
-    write_shard(path, [*tokens[:-1], (tokens[-1] + 1) % SEP])
-    os.utime(path, ns=(1, 1))  # two writes may fall into one tick of the clock
-
-
-def relinked(path):
-    tokens = read_shard(path, 50)
-    path.unlink()
-    path.symlink_to(write_shard(path.with_name("other"), [*tokens[:-1], (tokens[-1] + 1) % SEP]))
-
-
-def touched(path):
-    os.utime(path, ns=(1, 1))
-
-
-def copied(path):
-    shutil.copy(path, path.with_name("copy"))
-    path.with_name("copy").rename(path)
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def emptied(path):
-    write_shard(path, [])
-
-
-OTHERS = grown, cut, emptied, exchanged, overwritten, relinked, os.unlink
+OTHERS = "grown", "cut", "emptied", "exchanged", "overwritten", "relinked", "deleted"
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("change", [*OTHERS, touched, copied])
+@pytest.mark.parametrize("change", [*OTHERS, "touched", "copied"])
 def test_a_shard_that_changes_during_the_run(tmp_path, change, known):
     """The first shard, on the second pass, on each rank; the same bytes are welcome if their checksum is known."""
     for rank in (0, 1):
@@ -581,8 +523,8 @@ def test_a_shard_that_changes_during_the_run(tmp_path, change, known):
         path = loader.files[0]
         if known:
             assert [loader.shards.inspect(each) for each in loader.files] == [None] * 3
-        change(path)
-        if known and change in (touched, copied):
+        change_shard(path, change)
+        if known and change not in OTHERS:
             for row in rows[corpus.rows_before_the_end() // 2:]:
                 assert_batch(loader.next_batch(), row)
         else:
@@ -598,7 +540,7 @@ def test_validation_holds_what_it_has_read(tmp_path, change):
     data, path = validation(tmp_path, [val], 1), tmp_path / "val_0.bin"
     before = [batch.tokens.tolist() for batch in data]
     shards = Shards(str(path), 50)
-    change(path)
+    change_shard(path, change)
     assert [batch.tokens.tolist() for batch in data] == before
     with pytest.raises(UserError, match="val_0.bin: changed"):  # between the start and the reading
         L.ValidationData(data.config, data.rt, shards=shards)
@@ -631,14 +573,13 @@ def test_a_shard_that_is_cut_during_its_inspection(tmp_path, size):
     assert str(shards.inspect(path)).startswith(f"{path}: changed") and shards.digests == {}
 
 
-@pytest.mark.parametrize("bad", [[7] * 3000, [SEP, 50] * 1500])
-@pytest.mark.parametrize("data_end", ["wrap", "stop"])
-def test_rehearsal_meets_the_bad_shards_of_the_run(tmp_path, bad, data_end):
+@pytest.mark.parametrize("bad, message", [([7] * 3000, "no document separator .*49"), ([SEP, 50] * 1500, "token 50")])
+def test_rehearsal_meets_the_bad_shards_of_the_run(tmp_path, bad, message):
     """And no others. It leaves the batches as they are."""
     shards = [random_shard(np.random.default_rng(seed), 90) for seed in range(2)]
-    corpus = Corpus(tmp_path, [*shards, np.array(bad)], [(64, 30)] * 60, micro_batches=1, data_end=data_end)
+    corpus = Corpus(tmp_path, [*shards, np.array(bad)], [(64, 30)] * 60, micro_batches=1)
     path, reached = tmp_path / "train_002.bin", 0
-    with pytest.raises(UserError, match="train_002.bin"):
+    with pytest.raises(UserError, match=f"train_002.bin: {message}"):
         loader = corpus.loader()
         for _ in range(60):
             loader.next_batch()
@@ -717,6 +658,28 @@ def test_validation_pieces(tmp_path, world):
     assert sorted(pieces) == list(range(8))
     assert torch.cat([pieces[i].tokens for i in range(8)]).tolist() == stream[:512].tolist()
     assert torch.cat([pieces[i].targets for i in range(8)]).tolist() == stream[1:513].tolist()
+
+
+@pytest.mark.parametrize("available, batch, tokens, piece", [
+    (512, 64, 512, 64), (513, 64, 512, 64), (9999, 64, 512, 64), (511, 64, 384, 48), (63, 64, 48, 48), (64, 64, 64, 64),
+    (17, 16, 16, 16), (16, 512, 16, 16), (511, 512, 496, 496), (300, 128, 288, 96), (15, 64, 512, 64)])
+def test_fewer_validation_tokens_than_asked_for(tmp_path, available, batch, tokens, piece):
+    """Nearly all are used, in no more pieces than they need; too few change nothing, so the start refuses them."""
+    write_shard(tmp_path / "val_0.bin", np.resize(document(9, 0), available + 1))
+    data = T.Data(val_files=f"{tmp_path}/val_*.bin", val_tokens=512, val_batch_tokens=batch)
+    fitted = L.fit_validation(T.Config(model=MODEL, data=data))
+    assert (fitted.data.val_tokens, fitted.data.val_batch_tokens) == (tokens, piece)
+    assert available == 15 or sum(len(b.tokens) for b in L.ValidationData(fitted, Runtime(0, 1, CPU))) == tokens
+
+
+@pytest.mark.parametrize("tokens, least", [(2**18 + 20, 1), (2**18 - 999, 2), (2**15, 8), (2**14, 16), (2**12, 16)])
+def test_small_shards_get_short_rows(tmp_path, tokens, least):
+    """An eighth of the longest shard, or 2048 tokens; tokens that the loader cuts off do not count."""
+    write_shard(tmp_path / "train_0.bin", np.resize([SEP, *[3] * 9], 2000))
+    write_shard(tmp_path / "train_1.bin", np.append(np.resize([SEP, *[3] * 9], tokens), [3] * 2000))
+    schedule = T.PRESETS["short"].config.schedule
+    config = T.Config(model=MODEL, schedule=schedule, data=T.Data(train_files=f"{tmp_path}/train_*.bin"))
+    assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 
 
 def test_validation_errors(tmp_path):

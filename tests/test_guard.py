@@ -302,8 +302,7 @@ EFFECTS = {
     "sample_tokens": (3, "sample:"), "sample_prompt": ("xyz", "sample:\nxyz", "--sample_tokens=3"),
     "resume": ("none.pt", "none.pt is no checkpoint"), "init_from": ("none.pt", "none.pt is no checkpoint"),
     "kernels": ("XXT:none", "XXT:none"), "device": ("cuda", "the attention kernel of a GPU"),
-    "minutes": (0.001, "that is a run of"), "train_tokens": (1000, "that is a run of"),
-    "data_end": ("stop", "data may end", "--scheduled_steps=99")}
+    "minutes": (0.001, "that is a run of"), "train_tokens": (1000, "that is a run of")}
 # test_knobs_of_compiler_memory_and_fp8 has these, test_checkpoint.py the last.
 OTHERS = {"compile", "combo_kernels", "cuda_graphs", "tokens_per_doc", "fp8_mlp", "other_data"}
 

@@ -243,7 +243,7 @@ def config_from_dict(default, tree):
     """
     def section(old, values):
         hints = hints_of(type(old))
-        values = {key: value for key, value in values.items() if key != "depth"}  # older ones have it beside the layers
+        values = {key: value for key, value in values.items() if key not in ("depth", "data_end")}  # of older ones
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 

@@ -7,10 +7,12 @@ import dataclasses
 import math
 import os
 import sys
+from contextlib import suppress
 
 import torch
 
 import triton_kernels as kernels
+from data.loader import fit_validation, kept_tokens
 from data.run.errors import LESS_MEMORY, UserError
 from data.run.knobs import render, with_system
 
@@ -110,14 +112,20 @@ def memory_report(config, sizes, device, world) -> tuple[str, bool]:
 def possible_micro_batches(config, world) -> list[int]:
     """The numbers of micro-batches, up to 128, that divide the batches of all stages into rows of up to 49152 tokens.
 
-    The kernels are tuned and tested for these lengths.
+    The kernels are tuned and tested for these lengths. The loader drops the end of a shard that fills no row. So small
+    shards get shorter rows: an eighth of the longest shard, or 2048 tokens if that is more.
     """
     batches = [stage.batch_tokens for stage in config.schedule.stages]
     counts = [n for n in range(world, 129, world) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
     if not counts:
         raise UserError(f"--micro_batches=0: no number up to 128 divides batches of {render(tuple(batches))} tokens"
                         f" into multiples of 16, at most 49152 each, for {world} processes; change the batches")
-    return counts
+    least = counts[0]
+    with suppress(UserError):  # `survey_training_data` says what is wrong with the shards
+        row = max(2048, kept_tokens(config) / 8)
+        while max(batches) / least > row:
+            least *= 2
+    return [n for n in counts if n >= least] or counts[-1:]
 
 
 def choose_micro_batches(config, sizes, device, world):
@@ -133,11 +141,13 @@ def choose_micro_batches(config, sizes, device, world):
 
 
 def fit_memory(config, param_table, device, world, rows_open):
-    """(config with the number of micro-batches, and of rows of n-grams if `rows_open`, that suit the GPU; its `sizes`).
+    """(config with the number of micro-batches, and of rows of n-grams if `rows_open`, that suit the GPU and the data,
+    and with the validation tokens that there are; its `sizes`).
 
     The preset's rows double up to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not
     time.
     """
+    config = fit_validation(config)
     sizes = state_bytes(config, param_table(config.model), world)
     config = choose_micro_batches(config, sizes, device, world)
     rows_open = rows_open and world == 1 and device.type == "cuda"

@@ -94,13 +94,7 @@ def survey_training_data(config) -> tuple[str, bool]:
              f" about {passes * available:,.0f}: {passes:.2f} passes")
     if passes <= 1:
         return found, True
-    if config.data.data_end == "wrap":
-        found = f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}"
-        return found, trained < 1e7
-    found = f"the training data may end before the run: {found}; add shards or use --data_end=wrap"
-    if trained > available:
-        raise UserError(found)
-    return found, False
+    return f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}", trained < 1e7
 
 
 def survey_validation_data(config) -> tuple[str, bool]:
