@@ -56,22 +56,16 @@ def joined(argv) -> list[str]:
 
 def parse(argv):
     """(runs of each label, first seed, --exchange or "", whether --parallel, label -> the trainer's arguments)"""
-    times, seed, exchange, parallel, labels = "", "", "", False, {}
+    given, labels = {"--repeat": "", "--exchange": "", "--seed": ""}, {}
     common = own = ["--log_dir=logs"]
     for argument in joined(argv):
         key, _, value = argument.partition("=")
-        if argument == "--parallel":
-            parallel = True
-        elif key == "--repeat":
-            times = value
-        elif key == "--exchange":
-            exchange = value
-        elif key == "--seed":
-            if seed:
-                die(f"--seed={value}: there is one already, and all labels have the same seeds")
-            if not re.fullmatch("0|[1-9][0-9]*", value):
-                die(f"--seed={value}: write a whole number")
-            seed = value
+        if key == "--seed" and given[key]:
+            die(f"--seed={value}: there is one already, and all labels have the same seeds")
+        if key == "--seed" and not re.fullmatch("0|[1-9][0-9]*", value):
+            die(f"--seed={value}: write a whole number")
+        if key in given:
+            given[key] = value
         elif key == "--run_label":
             die(f"{argument}: with --repeat it is --label that names the runs")
         elif key == "--label":
@@ -80,15 +74,17 @@ def parse(argv):
             if value in labels:
                 die(f"--label {value}: there is one already")
             own = labels[value] = []
-        else:
+        elif argument != "--parallel":
             own.append(argument)
+    times, exchange, seed = given.values()
     if not re.fullmatch("[1-9][0-9]*", times):
         die(f"--repeat '{times}': write how many runs of each label, 1 or more")
     if not labels:
         die("--label and a name for the runs are missing")
     if exchange and (exchange.count(",") != 1 or len(labels.keys() & {*exchange.split(",")}) != 2):
         die(f"--exchange={exchange}: write two of the labels with a comma between them ({', '.join(labels)})")
-    return int(times), int(seed or 1), exchange, parallel, {label: common + own for label, own in labels.items()}
+    arguments = {label: common + own for label, own in labels.items()}
+    return int(times), int(seed or 1), exchange, "--parallel" in argv, arguments
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -140,6 +136,7 @@ class Run:
     arguments: list[str]
     title: str
     gpu: int = 0  # index in the list of GPUs
+    process: subprocess.Popen | None = None  # set when the run has started
     log: Path | None = None  # set when the run has finished
 
     def start(self, env):
@@ -155,24 +152,25 @@ class Run:
         self.process = subprocess.Popen(command, cwd=ROOT, **options)
 
     def stop(self):
-        os.killpg(self.process.pid, signal.SIGTERM)
+        """Ends a parallel run that has started and has not ended."""
+        if self.process and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
 
     def finish(self, stopped, parallel) -> int:
         """Finds the log and says how the run ended; returns its exit status."""
-        code = self.process.returncode
+        code, results = self.process.returncode, []
         self.errors.seek(0)
         errors = self.errors.read().decode(errors="replace")
         self.errors.close()
-        new = set((ROOT / self.folder).glob("*.txt")) - self.before if code == 0 else ()
-        for path in new:  # another program may train this label with other seeds
-            text = path.read_text(encoding="utf-8", errors="replace")
+        for path in set((ROOT / self.folder).glob("*.txt")) - self.before if code == 0 else ():
+            text = path.read_text(encoding="utf-8", errors="replace")  # of another seed, if another program trains, too
             started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
             if started and "\nfinal_val_loss: " in text:  # else it ran out of memory and started again
                 self.log = self.folder / path.name
                 results = re.findall(r"^((?:final_val_loss|train_seconds): .*)$", text, re.M)
         if self.log or stopped:
             if parallel:
-                say(f"{self.title}: " + (", ".join(results) or "finished" if self.log else "stopped"))
+                say(f"{self.title}: {', '.join(results) or 'stopped'}")
             return 0
         sys.stderr.write(errors)
         code = 128 - code if code < 0 else code
@@ -187,28 +185,26 @@ def train(runs, gpus, caught) -> int:
     this process ends parallel runs.
     """
     queues = [[run for run in runs if run.gpu == index] for index in range(len(gpus) or 1)]
-    running, status, stopped = [], 0, False
+    status, stopped = 0, False
     try:
-        while True:
+        while any(queues):
             for index, queue in enumerate(queues):
-                if queue and not (status or stopped or caught) and index not in [run.gpu for run in running]:
+                if (status or stopped or caught) and queue and not queue[0].process:
+                    queue.clear()
+                elif queue and not queue[0].process:
                     queue[0].start(environment(gpus, index) if gpus else None)
-                    running.append(queue.pop(0))
-            if not running:
-                return 130 if caught or stopped else status
             time.sleep(0.1)
-            ended = [run for run in running if run.process.poll() is not None]
-            running = [run for run in running if run not in ended]
+            ended = [queue.pop(0) for queue in queues if queue and queue[0].process.poll() is not None]
             if caught:  # tested after poll: a signal that ended a run has also reached this process
                 stopped = True
                 caught.clear()
-                for run in running if gpus else ():
+                for run in runs if gpus else ():
                     run.stop()
-            for run in ended:
-                code = run.finish(stopped, parallel=bool(gpus))
-                status = status or code
+            codes = [run.finish(stopped, parallel=bool(gpus)) for run in ended]
+            status = next(filter(None, [status, *codes]), 0)
+        return 130 if caught or stopped else status
     finally:  # runs are left only if this program itself fails, for example because its terminal is gone
-        for run in running if gpus else ():
+        for run in runs if gpus else ():
             run.stop()
 
 

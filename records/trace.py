@@ -298,21 +298,21 @@ def table(result, top=25):
 
     def rows(titles, body):
         for name, *cells in titles, *body:
-            cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+            cells = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
             lines.append(f"{name:<58}" + "".join(f"{cell:>15}" for cell in cells))
         lines.append("")
 
-    def share(value):
-        return f"{value / total:.1%}"
+    def rest(more):
+        """One row with the sums of these rows."""
+        return [(f"{len(more)} more", *map(sum, zip(*more)))] if more else []
 
     first, last, rank, ranks = result["steps"][0], result["steps"][-1], run.get("rank", "?"), run.get("ranks", "?")
     rows((f"steps {first} to {last}, rank {rank} of {ranks}", "ms per step", "share"),
-         [(name, value, share(value)) for name, value in {**result["split"], "all": total}.items()])
+         [(name, value, f"{value / total:.1%}") for name, value in {**result["split"], "all": total}.items()])
     if run.get("cuda_graphs"):
-        missing = [step["step"] for step in run["steps"] if step["step"] < first]
-        note = (f"left out, as they were launched in part kernel by kernel: steps {', '.join(map(str, missing))}"
-                if missing else f"step {first} was launched in part kernel by kernel: idle contains the gaps")
-        lines[-1:] = [note, ""]
+        missing = [str(step["step"]) for step in run["steps"] if step["step"] < first]
+        lines[-1:] = [f"left out, as they were launched in part kernel by kernel: steps {', '.join(missing)}" if missing
+                      else f"step {first} was launched in part kernel by kernel: idle contains the gaps", ""]
     inside = {name: numbers for name, numbers in regions.items() if name.startswith(("forward", "backward"))}
     order = {"embed": 0, "layer": 1, "loss": 2, "": 3}
     places = sorted({name.partition(" ")[2] for name in inside},
@@ -323,11 +323,11 @@ def table(result, top=25):
     other |= {"forward, backward": [sum(column) for column in zip(*inside.values())]} if inside else {}
     small = [other.pop(name) for name, numbers in [*other.items()] if sum(numbers) < 1e-3 * total]
     rows(("region", "ms", "communication", "exposed", "idle"),
-         sorted(((name, *numbers) for name, numbers in other.items()), key=lambda row: -sum(row[1:]))
-         + [(f"{len(small)} more", *map(sum, zip(*small)))] * bool(small))
-    left = [(f"{len(left)} more", *map(sum, list(zip(*left))[1:])) for left in [result["names"][top:]] if left]
+         sorted(((name, *numbers) for name, numbers in other.items()), key=lambda row: -sum(row[1:])) + rest(small))
+    names = result["names"]
     rows(("kernels", "calls", "ms", "share"),
-         [(name, f"{count:g}", time, share(time)) for name, count, time in result["names"][:top] + left])
+         [(name, f"{count:g}", time, f"{time / total:.1%}")
+          for name, count, time in names[:top] + rest([numbers for _, *numbers in names[top:]])])
     if result["rates"]:
         rows(("our operations", "calls", "ms", "rate", "of the limit"), [
             (name, f"{count:g}", time, *(("launches?", "") if rate is None else (
