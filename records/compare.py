@@ -39,6 +39,7 @@ Needs only Python's standard library.
 """
 
 import argparse
+import cmath
 import difflib
 import glob
 import hashlib
@@ -344,46 +345,39 @@ def exchange_rate(short, long) -> tuple[float, list[tuple[float, float]]]:
     return (ends[0].mean - ends[1].mean) / span, [(variance / span ** 2, df) for variance, df in (s.part for s in ends)]
 
 
-def growth(log_ratio: float) -> float:
-    return math.inf if log_ratio > 20 else math.exp(log_ratio)  # a diverged arm has numbers too long for a table
+def growth(log_ratio):
+    """exp; a diverged arm has numbers too long for a table."""
+    return math.inf if log_ratio.real > 20 else cmath.exp(log_ratio)
 
 
 def saved(log_ratio: float) -> float:
     """Percent of tokens saved if the share exp(log_ratio) remains."""
-    return 100 * (1 - growth(log_ratio))
+    return 100 * (1 - growth(log_ratio).real)
 
 
-def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
+def against(short, long, arm) -> list[Estimate]:
     """Compares a group of runs with the baseline through `short` and `long`, at the group's own number of tokens.
 
     Returns the difference in loss; the difference in seconds; the logarithm of the share of its tokens that the group
     needs for the baseline's loss; the net seconds with this share of tokens.
     """
-    groups = arm, short, long
-    losses = [mean(run.loss for run in runs) for runs in groups]
-    times = [mean(run.time for run in runs) for runs in groups]
-    tokens = [runs[0].tokens for runs in groups]
+    groups, tokens = (arm, short, long), [runs[0].tokens for runs in (arm, short, long)]
     span = math.log(tokens[2] / tokens[1])
     x = math.log(tokens[0] / tokens[1]) / span  # position of the arm: 0 at short, 1 at long
     y = (tokens[0] - tokens[1]) / (tokens[2] - tokens[1])
 
-    # Weights of the three groups' means in the difference of losses, in the difference of seconds and in the rate. The
-    # weights are also the derivatives, from which the derivatives of the logarithm and of the net seconds follow.
-    by_loss, by_time, by_rate = (1, x - 1, -x), (1, y - 1, -y), (0, 1 / span, -1 / span)
-    loss, time, rate = (sum(a * b for a, b in zip(weights, means))
-                        for weights, means in ((by_loss, losses), (by_time, times), (by_rate, losses)))
-    log = loss / rate
-    by_log = [(a - log * b) / rate for a, b in zip(by_loss, by_rate)]
-    rest = growth(log)
+    def results(loss, short_loss, long_loss, time, short_time, long_time):
+        above, baseline = loss - short_loss - x * (long_loss - short_loss), short_time + y * (long_time - short_time)
+        log = above * span / (short_loss - long_loss)
+        return above, time - baseline, log, time * growth(log) - baseline
 
-    def linear(value, by_loss, by_time):
-        """Estimate of `value` with these derivatives. The loss and the seconds of one run may depend on each other."""
-        return estimate(value, *(sample(a * run.loss + b * run.time for run in runs).part
-                                 for runs, a, b in zip(groups, by_loss, by_time) if a or b))
-
-    none = 0, 0, 0
-    return (linear(loss, by_loss, none), linear(time, none, by_time), linear(log, by_log, none),
-            linear(rest * times[0] - (times[0] - time), [rest * times[0] * a for a in by_log], (rest, *by_time[1:])))
+    means = [mean(getattr(run, what) for run in runs) for what in ("loss", "time") for runs in groups]
+    # The derivatives by each mean: the results at a mean plus ih are, but for h², the results plus ih times them.
+    slopes = [[result.imag / 1e-20 for result in results(*means[:k], means[k] + 1e-20j, *means[k + 1:])]
+              for k in range(6)]
+    return [estimate(value.real, *(  # the loss and the seconds of one run may depend on each other
+        sample(a * run.loss + b * run.time for run in runs).part for runs, a, b in zip(groups, by, by[3:]) if a or b))
+        for value, *by in zip(results(*means), *slopes)]
 
 
 # ---- Factors ---------------------------------------------------------------------------------------------------------
