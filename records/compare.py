@@ -492,8 +492,8 @@ def lengths(runs) -> str:
     return ", ".join(map(str, sorted({run.tokens for run in runs})))
 
 
-def exchange(used, names):
-    """--exchange: (rate, its parts), the line about the rate, rows of the arms, warnings. Raises UserError."""
+def exchange(used, names, warnings):
+    """--exchange: (rate, its parts), the line about the rate, rows of the arms. Adds warnings. Raises UserError."""
     for name in names:
         if not used.get(name):
             raise UserError(f"--exchange: '{name}' " + ("has no finished run" if name in used else
@@ -519,7 +519,6 @@ def exchange(used, names):
             loss, time, log, net = against(short, long, runs)
             rows.append([label, lengths(runs), shown(loss, 4), shown(time, 3), shown(log, 2, saved), shown(net, 3)])
 
-    warnings = []
     if unlike := unlike_settings(short[0], long[0]) - LENGTH:
         warnings.append(f"exchange: {' and '.join(names)} differ not only in length but in {', '.join(sorted(unlike))}")
     if single := [label for label, runs in used.items() if len(runs) == 1]:
@@ -528,19 +527,20 @@ def exchange(used, names):
         warnings.append("exchange: the rate cannot be told from 0, so the savings mean nothing; it takes more runs, or"
                         " lengths that are further apart")
     line = f"exchange rate, {' to '.join(names)}: {shown(rate, 4)} of loss per e-fold of tokens"
-    return (value, parts), line, rows, warnings
+    return (value, parts), line, rows
 
 
-def main_effects(used, rate):
-    """Rows and warnings of the factorial set among the groups, if any. rate: of `exchange_rate`, or None."""
+def main_effects(used, rate, warnings):
+    """Rows of the factorial set among the groups, if any. Adds warnings. rate: of `exchange_rate`, or None."""
     words = {label: re.findall(r"[+-]\w+", label) for label, runs in used.items() if runs and SIGNED.fullmatch(label)}
     if len(words) < 2:
-        return [], []
+        return []
     first, *_ = words
     factors = list(dict.fromkeys(word[1:] for word in words[first]))
     for label in words:
         if sorted(word[1:] for word in words[label]) != sorted(factors):
-            return [], [f"no table of effects: {first} and {label} do not name the same factors, each once"]
+            warnings.append(f"no table of effects: {first} and {label} do not name the same factors, each once")
+            return []
 
     runs = [(run, words[label]) for label in words for run in used[label]]
     columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
@@ -558,14 +558,13 @@ def main_effects(used, rate):
             of_rate = [(variance * (log / per_efold) ** 2, df) for variance, df in parts]
             rows[-1].append(shown(estimate(log, (4 * loss[i][1] / per_efold ** 2, df), *of_rate), 2, saved))
 
-    warnings = []
     if tied:
         names = [" and ".join(factors[i - 1] for i in sorted(ties) if i) for ties in tied]
         warnings.append("effects: the labels cannot separate " + "; ".join(
             name if len(ties - {0}) > 1 else f"{name} from the mean" for name, ties in zip(names, tied)))
     if "," in (tokens := lengths(run for run, _ in runs)):
         warnings.append(f"effects: the runs differ in tokens ({tokens}), so the effects are not at equal tokens")
-    return rows, warnings
+    return rows
 
 
 def report(groups, target, markdown, names=None) -> str:
@@ -622,7 +621,7 @@ def report(groups, target, markdown, names=None) -> str:
     if len(steps) > ROWS:
         steps = [steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)]
     for step in steps:
-        losses = [[run.losses[step] for run in runs if step in run.losses] for runs in used.values()]
+        losses = [[run.losses.get(step, math.nan) for run in runs] for runs in used.values()]
         changed = [welch(sample(losses[0]), sample(values)) for values in losses[1:]]
         curve.append([str(step), *(spread(values, 4) for values in losses),
                       *(f"{number(change.value, 4, '+')} ({chance(change.p)})" for change in changed)])
@@ -640,10 +639,8 @@ def report(groups, target, markdown, names=None) -> str:
 
     raw = [f"{label}, {what}: {', '.join(f'{x:.{FINALS[what]}f}' for x in results)}"
            for (label, what), results in values.items() if results]
-    rate, line, arms, rate_warnings = exchange(used, names) if names else (None, "", [], [])
-    factors, factor_warnings = main_effects(used, rate)
-    warnings += rate_warnings + factor_warnings
-    sections = summary, differences, line, arms, factors, curve, clock
+    rate, line, arms = exchange(used, names, warnings) if names else (None, "", [])
+    sections = summary, differences, line, arms, main_effects(used, rate, warnings), curve, clock
     tables = [part if part is line else table(part, markdown) for part in sections if len(part) > 1]
     lists = raw, [divergence(*pair) for pair in pairs(groups)], [f"warning: {text}" for text in warnings]
     return "\n\n".join(tables + ["\n".join(f"* {line}" for line in lines) for lines in lists if lines])

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -218,12 +218,10 @@ def main(argv) -> int:
     if parallel and not gpus:
         die("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel out")
     runs = []
-    for i in range(times):
-        for j, (label, arguments) in enumerate(labels.items()):
-            k = i * len(labels) + j
-            index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
-            title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
-            runs.append(Run(label, first + i, arguments, title, index))
+    for k, (i, label) in enumerate(product(range(times), labels)):
+        index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
+        title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
+        runs.append(Run(label, first + i, labels[label], title, index))
     status = get_data(labels, environment(gpus, 0)) if gpus else 0
     if caught or not status:
         status = train(runs, gpus, caught)
@@ -233,8 +231,7 @@ def main(argv) -> int:
         return status
     logs = [f"{run.label}={run.log}" for run in finished]
     both = exchange and {run.label for run in finished}.issuperset(exchange.split(","))
-    options = [f"--exchange={exchange}"] if both else []
-    command = [sys.executable, "records/compare.py", *options, "--", *logs]
+    command = [sys.executable, "records/compare.py", *[f"--exchange={exchange}"] * bool(both), "--", *logs]
     return subprocess.call(command, cwd=ROOT) or status
 
 

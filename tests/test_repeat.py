@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -173,9 +174,9 @@ def test_exchange_and_signed_labels_reach_the_comparison(folder, train):
     Signed labels and file names look like options of compare.py."""
     for fails, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
         assert train("1 --label long --exchange=short,long --label short --label x", FAILS=fails).options == options
-    for name in "records/compare.py", "data/__init__.py", "data/run/program.py":
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(f"{os.path.dirname(repeat.__file__)}/../{name}", folder / name)
+    root = Path(repeat.__file__).parents[1]
+    shutil.copytree(root / "data/run", folder / "data/run")
+    shutil.copy(root / "records/compare.py", folder / "records")
     done = train("2 --log_dir=. --label -a --label=+a --x=1")
     assert done.calls[3]["argv"] == ["--run_label=+a", "--seed=1", "--log_dir=logs", "--log_dir=.", "--x=1"]
     assert re.findall(r"^(\S+) +2  ", done.out, re.M)[:2] == ["-a", "+a"]

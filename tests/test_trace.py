@@ -382,7 +382,7 @@ def test_work_knows_every_kernel():
 
 def profiler(content):
     """A stopped profiler whose trace is `content`."""
-    return NS(export_chrome_trace=lambda path: Path(path).write_text(content))
+    return NS(export_chrome_trace=lambda path: Path(path).write_text(content), stop=lambda: None)
 
 
 def test_report(tmp_path):
@@ -399,16 +399,20 @@ def test_report(tmp_path):
     assert track == 3 * [*(text.partition(":")[0] for text in kernels(micro_step())), "micro-step"]
 
 
-@pytest.mark.parametrize("content, path, reason", [
-    ("{}", "missing/x.json.gz", "No such file or directory"), ("not json", "x.json.gz", "Expecting value.*"),
-    ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}]}', "x.json.gz",
+@pytest.mark.parametrize("content, folder, reason", [
+    ("{}", "missing", "No such file or directory"), ("not json", "", "Expecting value.*"),
+    ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}]}', "",
      "it has no kernels.*")])
-def test_no_trace(tmp_path, monkeypatch, content, path, reason):
+def test_no_trace(tmp_path, monkeypatch, content, folder, reason):
     """The run goes on with a warning, and leaves no file."""
     monkeypatch.setattr(trace, "describe", lambda *args: dict(device="cuda"))
-    rt = NS(device=torch.device("cpu"))
-    shown = trace.report(profiler(content), tmp_path / path, None, rt, [], [], None, None)
-    assert re.fullmatch(f"warning: no trace in x.json.gz: {reason}", shown) and not [*tmp_path.iterdir()]
+    lines, rt = [], NS(device=torch.device("cpu"), rank=0, world=1)
+    trainer = NS(log=NS(path=tmp_path / folder / "x.txt", line=lines.append), rt=rt, micro_steps=1, plans=[],
+                 config=NS(system=NS(profiled=[])), loader=NS(replay=lambda state, count: []))
+    started = trace.Profiler(trainer)
+    started.profiler, started.loader_state = profiler(content), None
+    started.stop()
+    assert re.fullmatch(f"warning: no trace in x_rank0.json.gz: {reason}", *lines) and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("data, message", [
