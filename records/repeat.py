@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product, takewhile
 from pathlib import Path
@@ -30,8 +32,8 @@ DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stages|stage\
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-def say(text):
-    print(f"run.sh: {text}", file=sys.stderr, flush=True)
+def say(text, before=""):
+    print(f"{before}run.sh: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: several runs speak
 
 
 def die(text):
@@ -39,7 +41,6 @@ def die(text):
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
-
 
 def joined(argv) -> list[str]:
     """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/knobs.py would merge the labels'
@@ -89,7 +90,6 @@ def parse(argv):
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
-
 def visible_gpus() -> list[str]:
     """The GPUs, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -128,96 +128,85 @@ def get_data(labels, env) -> int:
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
-
 @dataclass(eq=False)
 class Run:
     label: str
     seed: int
     arguments: list[str]
     title: str
-    gpu: int = 0  # index in the list of GPUs
+    gpu: int  # index in the list of GPUs
     process: subprocess.Popen | None = None  # set when the run has started
     log: Path | None = None  # set when the run has finished
 
-    def start(self, env):
-        """Starts ./run.sh. With `env` the run is parallel: it has its own process group and prints nothing;
-        self.errors keeps its stderr."""
-        folders = [argument.partition("=")[2] for argument in self.arguments if argument.startswith("--log_dir=")]
-        self.folder, self.errors = user_path(folders[-1]), tempfile.TemporaryFile()
-        self.before = set((ROOT / self.folder).glob("*.txt"))
-        command = ["./run.sh", f"--run_label={self.label}", f"--seed={self.seed}", *self.arguments]
-        null = subprocess.DEVNULL
-        options = dict(env=env, start_new_session=True, stdin=null, stdout=null, stderr=self.errors) if env else {}
-        say(self.title)
-        self.process = subprocess.Popen(command, cwd=ROOT, **options)
-
     def stop(self):
-        """Ends a parallel run that has started and has not ended."""
-        if self.process and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
+        """Ends the processes of a parallel run, if they run."""
+        if self.process and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
 
-    def finish(self, stopped, parallel) -> int:
-        """Finds the log and says how the run ended; returns its exit status."""
-        code, results = self.process.returncode, []
-        self.errors.seek(0)
-        errors = self.errors.read().decode(errors="replace")
-        self.errors.close()
-        for path in set((ROOT / self.folder).glob("*.txt")) - self.before if code == 0 else ():
-            text = path.read_text(encoding="utf-8", errors="replace")  # of another seed, if another program trains, too
+    def execute(self, env, caught) -> int:
+        """Does the run, finds its log and says how it ended; returns the exit status, 0 if a signal was `caught`.
+
+        With `env` the run is parallel: it has its own process group, and prints nothing but, if it fails, its stderr.
+        """
+        folder = user_path([word.partition("=")[2] for word in self.arguments if word.startswith("--log_dir=")][-1])
+        before, null, results = set((ROOT / folder).glob("*.txt")), subprocess.DEVNULL, []
+        command = ["./run.sh", f"--run_label={self.label}", f"--seed={self.seed}", *self.arguments]
+        with tempfile.TemporaryFile() as errors:
+            options = dict(env=env, start_new_session=True, stdin=null, stdout=null, stderr=errors) if env else {}
+            say(self.title)
+            self.process = subprocess.Popen(command, cwd=ROOT, **options)
+            if caught and env:
+                self.stop()
+            code = self.process.wait()
+            errors.seek(0)
+            said = errors.read().decode(errors="replace")
+        time.sleep(0.1)  # a signal that ended the run has then also reached this process
+        for path in set((ROOT / folder).glob("*.txt")) - before if code == 0 else ():
+            text = path.read_text(encoding="utf-8", errors="replace")  # another program may train other seeds of it
             started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
             if started and "\nfinal_val_loss: " in text:  # else it ran out of memory and started again
-                self.log = self.folder / path.name
+                self.log = folder / path.name
                 results = re.findall(r"^((?:final_val_loss|train_seconds): .*)$", text, re.M)
-        if self.log or stopped:
-            if parallel:
+        if self.log or caught:
+            if env:
                 say(f"{self.title}: {', '.join(results) or 'stopped'}")
             return 0
-        sys.stderr.write(errors)
         code = 128 - code if code < 0 else code
-        say(f"{self.title}: " + (f"failed with status {code}" if code else f"ended without a log in {self.folder}"))
+        say(f"{self.title}: " + (f"failed with status {code}" if code else f"ended without a log in {folder}"), said)
         return code or 1
 
 
 def train(runs, gpus, caught) -> int:
-    """Does all runs, until a run fails or a signal is in `caught`; returns the exit status.
+    """Does all runs, until one fails or a signal is in `caught`; returns the exit status. gpus: of --parallel, or []."""
+    statuses = []
 
-    gpus: GPUs of --parallel, or []. On Ctrl-C, a single run gets the signal from the terminal, as this process does;
-    this process ends parallel runs.
-    """
-    queues = [[run for run in runs if run.gpu == index] for index in range(len(gpus) or 1)]
-    status, stopped = 0, False
-    try:
-        while any(queues):
-            for index, queue in enumerate(queues):
-                if (status or stopped or caught) and queue and not queue[0].process:
-                    queue.clear()
-                elif queue and not queue[0].process:
-                    queue[0].start(environment(gpus, index) if gpus else None)
-            time.sleep(0.1)
-            ended = [queue.pop(0) for queue in queues if queue and queue[0].process.poll() is not None]
-            if caught:  # tested after poll: a signal that ended a run has also reached this process
-                stopped = True
-                caught.clear()
-                for run in runs if gpus else ():
-                    run.stop()
-            codes = [run.finish(stopped, parallel=bool(gpus)) for run in ended]
-            status = next(filter(None, [status, *codes]), 0)
-        return 130 if caught or stopped else status
-    finally:  # runs are left only if this program itself fails, for example because its terminal is gone
-        for run in runs if gpus else ():
-            run.stop()
+    def work(index):
+        for run in runs:
+            if run.gpu == index and not (caught or any(statuses)):
+                statuses.append(run.execute(environment(gpus, index) if gpus else None, caught))
+
+    with ThreadPoolExecutor(len(gpus) or 1) as pool:
+        list(pool.map(work, range(len(gpus) or 1)))
+    return 130 if caught else next(filter(None, statuses), 0)
 
 
 def main(argv) -> int:
     times, first, exchange, parallel, labels = parse(argv)
-    caught = []
+    caught, runs = [], []
+
+    def stop(number, frame):
+        """A single run gets Ctrl-C from the terminal, as this process does."""
+        caught.append(number)
+        for run in runs if parallel else ():
+            run.stop()
+
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, frame: caught.append(number))
+            signal.signal(number, stop)
     gpus = visible_gpus() if parallel else []
     if parallel and not gpus:
         die("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel out")
-    runs = []
     for k, (i, label) in enumerate(product(range(times), labels)):
         index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
         title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
