@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,14 +101,11 @@ class Host:
         return found
 
     def flatten(self, ranges):
-        self.borders, self.names, stack = [-np.inf], ["between steps"], []
-        for start, end, name in [*sorted(ranges, key=lambda r: (r[0], -r[1])), (np.inf, np.inf, "")]:
-            while stack and stack[-1][0] <= start:
-                self.borders.append(stack.pop()[0])
-                self.names.append(stack[-1][1] if stack else self.names[0])
-            self.borders.append(start)
-            self.names.append(name)
-            stack.append((end, name))
+        self.borders = [-np.inf, *sorted({border for *ends, _ in ranges for border in ends})]
+        self.names = ["between steps"] * len(self.borders)
+        for *ends, name in sorted(ranges, key=lambda r: (r[0], -r[1])):  # an inner range is later
+            first, last = (bisect_left(self.borders, border) for border in ends)
+            self.names[first:last] = [name] * (last - first)
 
     def at(self, moment):
         return self.names[bisect_right(self.borders, moment) - 1]
