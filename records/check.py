@@ -36,11 +36,6 @@ class Run(NamedTuple):
     models: dict  # name of a preset -> its model
     gpu: Gpu | None = None  # what the GPU can do, if the size was chosen
 
-    @property
-    def sizes(self):
-        """`sizes` of data/run/memory.py."""
-        return state_bytes(self.config, self.table, self.world)
-
 
 def versions(run):
     """Versions of Python and of the packages."""
@@ -128,9 +123,9 @@ def expected_time(run):
 
 def memory(run):
     """The memory of the GPU."""
-    device = find_device(run.config)
-    require_state(run.sizes, device, run.world)
-    return memory_report(run.config, run.sizes, device, run.world)
+    device, sizes = find_device(run.config), state_bytes(run.config, run.table, run.world)
+    require_state(sizes, device, run.world)
+    return memory_report(run.config, sizes, device, run.world)
 
 
 def data(run, part, survey):

@@ -157,10 +157,10 @@ def hellaswag(model, config, attention, path):
         scores.append((losses.sum().item(), losses.mean().item()))
         if len(scores) % 400 == 0 or len(scores) == len(pairs):
             print(f"hellaswag: {len(scores) // 4} of {len(examples)} examples", file=sys.stderr, flush=True)
-    right = np.array([label for _, _, label in examples])
+    right = [label for _, _, label in examples]
     print(f"hellaswag_examples: {len(examples)}")
-    for name, score in zip(("acc", "acc_norm"), np.array(scores).reshape(-1, 4, 2).transpose(2, 0, 1)):
-        accuracy = (score.argmin(1) == right).mean()
+    for name, score in zip(("acc", "acc_norm"), np.array(scores).T):
+        accuracy = (score.reshape(-1, 4).argmin(1) == right).mean()
         error = (accuracy * (1 - accuracy) / len(right)) ** 0.5
         print(f"hellaswag_{name}: {accuracy:.4f}\nhellaswag_{name}_standard_error: {error:.4f}", flush=True)
 
