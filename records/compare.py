@@ -860,19 +860,16 @@ def parse(argv):
 
 
 def main(argv) -> int:
+    args = parse(argv)
+    groups = read_groups(args.logs, copies=args.diff)
+    target = args.target or track_target(groups)
+    text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
+    if args.plot:
+        plot(args.plot, groups, target, args.dot)
+    if args.folder:
+        write_folder(args.folder, groups, target)
     try:
-        args = parse(argv)
-        groups = read_groups(args.logs, copies=args.diff)
-        target = args.target or track_target(groups)
-        text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
-        if args.plot:
-            plot(args.plot, groups, target, args.dot)
-        if args.folder:
-            write_folder(args.folder, groups, target)
         print(text, flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # | head; all is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

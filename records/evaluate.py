@@ -195,8 +195,8 @@ def main(argv) -> int:
     if not argv or "--help" in argv:
         print(__doc__)
         return int(not argv)
+    path, *argv = argv
     try:
-        path, *argv = argv
         for i, (arg, following) in enumerate(zip(argv, [*argv[1:], "--"])):
             if arg == "--hellaswag" and following.startswith("--"):
                 argv[i] = f"--hellaswag={fetch_hellaswag()}"
@@ -208,15 +208,12 @@ def main(argv) -> int:
             validate(model, config, attention)
         if options["hellaswag"]:
             hellaswag(model, config, attention, options["hellaswag"])
-        return 0
-    except UserError as error:
-        message, status = str(error), 1
     except torch.OutOfMemoryError:
-        message, status = "out of GPU memory: lower --val_batch_tokens", 1
+        raise UserError("out of GPU memory: lower --val_batch_tokens") from None
     except KeyboardInterrupt:
-        message, status = "interrupted", 130
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return status
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":

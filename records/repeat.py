@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.disk import ROOT, compiled_folder, user_path
+from data.run.errors import UserError
 from data.run.program import run_program
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
@@ -34,10 +35,6 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 def say(text, before=""):
     print(f"{before}run.sh: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: several runs speak
-
-
-def die(text):
-    sys.exit(f"error: {text}")
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
@@ -62,28 +59,30 @@ def parse(argv):
     for argument in joined(argv):
         key, _, value = argument.partition("=")
         if key == "--seed" and given[key]:
-            die(f"--seed={value}: there is one already, and all labels have the same seeds")
+            raise UserError(f"--seed={value}: there is one already, and all labels have the same seeds")
         if key == "--seed" and not re.fullmatch("0|[1-9][0-9]*", value):
-            die(f"--seed={value}: write a whole number")
+            raise UserError(f"--seed={value}: write a whole number")
         if key in given:
             given[key] = value
         elif key == "--run_label":
-            die(f"{argument}: with --repeat it is --label that names the runs")
+            raise UserError(f"{argument}: with --repeat it is --label that names the runs")
         elif key == "--label":
             if not LABEL.fullmatch(value):
-                die(f"--label '{value}': write a name of letters, digits and _ . + -, or signed factors like -a+b")
+                raise UserError(f"--label '{value}': write a name of letters, digits and _ . + -, or signed factors"
+                                " like -a+b")
             if value in labels:
-                die(f"--label {value}: there is one already")
+                raise UserError(f"--label {value}: there is one already")
             own = labels[value] = []
         elif argument != "--parallel":
             own.append(argument)
     times, exchange, seed = given.values()
     if not re.fullmatch("[1-9][0-9]*", times):
-        die(f"--repeat '{times}': write how many runs of each label, 1 or more")
+        raise UserError(f"--repeat '{times}': write how many runs of each label, 1 or more")
     if not labels:
-        die("--label and a name for the runs are missing")
+        raise UserError("--label and a name for the runs are missing")
     if exchange and (exchange.count(",") != 1 or len(labels.keys() & {*exchange.split(",")}) != 2):
-        die(f"--exchange={exchange}: write two of the labels with a comma between them ({', '.join(labels)})")
+        raise UserError(f"--exchange={exchange}: write two of the labels with a comma between them"
+                        f" ({', '.join(labels)})")
     arguments = {label: common + own for label, own in labels.items()}
     return int(times), int(seed or 1), exchange, "--parallel" in argv, arguments
 
@@ -206,7 +205,8 @@ def main(argv) -> int:
             signal.signal(number, stop)
     gpus = visible_gpus() if parallel else []
     if parallel and not gpus:
-        die("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel out")
+        raise UserError("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel"
+                        " out")
     for k, (i, label) in enumerate(product(range(times), labels)):
         index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
         title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")

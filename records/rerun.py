@@ -215,11 +215,7 @@ def main(argv) -> int:
     if "--help" in argv:
         print(__doc__)
         return 0
-    try:
-        return rerun(*parse(argv))
-    except (UserError, compare.UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 1
+    return rerun(*parse(argv))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.disk import user_path
-from data.run.errors import one_line
+from data.run.errors import UserError, one_line
 from data.run.program import run_program
 from records.work import WORK, calls, describe, plain
 
@@ -412,8 +412,7 @@ def main(paths) -> int:
             trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             print(f"{path}\n{table(analyse(trace))}\n")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
-            print(f"error: {path}: {one_line(error)}", file=sys.stderr)
-            return 1
+            raise UserError(f"{path}: {one_line(error)}") from None
     return 0
 
 
