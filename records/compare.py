@@ -372,7 +372,7 @@ def against(short, long, arm) -> list[Estimate]:
         return above, time - baseline, log, time * growth(log) - baseline
 
     means = [mean(getattr(run, what) for run in runs) for what in ("loss", "time") for runs in groups]
-    # The derivatives by each mean: the results at a mean plus ih are, but for h², the results plus ih times them.
+    # A result at a mean + ih is, but for h², the result + ih times its derivative by this mean.
     slopes = [[result.imag / 1e-20 for result in results(*means[:k], means[k] + 1e-20j, *means[k + 1:])]
               for k in range(6)]
     return [estimate(value.real, *(  # the loss and the seconds of one run may depend on each other
