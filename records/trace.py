@@ -218,21 +218,19 @@ def analyse(trace):
         window = steps[0][0], steps[-1][1]
 
     ms = 1e-3 / len(steps)
-    regions = defaultdict(lambda: [0.0] * 4)  # compute, communication, of that exposed, idle
     taken, free = cover(compute, [window])
     exposed, idle = cover(communication, free)
-    durations = [i.own for i in communication]
-    columns = (compute, taken), (communication, durations), (communication, exposed)
-    for column, (group, amounts) in enumerate(columns):
-        for item, amount in zip(group, amounts):
-            regions[item.region][column] += amount * ms
     busy = sorted(compute + communication, key=lambda i: i.start)
     # Idle time belongs to the region of the next kernel; without a GPU, to the region of the host.
     borders, names = ([-np.inf, *(i.start for i in busy)], [i.region for i in busy]) if gpu else (
         host.borders, host.names)
-    ranges = [Item("", *ends, 0.0, 0.0, region=name) for name, *ends in zip(names, borders, [*borders[1:], np.inf])]
-    for item, amount in zip(ranges, cover(ranges, idle)[0]):
-        regions[item.region][3] += amount * ms
+    pauses = [Item("", *ends, 0.0, 0.0, region=name) for name, *ends in zip(names, borders, [*borders[1:], np.inf])]
+    regions = defaultdict(lambda: [0.0] * 4)  # compute, communication, of that exposed, idle
+    columns = ((compute, taken), (communication, [i.own for i in communication]), (communication, exposed),
+               (pauses, cover(pauses, idle)[0]))
+    for column, (group, amounts) in enumerate(columns):
+        for item, amount in zip(group, amounts):
+            regions[item.region][column] += amount * ms
     split = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
     for region, amounts in regions.items():
         way = re.match("(forward|backward)|(reduce|wait|update|gather|zero)|", region)
@@ -245,9 +243,8 @@ def analyse(trace):
     numbers = [int(name.split()[1]) for _, _, name in steps]
     measured = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
     return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
-            "communication": sum(cover(communication, [window])[0]) * ms, "regions": dict(regions),
-            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, measured, len(steps)),
-            "items": left_out + busy}
+            "regions": dict(regions), "names": sorted(names, key=lambda row: -row[2]),
+            "rates": rates(items, measured, len(steps)), "items": left_out + busy}
 
 
 def rates(items, run, steps):

@@ -235,7 +235,7 @@ def test_communication_and_overlap():
     assert in_us(result) == ({"update qk_bank": [22, 0, 0, 0], "update mlp_bank": [2, 0, 0, 0],
                               "reduce mlp_bank": [0, 14, 6, 0], "gather mlp_bank": [0, 15, 10, 2]},
                              [0, 0, 24, 0, 16, 2])
-    assert round(1000 * result["ms"], 6) == 42 and round(1000 * result["communication"], 6) == 28
+    assert round(1000 * result["ms"], 6) == 42
 
 
 def test_operators_of_a_cpu():
