@@ -65,10 +65,11 @@ def unpack(run: Run) -> list[tuple[str, str]]:
 
 def require_whole(path, run: Run):
     """Raises UserError unless the log has all settings and sources that a rerun requires."""
-    names, found = run.facts.get("sources", "").split(), [name for name, text in unpack(run) if text or name != SCRIPT]
+    names = [name for name in run.facts.get("sources", "").split() if name != SCRIPT]
+    found = [name for name, text in unpack(run) if text or name != SCRIPT]
     missing = [f"`{key}`" for key in REQUIRED if key not in run.facts]
     missing += [f"the text of {name}" for name in [*names, SCRIPT] if name not in found]
-    if missing := list(dict.fromkeys(missing)) + ["validation losses"] * (not run.losses):
+    if missing := missing + ["validation losses"] * (not run.losses):
         raise UserError(f"{path}: lacks {', '.join(missing)}; it cannot be trained again, like all older logs")
     for name in names:
         if not NAME.fullmatch(name):
