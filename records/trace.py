@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.disk import user_path
 from data.run.errors import UserError, one_line
 from data.run.program import run_program
-from records.work import WORK, calls, describe, plain
+from records.work import WORK, calls, describe, name_in_work
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ def rates(items, run, steps):
         return []
     count, took, families, rows = Counter(), Counter(), defaultdict(list), []
     for item in items:
-        count[plain(item.name)] += 1
-        took[plain(item.name)] += item.own * 1e-6
+        count[name_in_work(item.name)] += 1
+        took[name_in_work(item.name)] += item.own * 1e-6
     for name, *sizes in calls(run):
         kinds, least_work = WORK[name]
         families[kinds].append((name, least_work(*sizes)))

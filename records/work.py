@@ -63,7 +63,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "update_few_rows": ("_update_few_rows_kernel", lambda touched: (0, 8 * touched))}
 
 
-def plain(name):
+def name_in_work(name):
     """The name in WORK of a kernel."""
     return name.replace("_hopper_kernel", "_kernel")
 
