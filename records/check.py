@@ -148,7 +148,7 @@ def check_table(config, world, param_table, models, fit, rows_open, show) -> int
     param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for the length
     of the run, a line about it, training time). rows_open: see `fit_memory`. The others are those of Run.
     """
-    columns, status, known = "{:<15} | {:<90} | {}", 0, {}  # known: what a row has, if that is settled before the others
+    columns, status, known = "{:<15} | {:<90} | {}", 0, {}  # known: rows that are settled before the others
     device, gpu = torch.device("cpu"), None
     if show:
         print(columns.format("what", "found", "ok?"))

@@ -92,8 +92,8 @@ STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|
                   r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
                    r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
-                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:"
-                   r"|warning:|checkpoint:|resumed:|size:|plot:|compiled layers:|rates of Adam:|error:) ")
+                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:"
+                   r"|profiler:|warning:|checkpoint:|resumed:|size:|plot:|compiled layers:|rates of Adam:|error:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 
@@ -346,7 +346,7 @@ def exchange_rate(short, long) -> tuple[float, list[tuple[float, float]]]:
 
 
 def growth(log_ratio):
-    """exp; a diverged arm has numbers too long for a table."""
+    """exp, also of complex numbers; infinite for a diverged arm, whose numbers would be too long for a table."""
     return math.inf if log_ratio.real > 20 else cmath.exp(log_ratio)
 
 
@@ -488,7 +488,7 @@ def table(rows, markdown) -> str:
 
 
 def lengths(runs) -> str:
-    """The numbers of tokens of these runs."""
+    """The numbers of tokens of these runs, each once, with commas between them."""
     return ", ".join(map(str, sorted({run.tokens for run in runs})))
 
 

@@ -177,7 +177,7 @@ class Run:
 
 
 def train(runs, gpus, caught) -> int:
-    """Does all runs, until one fails or a signal is in `caught`; returns the exit status. gpus: of --parallel, or []."""
+    """Does all runs, until one fails or a signal is `caught`; returns the exit status. gpus: of --parallel, or []."""
     statuses = []
 
     def work(index):
