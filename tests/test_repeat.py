@@ -230,10 +230,10 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
 
 
 @pytest.mark.parametrize("home, caches", [("{home}", "{home}/speedrun"), ("/dev/null", "/caches_{uid}/speedrun")])
-def test_caches_of_the_second_gpu(folder, train, home, caches):
+def test_caches_of_the_second_gpu(tmp_path, monkeypatch, home, caches):
     """Beside those of the first, which are the trainer's own; where no cache can be, in the folder for such files."""
-    home, caches = (text.format(home=folder, uid=os.getuid()) for text in (home, caches))
-    done = train("1 --label=a --label=b --parallel", CUDA_VISIBLE_DEVICES="0,1", XDG_CACHE_HOME=home)
-    found = {call["CUDA_VISIBLE_DEVICES"]: [call[name] for name in NAMES[2:]] for call in done.calls if "run" in call}
-    assert found["0"] == [None, None]
-    assert [path.partition(caches)[2] for path in found["1"]] == ["/inductor/gpu1", "/triton/gpu1"]
+    home, caches = (text.format(home=tmp_path, uid=os.getuid()) for text in (home, caches))
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": home})
+    first, second = ([repeat.environment("01", index).get(name) for name in NAMES[2:]] for index in (0, 1))
+    assert first == [None, None]
+    assert [path.partition(caches)[2] for path in second] == ["/inductor/gpu1", "/triton/gpu1"]
