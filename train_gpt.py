@@ -2170,7 +2170,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             groups = compare.read_groups([str(log.path)])
             compare.plot(picture, groups, compare.track_target(groups))
             log.line(f"plot: {quoted(published(str(picture)))}")
-        except compare.UserError as error:
+        except UserError as error:
             log.line(f"warning: no plot: {error}")
 
 

@@ -36,11 +36,6 @@ class Run(NamedTuple):
     models: dict  # name of a preset -> its model
     gpu: Gpu | None = None  # what the GPU can do, if the size was chosen
 
-    @property
-    def sizes(self):
-        """`sizes` of data/run/memory.py."""
-        return state_bytes(self.config, self.table, self.world)
-
 
 def versions(run):
     """Versions of Python and of the packages."""
@@ -97,16 +92,15 @@ def expected_time(run):
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says"
     tokens = total_tokens(schedule)
-    model, timed = run.config.model, [x for name, x in run.models.items() if (name == "cpu") == (device.type == "cpu")]
-    timed = [dataclasses.replace(x, ngram_rows=model.ngram_rows) if any(x.ngram_rows) else x for x in timed]
-    if run.gpu:
-        size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")}
-        timed = [dataclasses.replace(x, **size) for x in timed]
+    model, rows = run.config.model, {"ngram_rows": run.config.model.ngram_rows}
+    size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")} if run.gpu else {}
+    timed = [dataclasses.replace(x, **size, **(rows if any(x.ngram_rows) else {}))
+             for name, x in run.models.items() if (name == "cpu") == (device.type == "cpu")]
     if model not in timed or run.config.system.kernels != "auto":
         return "not known for this model or these kernels"
     if run.gpu:
-        rows = tokens / stage_starts(schedule)[-1] / run.world
-        minutes = tokens * seconds_per_token(Size(model.model_dim, model.depth), rows, run.gpu) / run.world / 60
+        batch = tokens / stage_starts(schedule)[-1] / run.world
+        minutes = tokens * seconds_per_token(Size(model.model_dim, model.depth), batch, run.gpu) / run.world / 60
         return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do, see size)"
     if device.type == "cpu":
         return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
@@ -129,9 +123,9 @@ def expected_time(run):
 
 def memory(run):
     """The memory of the GPU."""
-    device = find_device(run.config)
-    require_state(run.sizes, device, run.world)
-    return memory_report(run.config, run.sizes, device, run.world)
+    device, sizes = find_device(run.config), state_bytes(run.config, run.table, run.world)
+    require_state(sizes, device, run.world)
+    return memory_report(run.config, sizes, device, run.world)
 
 
 def data(run, part, survey):
@@ -145,8 +139,7 @@ CHECKS = {
     "versions": versions, "device": device, "kernels": implementations,
     "training data": lambda run: data(run, "train", start.survey_training_data),
     "validation data": lambda run: data(run, "val", start.survey_validation_data),
-    "caches": caches, "disk": lambda run: start.require_disk(run.config, run.table),
-    "memory": memory}
+    "caches": caches, "disk": lambda run: start.require_disk(run.config, run.table), "memory": memory}
 
 
 def check_table(config, world, param_table, models, fit, rows_open, show) -> int:
@@ -155,39 +148,36 @@ def check_table(config, world, param_table, models, fit, rows_open, show) -> int
     param_table: that of train_gpt.py. fit: None, or function (Gpu, device) -> (config of the best size for the length
     of the run, a line about it, training time). rows_open: see `fit_memory`. The others are those of Run.
     """
-    columns, status, checks = "{:<15} | {:<90} | {}", 0, dict(CHECKS)
+    columns, status, known = "{:<15} | {:<90} | {}", 0, {}  # known: rows that are settled before the others
+    device, gpu = torch.device("cpu"), None
     if show:
         print(columns.format("what", "found", "ok?"))
-    try:
+    with suppress(UserError):  # the row "device" reports it
         device = find_device(config)
-    except UserError:  # the row "device" reports it
-        device = torch.device("cpu")
-    gpu = None
     if fit and device.type == "cuda":
         try:
             gpu = measure_gpu(config.system.fp8_mlp)
             config, line, _ = fit(gpu, device)
-            size = line.removeprefix("size: ")
+            known["size"] = line.removeprefix("size: ")
         except UserError as error:
-            size = str(error), False
-        checks["size"] = lambda run: size
+            known["size"] = str(error), False
     with suppress(UserError):  # the row "kernels" reports it
         config = choose_kernels(config, device)[0]
     try:
         config, _ = fit_memory(config, param_table, device, world, rows_open)
     except UserError as error:
-        why = str(error)
-
-        def fails(run):
-            raise UserError(why)
-        checks["memory"], config = fails, with_system(config, micro_batches=world)  # the other checks need a number
+        known["memory"] = error
+        config = with_system(config, micro_batches=world)  # the other checks need a number
     run = Run(config, world, param_table(config.model), models, gpu)
+    checks = CHECKS | dict.fromkeys(known)
     checks |= {"checkpoint": checkpoint} if config.system.resume or config.system.init_from else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}
     checks |= {"time": expected_time} if show else {}
     for name, check in checks.items():
         try:
-            found = check(run)
+            found = check(run) if check else known[name]
+            if isinstance(found, UserError):
+                raise found
             found, fine = found if isinstance(found, tuple) else (found, True)
             ok = "yes" if fine else "maybe"
         except (UserError, OSError) as error:

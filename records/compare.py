@@ -39,6 +39,7 @@ Needs only Python's standard library.
 """
 
 import argparse
+import cmath
 import difflib
 import glob
 import hashlib
@@ -52,24 +53,26 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise, product, takewhile
 from pathlib import Path
 from statistics import mean, stdev  # exact: equal numbers have a standard deviation of 0
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.run.disk import user_path
+from data.run.errors import UserError
+from data.run.program import run_program
+
 RECORD_P, CHANCE = 0.01, 0.05  # a record needs p below the first, a significant difference p below the second
 FIRST_STEPS = 10  # slower, in a row of their own; in short runs a tenth of the run
 ROWS = 12  # of the table of losses, at most
+FINALS = {"time s": 3, "loss": 4}  # the results in the tables, and their digits
 # Settings that may differ between the runs of a group. Runs on several GPUs have their own caches.
 OWN = {"seed", "run_label", "log_dir", "command", "env.TORCHINDUCTOR_CACHE_DIR", "env.TRITON_CACHE_DIR",
        "save", "save_every", "keep", "plot", "sample_tokens", "sample_prompt"}
 TEXT = {"vocab_size", "val_tokens", "val_sha256"}  # on which a validation loss depends; older logs lack the last
 SIGNED = re.compile(r"([+-]\w+)+")  # label of a factorial set
 LENGTH = {"scheduled_steps", "extension_steps", "train_tokens"}  # settings in which --exchange's two groups may differ
-
-
-class UserError(Exception):
-    """A mistake the user can fix. `main` prints its one line and returns 1."""
 
 
 # ---- Logs ------------------------------------------------------------------------------------------------------------
@@ -85,13 +88,12 @@ MACHINE = {
 GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 # In our logs, a line of the loss comes before the line of the time. The public logs, and ours of before, have both on
 # one line. The public logs of 2024 also have nan for the average of the first steps.
-LOSS = re.compile(r"step:(\d+)/(\d+) (val|train)_loss:([\d.]+|nan|inf)$")
-STEP = re.compile(r"step:(\d+)/(\d+)(?: val_loss:([\d.]+|nan|inf))?(?: train_loss:([\d.]+|nan|inf))?"
-                  r" train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms")
+STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|nan|inf))?"
+                  r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)")
 OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
                    r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
-                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:|profiler:"
-                   r"|warning:|checkpoint:|resumed:|size:|plot:|compiled layers:|rates of Adam:|error:) ")
+                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:"
+                   r"|profiler:|warning:|checkpoint:|resumed:|size:|plot:|compiled layers:|rates of Adam:|error:) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 
@@ -150,17 +152,17 @@ def read_run(path: Path) -> Run:
         if line == "sample:":  # generated text may look like step lines; no steps follow it
             break
         if line.startswith("kernels: "):
-            run.facts |= {f"kernels.{op}": name for op, _, name in (pair.partition(":") for pair in line.split()[1:])}
+            run.facts |= {f"kernels.{op}": name for op, name in re.findall(r" ([^\s:]+):(\S*)", line)}
         elif line.startswith(("length: ", "shards: ")):  # what --minutes has chosen, and checksums
-            run.facts |= dict(pair.split("=", 1) for pair in line.split()[1:] if "=" in pair)
-        elif found := LOSS.search(line):
-            pending = found
-            continue
+            run.facts |= re.findall(r"([^\s=]+)=(\S*)", line)
         elif "step:" in STEP.sub("", line) or not (STEP.search(line) or OTHER.match(line)):
             unread.append(f"{number} '{line.strip()[:60]}'")
         for step, total, loss, trained, ms in STEP.findall(line):
-            if pending and pending.groups()[:2] == (step, total) and not loss + trained:
-                loss, trained = (pending[4], "") if pending[3] == "val" else ("", pending[4])
+            if not ms:  # it follows on a line of its own
+                pending = step, total, loss, trained
+                continue
+            if pending and pending[:2] == (step, total) and not loss + trained:
+                loss, trained = pending[2:]
             step, total, ms, pending = int(step), int(total), int(ms), None
             if step in (run.losses if loss else run.ms) or run.total not in (0, total):
                 misfits.append(number)
@@ -203,12 +205,10 @@ def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
         if match and not Path(argument).exists():
             label, argument = match.groups()
         argument = os.path.expanduser(argument)
-        if Path(argument).is_dir() and argument:
+        if os.path.isdir(argument):
             paths = sorted(path for path in Path(argument).iterdir() if path.suffix in (".txt", ".log"))
-        elif Path(argument).is_file():
-            paths = [Path(argument)]
-        else:
-            paths = sorted(map(Path, glob.glob(argument, recursive=True)))
+        else:  # the name of a file may look like a pattern
+            paths = sorted(map(Path, [argument] if os.path.isfile(argument) else glob.glob(argument, recursive=True)))
         if not paths:
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
         for path in paths:
@@ -345,46 +345,39 @@ def exchange_rate(short, long) -> tuple[float, list[tuple[float, float]]]:
     return (ends[0].mean - ends[1].mean) / span, [(variance / span ** 2, df) for variance, df in (s.part for s in ends)]
 
 
-def growth(log_ratio: float) -> float:
-    return math.inf if log_ratio > 20 else math.exp(log_ratio)  # a diverged arm has numbers too long for a table
+def growth(log_ratio):
+    """exp, also of complex numbers; infinite for a diverged arm, whose numbers would be too long for a table."""
+    return math.inf if log_ratio.real > 20 else cmath.exp(log_ratio)
 
 
 def saved(log_ratio: float) -> float:
     """Percent of tokens saved if the share exp(log_ratio) remains."""
-    return 100 * (1 - growth(log_ratio))
+    return 100 * (1 - growth(log_ratio).real)
 
 
-def against(short, long, arm) -> tuple[Estimate, Estimate, Estimate, Estimate]:
+def against(short, long, arm) -> list[Estimate]:
     """Compares a group of runs with the baseline through `short` and `long`, at the group's own number of tokens.
 
     Returns the difference in loss; the difference in seconds; the logarithm of the share of its tokens that the group
     needs for the baseline's loss; the net seconds with this share of tokens.
     """
-    groups = arm, short, long
-    losses = [mean(run.loss for run in runs) for runs in groups]
-    times = [mean(run.time for run in runs) for runs in groups]
-    tokens = [runs[0].tokens for runs in groups]
+    groups, tokens = (arm, short, long), [runs[0].tokens for runs in (arm, short, long)]
     span = math.log(tokens[2] / tokens[1])
     x = math.log(tokens[0] / tokens[1]) / span  # position of the arm: 0 at short, 1 at long
     y = (tokens[0] - tokens[1]) / (tokens[2] - tokens[1])
 
-    # Weights of the three groups' means in the difference of losses, in the difference of seconds and in the rate. The
-    # weights are also the derivatives, from which the derivatives of the logarithm and of the net seconds follow.
-    by_loss, by_time, by_rate = (1, x - 1, -x), (1, y - 1, -y), (0, 1 / span, -1 / span)
-    loss, time, rate = (sum(a * b for a, b in zip(weights, means))
-                        for weights, means in ((by_loss, losses), (by_time, times), (by_rate, losses)))
-    log = loss / rate
-    by_log = [(a - log * b) / rate for a, b in zip(by_loss, by_rate)]
-    rest = growth(log)
+    def results(loss, short_loss, long_loss, time, short_time, long_time):
+        above, baseline = loss - short_loss - x * (long_loss - short_loss), short_time + y * (long_time - short_time)
+        log = above * span / (short_loss - long_loss)
+        return above, time - baseline, log, time * growth(log) - baseline
 
-    def linear(value, by_loss, by_time):
-        """Estimate of `value` with these derivatives. The loss and the seconds of one run may depend on each other."""
-        return estimate(value, *(sample(a * run.loss + b * run.time for run in runs).part
-                                 for runs, a, b in zip(groups, by_loss, by_time) if a or b))
-
-    none = 0, 0, 0
-    return (linear(loss, by_loss, none), linear(time, none, by_time), linear(log, by_log, none),
-            linear(rest * times[0] - (times[0] - time), [rest * times[0] * a for a in by_log], (rest, *by_time[1:])))
+    means = [mean(getattr(run, what) for run in runs) for what in ("loss", "time") for runs in groups]
+    # A result at a mean + ih is, but for h², the result + ih times its derivative by this mean.
+    slopes = [[result.imag / 1e-20 for result in results(*means[:k], means[k] + 1e-20j, *means[k + 1:])]
+              for k in range(6)]
+    return [estimate(value.real, *(  # the loss and the seconds of one run may depend on each other
+        sample(a * run.loss + b * run.time for run in runs).part for runs, a, b in zip(groups, by, by[3:]) if a or b))
+        for value, *by in zip(results(*means), *slopes)]
 
 
 # ---- Factors ---------------------------------------------------------------------------------------------------------
@@ -457,10 +450,9 @@ def divergence(old: Run, new: Run) -> str:
     if not (ours and theirs):
         kind, ours, theirs = "losses", old.losses, new.losses
     common = sorted(ours.keys() & theirs.keys())
-    equal = next((i for i, step in enumerate(common) if ours[step] != theirs[step]), len(common))
-    words = [f"equal up to step {common[equal - 1]}"] if equal else []
-    if equal < len(common):
-        step = common[equal]
+    equal = list(takewhile(lambda step: ours[step] == theirs[step], common))
+    words = [f"equal up to step {equal[-1]}"] if equal else []
+    for step in common[len(equal):][:1]:
         words.append(f"apart from step {step} on ({ours[step]:.4f} and {theirs[step]:.4f})")
     return f"{old.name} and {new.name}: {kind} {', '.join(words) or 'at no common step'}"
 
@@ -495,23 +487,23 @@ def table(rows, markdown) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def length(label, runs) -> int:
-    """The number of tokens of every run of a group, for --exchange. Raises UserError if the runs differ."""
-    if unknown := [run.name for run in runs if not run.tokens]:
-        raise UserError(f"--exchange: {label}, {unknown[0]}: its log has no line 'tokens: N', as train_gpt.py writes"
-                        " it")
-    if len(tokens := {run.tokens for run in runs}) > 1:
-        raise UserError(f"--exchange: the runs of {label} differ in tokens ({', '.join(map(str, sorted(tokens)))})")
-    return runs[0].tokens if runs else 0
+def lengths(runs) -> str:
+    """The numbers of tokens of these runs, each once, with commas between them."""
+    return ", ".join(map(str, sorted({run.tokens for run in runs})))
 
 
-def exchange(used, names):
-    """--exchange: (rate, its parts), the line about the rate, rows of the arms, warnings. Raises UserError."""
+def exchange(used, names, warnings):
+    """--exchange: (rate, its parts), the line about the rate, rows of the arms. Adds warnings. Raises UserError."""
     for name in names:
         if not used.get(name):
             raise UserError(f"--exchange: '{name}' " + ("has no finished run" if name in used else
                                                         f"is not one of the groups, {', '.join(used)}"))
-    tokens = {label: length(label, runs) for label, runs in used.items()}
+    for label, runs in used.items():
+        if unknown := [run.name for run in runs if not run.tokens]:
+            raise UserError(f"--exchange: {label}, {unknown[0]}: its log has no line 'tokens: N', as train_gpt.py"
+                            " writes it")
+        if "," in lengths(runs):
+            raise UserError(f"--exchange: the runs of {label} differ in tokens ({lengths(runs)})")
     short, long = (used[name] for name in names)
     if short[0].tokens == long[0].tokens:
         raise UserError(f"--exchange: {' and '.join(names)} are of one length, {short[0].tokens} tokens: it takes two")
@@ -525,10 +517,8 @@ def exchange(used, names):
     for label, runs in used.items():
         if runs and label not in names:
             loss, time, log, net = against(short, long, runs)
-            rows.append([label, str(tokens[label]),
-                         shown(loss, 4), shown(time, 3), shown(log, 2, saved), shown(net, 3)])
+            rows.append([label, lengths(runs), shown(loss, 4), shown(time, 3), shown(log, 2, saved), shown(net, 3)])
 
-    warnings = []
     if unlike := unlike_settings(short[0], long[0]) - LENGTH:
         warnings.append(f"exchange: {' and '.join(names)} differ not only in length but in {', '.join(sorted(unlike))}")
     if single := [label for label, runs in used.items() if len(runs) == 1]:
@@ -537,19 +527,20 @@ def exchange(used, names):
         warnings.append("exchange: the rate cannot be told from 0, so the savings mean nothing; it takes more runs, or"
                         " lengths that are further apart")
     line = f"exchange rate, {' to '.join(names)}: {shown(rate, 4)} of loss per e-fold of tokens"
-    return (value, parts), line, rows, warnings
+    return (value, parts), line, rows
 
 
-def main_effects(used, rate):
-    """Rows and warnings of the factorial set among the groups, if any. rate: of `exchange_rate`, or None."""
+def main_effects(used, rate, warnings):
+    """Rows of the factorial set among the groups, if any. Adds warnings. rate: of `exchange_rate`, or None."""
     words = {label: re.findall(r"[+-]\w+", label) for label, runs in used.items() if runs and SIGNED.fullmatch(label)}
     if len(words) < 2:
-        return [], []
+        return []
     first, *_ = words
     factors = list(dict.fromkeys(word[1:] for word in words[first]))
     for label in words:
         if sorted(word[1:] for word in words[label]) != sorted(factors):
-            return [], [f"no table of effects: {first} and {label} do not name the same factors, each once"]
+            warnings.append(f"no table of effects: {first} and {label} do not name the same factors, each once")
+            return []
 
     runs = [(run, words[label]) for label in words for run in used[label]]
     columns = [[1] * len(runs), *([1 if f"+{factor}" in signs else -1 for _, signs in runs] for factor in factors)]
@@ -567,33 +558,32 @@ def main_effects(used, rate):
             of_rate = [(variance * (log / per_efold) ** 2, df) for variance, df in parts]
             rows[-1].append(shown(estimate(log, (4 * loss[i][1] / per_efold ** 2, df), *of_rate), 2, saved))
 
-    warnings = []
     if tied:
         names = [" and ".join(factors[i - 1] for i in sorted(ties) if i) for ties in tied]
         warnings.append("effects: the labels cannot separate " + "; ".join(
             name if len(ties - {0}) > 1 else f"{name} from the mean" for name, ties in zip(names, tied)))
-    if len(tokens := {run.tokens for run, _ in runs}) > 1:
-        warnings.append(f"effects: the runs differ in tokens ({', '.join(map(str, sorted(tokens)))}), so the effects"
-                        " are not at equal tokens")
-    return rows, warnings
+    if "," in (tokens := lengths(run for run, _ in runs)):
+        warnings.append(f"effects: the runs differ in tokens ({tokens}), so the effects are not at equal tokens")
+    return rows
 
 
 def report(groups, target, markdown, names=None) -> str:
     """All tables, lists and warnings. target: None, or a loss. names: the two labels of --exchange."""
     used = {label: [run for run in runs if run.finished] for label, runs in groups.items()}
-    finals = {"time s": (3, {label: [run.time for run in runs] for label, runs in used.items()}),  # digits, values
-              "loss": (4, {label: [run.loss for run in runs] for label, runs in used.items()})}
+    values = {(label, what): [getattr(run, what.removesuffix(" s")) for run in runs]
+              for label, runs in used.items() for what in FINALS}
+    finals = {key: sample(results) for key, results in values.items()}
     warnings = [f"{label}, {run.name}: {note}" for label, runs in groups.items() for run in runs for note in run.notes]
 
-    columns = [head for what in finals for head in (what, "sd", "±")]
-    summary = [["", "runs", "steps", *columns, *([f"p(loss ≤ {target:g})"] if target else [])]]
+    summary = [["", "runs", "steps", "time s", "sd", "±", "loss", "sd", "±"]]
+    if target:
+        summary[0].append(f"p(loss ≤ {target:g})")
     for label, runs in used.items():
-        loss = sample(finals["loss"][1][label])
+        loss = finals[label, "loss"]
         p, totals = target and p_below(loss, target), "/".join(map(str, sorted({run.total for run in runs})))
-        cells = (number(x, digits) for digits, values in finals.values() for x in sample(values[label])[1:])
+        cells = (number(x, digits) for what, digits in FINALS.items() for x in finals[label, what][1:])
         summary.append([label, str(loss.n), totals, *cells, *([chance(p)] if target else [])])
-        unlike = {key for run in runs[1:] for key in unlike_settings(runs[0], run)}
-        if unlike:
+        if unlike := {key for run in runs[1:] for key in unlike_settings(runs[0], run)}:
             warnings.append(f"{label}: its runs are not alike, they differ in {', '.join(sorted(unlike))}")
         if loss.n < 2:
             warnings.append(f"{label}: n = {loss.n} says nothing about chance")
@@ -606,8 +596,8 @@ def report(groups, target, markdown, names=None) -> str:
 
     base, *others = used
     differences = [["difference", "", "95 % interval", "p"]]
-    for label, (what, (digits, values)) in product(others, finals.items()):
-        old, new = sample(values[base]), sample(values[label])
+    for label, (what, digits) in product(others, FINALS.items()):
+        old, new = finals[base, what], finals[label, what]
         count, paired = by_seed(used[base], used[label], what.removesuffix(" s"))
         tests = [(f"{label} − {base}, {what}", welch(old, new)), (f"  by seed, {count} pairs", paired)]
         for name, (value, half, p) in tests[:1 + (count > 1)]:
@@ -623,8 +613,7 @@ def report(groups, target, markdown, names=None) -> str:
     differing = [row for pair in pairs(groups) for row in changes(*pair)] if others else []
     if text := sorted({key for key, old, new in differing if key in TEXT and "–" not in (old, new)}):
         warnings.append(f"{', '.join(text)} differ between the groups: their losses are not of the same text")
-    machine = {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}
-    if machine:
+    if machine := {key for key, *_ in differing} & {*MACHINE, "gpus", "ranks"}:
         warnings.append(f"{', '.join(sorted(machine))} differ between the groups and may be why the times do")
 
     curve = [["validation loss at step", *used, *(f"{label} − {base} (p)" for label in others)]]
@@ -632,7 +621,7 @@ def report(groups, target, markdown, names=None) -> str:
     if len(steps) > ROWS:
         steps = [steps[i * (len(steps) - 1) // (ROWS - 1)] for i in range(ROWS)]
     for step in steps:
-        losses = [[run.losses[step] for run in runs if step in run.losses] for runs in used.values()]
+        losses = [[run.losses.get(step, math.nan) for run in runs] for runs in used.values()]
         changed = [welch(sample(losses[0]), sample(values)) for values in losses[1:]]
         curve.append([str(step), *(spread(values, 4) for values in losses),
                       *(f"{number(change.value, 4, '+')} ({chance(change.p)})" for change in changed)])
@@ -648,12 +637,10 @@ def report(groups, target, markdown, names=None) -> str:
         clock.append([f"seconds to loss {target:g}", *(spread(cell, 2) if all(map(math.isfinite, cell)) else
                                                        f"{sample(cell).n} of {len(cell)} runs" for cell in cells)])
 
-    raw = [f"{label}, {what}: {', '.join(f'{x:.{digits}f}' for x in values[label])}"
-           for label, (what, (digits, values)) in product(used, finals.items()) if values[label]]
-    rate, line, arms, rate_warnings = exchange(used, names) if names else (None, "", [], [])
-    factors, factor_warnings = main_effects(used, rate)
-    warnings += rate_warnings + factor_warnings
-    sections = summary, differences, line, arms, factors, curve, clock
+    raw = [f"{label}, {what}: {', '.join(f'{x:.{FINALS[what]}f}' for x in results)}"
+           for (label, what), results in values.items() if results]
+    rate, line, arms = exchange(used, names, warnings) if names else (None, "", [])
+    sections = summary, differences, line, arms, main_effects(used, rate, warnings), curve, clock
     tables = [part if part is line else table(part, markdown) for part in sections if len(part) > 1]
     lists = raw, [divergence(*pair) for pair in pairs(groups)], [f"warning: {text}" for text in warnings]
     return "\n\n".join(tables + ["\n".join(f"* {line}" for line in lines) for lines in lists if lines])
@@ -732,7 +719,6 @@ def write_folder(path: Path, groups, target):
 
 # Okabe and Ito: colour-blind safe
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-AXES = "step", "seconds inside the clock"
 TARGET = 3.28  # loss of the track on FineWeb
 
 
@@ -766,7 +752,8 @@ def ticks(low: float, high: float) -> list[float]:
     return [i * unit for i in range(math.ceil(low / unit - 1e-9), math.floor(high / unit + 1e-9) + 1)]
 
 
-def draw_svg(path: Path, lines, box, target):
+def svg(lines, box, target) -> str:
+    """The picture. lines: as from `plot_lines`. box: (least, largest) step, seconds and loss."""
     width, height, top, bottom = 460, 300, 48, 348
     low, high = box[2]
     out = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1060 400" font-family="sans-serif" font-size="15">',
@@ -775,7 +762,10 @@ def draw_svg(path: Path, lines, box, target):
     def text(x, y, label, anchor="middle"):
         out.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{label}</text>')
 
-    for axis, left in enumerate((60, 585)):
+    def path(data, style):
+        out.append(f'<path d="{data}" {style}/>')
+
+    for axis, left, title in (0, 60, "step"), (1, 585, "seconds inside the clock"):
         start, end = box[axis]
 
         def place(x, y):
@@ -784,27 +774,25 @@ def draw_svg(path: Path, lines, box, target):
         panel = f'<rect x="{left}" y="{top}" width="{width}" height="{height}"/>'
         out.append(f'<clipPath id="panel{axis}">{panel}</clipPath>')
         for y in ticks(low, high):
-            out.append(f'<path d="M{left} {place(start, y)[1]:.1f}h{width}" stroke="#e4e4e4"/>')
+            path(f"M{left} {place(start, y)[1]:.1f}h{width}", 'stroke="#e4e4e4"')
             text(left - 6, place(start, y)[1] + 5, f"{y:g}", "end")
         for x in ticks(start, end):
             text(place(x, low)[0], bottom + 20, f"{x:g}")
-        text(left + width / 2, bottom + 42, AXES[axis])
+        text(left + width / 2, bottom + 42, title)
         if target and low < target < high:
-            path_data = f"M{left} {place(start, target)[1]:.1f}h{width}"
-            out.append(f'<path d="{path_data}" stroke="black" stroke-dasharray="6 4"/>')
+            path(f"M{left} {place(start, target)[1]:.1f}h{width}", 'stroke="black" stroke-dasharray="6 4"')
         for label, colour, points in lines:
-            path_data = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(point[axis], point[2]) for point in points))
+            places = [place(point[axis], point[2]) for point in points]
             style = 'stroke-width="2.5"' if label else 'stroke-opacity="0.6"'
-            style += f' clip-path="url(#panel{axis})"'
-            out.append(f'<polyline points="{path_data}" fill="none" stroke="{colour}" {style}/>')
-            if len(points) == 1:
-                x, y = place(points[0][axis], points[0][2])
-                out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
-        out.append(f'<path d="M{left} {top}V{bottom}h{width}" fill="none" stroke="black"/>')
+            out.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" fill="none"'
+                       f' stroke="{colour}" {style} clip-path="url(#panel{axis})"/>')
+            if len(places) == 1:
+                out.append('<circle cx="{:.1f}" cy="{:.1f}" r="5" fill="{}"/>'.format(*places[0], colour))
+        path(f"M{left} {top}V{bottom}h{width}", 'fill="none" stroke="black"')
     for i, (label, colour, _) in enumerate(line for line in lines if line[0]):  # legend, above falling curves
-        out.append(f'<path d="M484 {top + 15 + 22 * i}h30" stroke="{colour}" stroke-width="2.5"/>')
+        path(f"M484 {top + 15 + 22 * i}h30", f'stroke="{colour}" stroke-width="2.5"')
         text(478, top + 20 + 22 * i, label, "end")
-    path.write_text("\n".join([*out, "</svg>"]) + "\n", encoding="utf-8")
+    return "\n".join([*out, "</svg>"]) + "\n"
 
 
 def plot(path: Path, groups, target, dots=()):
@@ -822,7 +810,7 @@ def plot(path: Path, groups, target, dots=()):
     box[2] = box[2][0] - margin, box[2][1] + margin
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        draw_svg(unfinished, lines, box, target)
+        unfinished.write_text(svg(lines, box, target), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
@@ -832,13 +820,21 @@ def plot(path: Path, groups, target, dots=()):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-def user_path(text):
-    return Path(os.path.expanduser(text))
-
-
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
+
+
+def dot(text) -> tuple[str, tuple[float, ...]]:
+    """(label, (step, seconds, loss)) of --dot."""
+    label, _, numbers = text.rpartition("=")
+    try:
+        point = tuple(map(float, numbers.split(",")))
+    except ValueError:
+        point = ()
+    if "=" not in text or len(point) != 3 or not all(map(math.isfinite, point)):
+        raise UserError("--dot takes LABEL=STEP,SECONDS,LOSS")
+    return label, point
 
 
 def parse(argv):
@@ -853,44 +849,31 @@ def parse(argv):
     parser.add_argument("--folder", type=user_path,
                         help="also write the folder of a record for the track; it must be new")
     parser.add_argument("--plot", type=user_path, metavar="FILE", help="also draw loss by step and by time: .svg")
-    parser.add_argument("--dot", action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
+    parser.add_argument("--dot", type=dot, action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
                         help="a result without a log, as a dot in the plot")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
     args = parser.parse_args(["\0" + word if re.match(SIGNED.pattern + "=", word) else word for word in argv])
     args.logs = [word.lstrip("\0") for word in args.logs]
     if args.exchange and len(args.exchange) != 2:
         raise UserError(f"--exchange={','.join(args.exchange)}: takes two labels, --exchange=SHORT,LONG")
-    try:
-        words = (word.rsplit("=", 1) for word in args.dot)
-        args.dot = [(label, tuple(map(float, numbers.split(",")))) for label, numbers in words]
-        wrong = any(len(numbers) != 3 or not all(map(math.isfinite, numbers)) for _, numbers in args.dot)
-    except ValueError:
-        wrong = True
-    if wrong:
-        raise UserError("--dot takes LABEL=STEP,SECONDS,LOSS")
     return args
 
 
 def main(argv) -> int:
+    args = parse(argv)
+    groups = read_groups(args.logs, copies=args.diff)
+    target = args.target or track_target(groups)
+    text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
+    if args.plot:
+        plot(args.plot, groups, target, args.dot)
+    if args.folder:
+        write_folder(args.folder, groups, target)
     try:
-        args = parse(argv)
-        groups = read_groups(args.logs, copies=args.diff)
-        target = args.target or track_target(groups)
-        text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
-        if args.plot:
-            plot(args.plot, groups, target, args.dot)
-        if args.folder:
-            write_folder(args.folder, groups, target)
         print(text, flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # | head; all is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from data.run.program import run_program
     run_program(main)

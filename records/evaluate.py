@@ -157,10 +157,10 @@ def hellaswag(model, config, attention, path):
         scores.append((losses.sum().item(), losses.mean().item()))
         if len(scores) % 400 == 0 or len(scores) == len(pairs):
             print(f"hellaswag: {len(scores) // 4} of {len(examples)} examples", file=sys.stderr, flush=True)
-    right = np.array([label for _, _, label in examples])
+    right = [label for _, _, label in examples]
     print(f"hellaswag_examples: {len(examples)}")
-    for name, score in zip(("acc", "acc_norm"), np.array(scores).reshape(-1, 4, 2).transpose(2, 0, 1)):
-        accuracy = (score.argmin(1) == right).mean()
+    for name, score in zip(("acc", "acc_norm"), np.array(scores).T):
+        accuracy = (score.reshape(-1, 4).argmin(1) == right).mean()
         error = (accuracy * (1 - accuracy) / len(right)) ** 0.5
         print(f"hellaswag_{name}: {accuracy:.4f}\nhellaswag_{name}_standard_error: {error:.4f}", flush=True)
 
@@ -195,8 +195,8 @@ def main(argv) -> int:
     if not argv or "--help" in argv:
         print(__doc__)
         return int(not argv)
+    path, *argv = argv
     try:
-        path, *argv = argv
         for i, (arg, following) in enumerate(zip(argv, [*argv[1:], "--"])):
             if arg == "--hellaswag" and following.startswith("--"):
                 argv[i] = f"--hellaswag={fetch_hellaswag()}"
@@ -208,15 +208,12 @@ def main(argv) -> int:
             validate(model, config, attention)
         if options["hellaswag"]:
             hellaswag(model, config, attention, options["hellaswag"])
-        return 0
-    except UserError as error:
-        message, status = str(error), 1
     except torch.OutOfMemoryError:
-        message, status = "out of GPU memory: lower --val_batch_tokens", 1
+        raise UserError("out of GPU memory: lower --val_batch_tokens") from None
     except KeyboardInterrupt:
-        message, status = "interrupted", 130
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return status
+        print("error: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,12 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.disk import ROOT, compiled_folder, user_path
+from data.run.errors import UserError
 from data.run.program import run_program
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
@@ -30,16 +33,11 @@ DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stages|stage\
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-def say(text):
-    print(f"run.sh: {text}", file=sys.stderr, flush=True)
-
-
-def die(text):
-    sys.exit(f"error: {text}")
+def say(text, before=""):
+    print(f"{before}run.sh: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: several runs speak
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
-
 
 def joined(argv) -> list[str]:
     """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/knobs.py would merge the labels'
@@ -56,43 +54,40 @@ def joined(argv) -> list[str]:
 
 def parse(argv):
     """(runs of each label, first seed, --exchange or "", whether --parallel, label -> the trainer's arguments)"""
-    times, seed, exchange, parallel, labels = "", "", "", False, {}
+    given, labels = {"--repeat": "", "--exchange": "", "--seed": ""}, {}
     common = own = ["--log_dir=logs"]
     for argument in joined(argv):
         key, _, value = argument.partition("=")
-        if argument == "--parallel":
-            parallel = True
-        elif key == "--repeat":
-            times = value
-        elif key == "--exchange":
-            exchange = value
-        elif key == "--seed":
-            if seed:
-                die(f"--seed={value}: there is one already, and all labels have the same seeds")
-            if not re.fullmatch("0|[1-9][0-9]*", value):
-                die(f"--seed={value}: write a whole number")
-            seed = value
+        if key == "--seed" and given[key]:
+            raise UserError(f"--seed={value}: there is one already, and all labels have the same seeds")
+        if key == "--seed" and not re.fullmatch("0|[1-9][0-9]*", value):
+            raise UserError(f"--seed={value}: write a whole number")
+        if key in given:
+            given[key] = value
         elif key == "--run_label":
-            die(f"{argument}: with --repeat it is --label that names the runs")
+            raise UserError(f"{argument}: with --repeat it is --label that names the runs")
         elif key == "--label":
             if not LABEL.fullmatch(value):
-                die(f"--label '{value}': write a name of letters, digits and _ . + -, or signed factors like -a+b")
+                raise UserError(f"--label '{value}': write a name of letters, digits and _ . + -, or signed factors"
+                                " like -a+b")
             if value in labels:
-                die(f"--label {value}: there is one already")
+                raise UserError(f"--label {value}: there is one already")
             own = labels[value] = []
-        else:
+        elif argument != "--parallel":
             own.append(argument)
+    times, exchange, seed = given.values()
     if not re.fullmatch("[1-9][0-9]*", times):
-        die(f"--repeat '{times}': write how many runs of each label, 1 or more")
+        raise UserError(f"--repeat '{times}': write how many runs of each label, 1 or more")
     if not labels:
-        die("--label and a name for the runs are missing")
+        raise UserError("--label and a name for the runs are missing")
     if exchange and (exchange.count(",") != 1 or len(labels.keys() & {*exchange.split(",")}) != 2):
-        die(f"--exchange={exchange}: write two of the labels with a comma between them ({', '.join(labels)})")
-    return int(times), int(seed or 1), exchange, parallel, {label: common + own for label, own in labels.items()}
+        raise UserError(f"--exchange={exchange}: write two of the labels with a comma between them"
+                        f" ({', '.join(labels)})")
+    arguments = {label: common + own for label, own in labels.items()}
+    return int(times), int(seed or 1), exchange, "--parallel" in argv, arguments
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
-
 
 def visible_gpus() -> list[str]:
     """The GPUs, as CUDA_VISIBLE_DEVICES names them."""
@@ -132,102 +127,90 @@ def get_data(labels, env) -> int:
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
-
 @dataclass(eq=False)
 class Run:
     label: str
     seed: int
     arguments: list[str]
     title: str
-    gpu: int = 0  # index in the list of GPUs
+    gpu: int  # index in the list of GPUs
+    process: subprocess.Popen | None = None  # set when the run has started
     log: Path | None = None  # set when the run has finished
 
-    def start(self, env):
-        """Starts ./run.sh. With `env` the run is parallel: it has its own process group and prints nothing;
-        self.errors keeps its stderr."""
-        folders = [argument.partition("=")[2] for argument in self.arguments if argument.startswith("--log_dir=")]
-        self.folder, self.errors = user_path(folders[-1]), tempfile.TemporaryFile()
-        self.before = set((ROOT / self.folder).glob("*.txt"))
-        command = ["./run.sh", f"--run_label={self.label}", f"--seed={self.seed}", *self.arguments]
-        null = subprocess.DEVNULL
-        options = dict(env=env, start_new_session=True, stdin=null, stdout=null, stderr=self.errors) if env else {}
-        say(self.title)
-        self.process = subprocess.Popen(command, cwd=ROOT, **options)
-
     def stop(self):
-        os.killpg(self.process.pid, signal.SIGTERM)
+        """Ends the processes of a parallel run, if they run."""
+        if self.process and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
 
-    def finish(self, stopped, parallel) -> int:
-        """Finds the log and says how the run ended; returns its exit status."""
-        code = self.process.returncode
-        self.errors.seek(0)
-        errors = self.errors.read().decode(errors="replace")
-        self.errors.close()
-        new = set((ROOT / self.folder).glob("*.txt")) - self.before if code == 0 else ()
-        for path in new:  # another program may train this label with other seeds
-            text = path.read_text(encoding="utf-8", errors="replace")
+    def execute(self, env, caught) -> int:
+        """Does the run, finds its log and says how it ended; returns the exit status, 0 if a signal was `caught`.
+
+        With `env` the run is parallel: it has its own process group, and prints nothing but, if it fails, its stderr.
+        """
+        folder = user_path([word.partition("=")[2] for word in self.arguments if word.startswith("--log_dir=")][-1])
+        before, null, results = set((ROOT / folder).glob("*.txt")), subprocess.DEVNULL, []
+        command = ["./run.sh", f"--run_label={self.label}", f"--seed={self.seed}", *self.arguments]
+        with tempfile.TemporaryFile() as errors:
+            options = dict(env=env, start_new_session=True, stdin=null, stdout=null, stderr=errors) if env else {}
+            say(self.title)
+            self.process = subprocess.Popen(command, cwd=ROOT, **options)
+            if caught and env:
+                self.stop()
+            code = self.process.wait()
+            errors.seek(0)
+            said = errors.read().decode(errors="replace")
+        time.sleep(0.1)  # a signal that ended the run has then also reached this process
+        for path in set((ROOT / folder).glob("*.txt")) - before if code == 0 else ():
+            text = path.read_text(encoding="utf-8", errors="replace")  # another program may train other seeds of it
             started = {f"run_label: {self.label}", f"seed: {self.seed}"} <= set(text.splitlines())
             if started and "\nfinal_val_loss: " in text:  # else it ran out of memory and started again
-                self.log = self.folder / path.name
+                self.log = folder / path.name
                 results = re.findall(r"^((?:final_val_loss|train_seconds): .*)$", text, re.M)
-        if self.log or stopped:
-            if parallel:
-                say(f"{self.title}: " + (", ".join(results) or "finished" if self.log else "stopped"))
+        if self.log or caught:
+            if env:
+                say(f"{self.title}: {', '.join(results) or 'stopped'}")
             return 0
-        sys.stderr.write(errors)
         code = 128 - code if code < 0 else code
-        say(f"{self.title}: " + (f"failed with status {code}" if code else f"ended without a log in {self.folder}"))
+        say(f"{self.title}: " + (f"failed with status {code}" if code else f"ended without a log in {folder}"), said)
         return code or 1
 
 
 def train(runs, gpus, caught) -> int:
-    """Does all runs, until a run fails or a signal is in `caught`; returns the exit status.
+    """Does all runs, until one fails or a signal is `caught`; returns the exit status. gpus: of --parallel, or []."""
+    statuses = []
 
-    gpus: GPUs of --parallel, or []. On Ctrl-C, a single run gets the signal from the terminal, as this process does;
-    this process ends parallel runs.
-    """
-    queues = [[run for run in runs if run.gpu == index] for index in range(len(gpus) or 1)]
-    running, status, stopped = [], 0, False
-    try:
-        while True:
-            for index, queue in enumerate(queues):
-                if queue and not (status or stopped or caught) and index not in [run.gpu for run in running]:
-                    queue[0].start(environment(gpus, index) if gpus else None)
-                    running.append(queue.pop(0))
-            if not running:
-                return 130 if caught or stopped else status
-            time.sleep(0.1)
-            ended = [run for run in running if run.process.poll() is not None]
-            running = [run for run in running if run not in ended]
-            if caught:  # tested after poll: a signal that ended a run has also reached this process
-                stopped = True
-                caught.clear()
-                for run in running if gpus else ():
-                    run.stop()
-            for run in ended:
-                code = run.finish(stopped, parallel=bool(gpus))
-                status = status or code
-    finally:  # runs are left only if this program itself fails, for example because its terminal is gone
-        for run in running if gpus else ():
-            run.stop()
+    def work(index):
+        for run in runs:
+            if run.gpu == index and not (caught or any(statuses)):
+                statuses.append(run.execute(environment(gpus, index) if gpus else None, caught))
+
+    with ThreadPoolExecutor(len(gpus) or 1) as pool:
+        list(pool.map(work, range(len(gpus) or 1)))
+    return 130 if caught else next(filter(None, statuses), 0)
 
 
 def main(argv) -> int:
     times, first, exchange, parallel, labels = parse(argv)
-    caught = []
+    caught, runs = [], []
+
+    def stop(number, frame):
+        """A single run gets Ctrl-C from the terminal, as this process does."""
+        caught.append(number)
+        for run in runs if parallel else ():
+            run.stop()
+
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda number, frame: caught.append(number))
+            signal.signal(number, stop)
     gpus = visible_gpus() if parallel else []
     if parallel and not gpus:
-        die("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel out")
-    runs = []
-    for i in range(times):
-        for j, (label, arguments) in enumerate(labels.items()):
-            k = i * len(labels) + j
-            index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
-            title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
-            runs.append(Run(label, first + i, arguments, title, index))
+        raise UserError("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel"
+                        " out")
+    for k, (i, label) in enumerate(product(range(times), labels)):
+        index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
+        title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
+        runs.append(Run(label, first + i, labels[label], title, index))
     status = get_data(labels, environment(gpus, 0)) if gpus else 0
     if caught or not status:
         status = train(runs, gpus, caught)
@@ -237,8 +220,7 @@ def main(argv) -> int:
         return status
     logs = [f"{run.label}={run.log}" for run in finished]
     both = exchange and {run.label for run in finished}.issuperset(exchange.split(","))
-    options = [f"--exchange={exchange}"] if both else []
-    command = [sys.executable, "records/compare.py", *options, "--", *logs]
+    command = [sys.executable, "records/compare.py", *[f"--exchange={exchange}"] * bool(both), "--", *logs]
     return subprocess.call(command, cwd=ROOT) or status
 
 

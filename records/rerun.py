@@ -55,38 +55,31 @@ def value_of(text) -> str:
         return text
 
 
-def title(name) -> str:
-    """The title before the text of a file, as `write_header` of data/run/log.py writes it."""
-    return f"\n{'-' * 40}\n# {name}\n{'-' * 40}\n\n"
+def unpack(run: Run) -> list[tuple[str, str]]:
+    """(name, text) of all dumped files, in the order of the log. The script is first, without a title. `write_header`
+    of data/run/log.py writes the titles, and adds a line end to each text."""
+    names = "|".join(re.escape(name) for name in run.facts.get("sources", "").split() if name != SCRIPT)
+    script, *others = re.split(rf"\n-{{40}}\n# ({names})\n-{{40}}\n\n", run.source)
+    return [(name, text.removesuffix("\n")) for name, text in zip([SCRIPT, *others[::2]], [script, *others[1::2]])]
 
 
 def require_whole(path, run: Run):
     """Raises UserError unless the log has all settings and sources that a rerun requires."""
     names = [name for name in run.facts.get("sources", "").split() if name != SCRIPT]
+    found = [name for name, text in unpack(run) if text or name != SCRIPT]
     missing = [f"`{key}`" for key in REQUIRED if key not in run.facts]
-    missing += [f"the text of {name}" for name in names if title(name) not in run.source]
-    missing += ["the text of " + SCRIPT] * (not run.source) + ["validation losses"] * (not run.losses)
-    if missing:
+    missing += [f"the text of {name}" for name in [*names, SCRIPT] if name not in found]
+    if missing := missing + ["validation losses"] * (not run.losses):
         raise UserError(f"{path}: lacks {', '.join(missing)}; it cannot be trained again, like all older logs")
     for name in names:
         if not NAME.fullmatch(name):
             raise UserError(f"{path}: '{name}' among its sources may lead out of the folder; do not trust this log")
-        if run.source.count(title(name)) > 1:
+        if found.count(name) > 1:
             raise UserError(f"{path}: holds {name} more than once; if these are two logs, give one of them")
     if not re.fullmatch("[1-9][0-9]*", run.facts["ranks"]):
         raise UserError(f"{path}: its ranks are '{run.facts['ranks']}', which is no number of processes")
     if resumed := run.facts.get("resume"):
         raise UserError(f"{path}: this run went on from {resumed}; rerun the log in which it began")
-
-
-def unpack(run: Run) -> dict[str, str]:
-    """{name: text} of all dumped files. The script is first, without a title. The log adds a line end to each text."""
-    names = run.facts["sources"].split()
-    titles = sorted((run.source.index(title(name)), name) for name in names if name != SCRIPT)  # position, name
-    starts = [0, *(position + len(title(name)) for position, name in titles)]
-    ends = [*(position for position, _ in titles), len(run.source)]
-    texts = [run.source[start:end].removesuffix("\n") for start, end in zip(starts, ends)]
-    return dict(zip([SCRIPT, *(name for _, name in titles)], texts))
 
 
 def settings(run: Run, overrides) -> dict[str, str]:
@@ -189,7 +182,7 @@ def rerun(path: Path, overrides) -> int:
     pattern = os.path.join(glob.escape(knobs["log_dir"]), glob.escape(knobs["run_label"]) + "_*.txt")
     before = set(glob.glob(pattern))
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
-        for name, text in unpack(old).items():
+        for name, text in unpack(old):
             try:
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, name).write_bytes(text.encode())
@@ -223,11 +216,7 @@ def main(argv) -> int:
     if "--help" in argv:
         print(__doc__)
         return 0
-    try:
-        return rerun(*parse(argv))
-    except (UserError, compare.UserError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 1
+    return rerun(*parse(argv))
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.disk import user_path
-from data.run.errors import one_line
+from data.run.errors import UserError, one_line
 from data.run.program import run_program
-from records.work import WORK, calls, describe, plain
+from records.work import WORK, calls, describe, name_in_work
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------
 
@@ -101,14 +101,11 @@ class Host:
         return found
 
     def flatten(self, ranges):
-        self.borders, self.names, stack = [-np.inf], ["between steps"], []
-        for start, end, name in [*sorted(ranges, key=lambda r: (r[0], -r[1])), (np.inf, np.inf, "")]:
-            while stack and stack[-1][0] <= start:
-                self.borders.append(stack.pop()[0])
-                self.names.append(stack[-1][1] if stack else self.names[0])
-            self.borders.append(start)
-            self.names.append(name)
-            stack.append((end, name))
+        self.borders = [-np.inf, *sorted({border for *ends, _ in ranges for border in ends})]
+        self.names = ["between steps"] * len(self.borders)
+        for *ends, name in sorted(ranges, key=lambda r: (r[0], -r[1])):  # an inner range is later
+            first, last = (bisect_left(self.borders, border) for border in ends)
+            self.names[first:last] = [name] * (last - first)
 
     def at(self, moment):
         return self.names[bisect_right(self.borders, moment) - 1]
@@ -221,69 +218,59 @@ def analyse(trace):
         window = steps[0][0], steps[-1][1]
 
     ms = 1e-3 / len(steps)
-    regions = defaultdict(lambda: [0.0] * 4)  # compute, communication, of that exposed, idle
     taken, free = cover(compute, [window])
     exposed, idle = cover(communication, free)
-    durations = [i.own for i in communication]
-    columns = (compute, taken), (communication, durations), (communication, exposed)
+    busy = sorted(compute + communication, key=lambda i: i.start)
+    # Idle time belongs to the region of the next kernel; without a GPU, to the region of the host.
+    borders, names = ([-np.inf, *(i.start for i in busy)], [i.region for i in busy]) if gpu else (
+        host.borders, host.names)
+    pauses = [Item("", *ends, 0.0, 0.0, region=name) for name, *ends in zip(names, borders, [*borders[1:], np.inf])]
+    regions = defaultdict(lambda: [0.0] * 4)  # compute, communication, of that exposed, idle
+    columns = ((compute, taken), (communication, [i.own for i in communication]), (communication, exposed),
+               (pauses, cover(pauses, idle)[0]))
     for column, (group, amounts) in enumerate(columns):
         for item, amount in zip(group, amounts):
             regions[item.region][column] += amount * ms
-    busy = sorted(compute + communication, key=lambda i: i.start)
-    if gpu:  # idle time belongs to the region of the next kernel
-        for start, end in idle:
-            regions[busy[bisect_left(busy, end, key=lambda i: i.start)].region][3] += (end - start) * ms
-    else:  # idle time belongs to the region of the host
-        ends = [*host.borders[1:], np.inf]
-        ranges = [Item("", *borders, 0.0, 0.0, region=name) for *borders, name in zip(host.borders, ends, host.names)]
-        for item, amount in zip(ranges, cover(ranges, idle)[0]):
-            regions[item.region][3] += amount * ms
     split = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
-    parts = {word: word for word in split} | dict.fromkeys(("reduce", "wait", "update", "gather", "zero"), "optimizer")
     for region, amounts in regions.items():
-        split[parts.get(region.partition(" ")[0], "other")] += amounts[0]
+        way = re.match("(forward|backward)|(reduce|wait|update|gather|zero)|", region)
+        split[way[1] or ("optimizer" if way[2] else "other")] += amounts[0]
     split |= {"exposed communication": sum(exposed) * ms, "idle": sum(end - start for start, end in idle) * ms}
     times = defaultdict(list)  # short name -> ms of every call
     for item in items:
         times[short(item.name)].append(item.own * ms)
-    names = [(name, len(calls_ms) / len(steps), sum(calls_ms)) for name, calls_ms in times.items()]
+    names = [(name, len(each) / len(steps), sum(each)) for name, each in times.items()]
     numbers = [int(name.split()[1]) for _, _, name in steps]
     measured = run | {"steps": [step for step in run.get("steps", []) if step["step"] in numbers]}
     return {"steps": numbers, "run": run, "ms": (window[1] - window[0]) * ms, "split": split,
-            "communication": sum(cover(communication, [window])[0]) * ms, "regions": dict(regions),
-            "names": sorted(names, key=lambda row: -row[2]), "rates": rates(items, measured, len(steps)),
-            "items": left_out + busy}
+            "regions": dict(regions), "names": sorted(names, key=lambda row: -row[2]),
+            "rates": rates(items, measured, len(steps)), "items": left_out + busy}
 
 
 def rates(items, run, steps):
     """Rows (operations, calls per step, ms per step, rate, its unit, part of the measured limit) of our kernels.
 
-    The last three values are None if the number of launches is not the expected number. Operations that share a kernel
-    share a row.
+    The last three values are None if the number of launches is not the expected number. Operations that share their
+    kernels share a row.
     """
     if not run.get("limits"):
         return []
-    count, took, work, rows = Counter(), Counter(), defaultdict(list), []
+    count, took, families, rows = Counter(), Counter(), defaultdict(list), []
     for item in items:
-        count[plain(item.name)] += 1
-        took[plain(item.name)] += item.own * 1e-6
+        count[name_in_work(item.name)] += 1
+        took[name_in_work(item.name)] += item.own * 1e-6
     for name, *sizes in calls(run):
-        work[name].append(WORK[name][1](*sizes))
-    families = []  # (operations, their kernels)
-    for name in work:
-        names, kinds = {name}, {*WORK[name][0].split()}
-        for family in [f for f in families if f[1] & kinds]:
-            families.remove(family)
-            names, kinds = names | family[0], kinds | family[1]
-        families.append((names, kinds))
-    for names, kinds in families:
+        kinds, least_work = WORK[name]
+        families[kinds].append((name, least_work(*sizes)))
+    for kinds, done in families.items():
+        kinds = kinds.split()
         seen, seconds = (sum(counter[kind] for kind in kinds) for counter in (count, took))
         if seen:
-            done = np.array([call for name in names for call in work[name]], dtype=float)
-            least = done / (run["limits"]["bf16"], run["limits"]["copy"])
+            names, amounts = {name for name, _ in done}, np.array([amounts for _, amounts in done], dtype=float)
+            least = amounts / (run["limits"]["bf16"], run["limits"]["copy"])
             column = int(least[:, 1].sum() > least[:, 0].sum())
-            found = done[:, column].sum() / seconds, ("FLOP/s", "B/s")[column], least.max(1).sum() / seconds
-            if seen != sum(len(work[name]) * len(WORK[name][0].split()) for name in names):
+            found = amounts[:, column].sum() / seconds, ("FLOP/s", "B/s")[column], least.max(1).sum() / seconds
+            if seen != len(done) * len(kinds):
                 found = [None] * 3
             rows.append((" ".join(sorted(names)), len(done) / steps, 1e3 * seconds / steps, *found))
     return sorted(rows, key=lambda row: -row[2])
@@ -305,21 +292,21 @@ def table(result, top=25):
 
     def rows(titles, body):
         for name, *cells in titles, *body:
-            cells = (f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+            cells = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
             lines.append(f"{name:<58}" + "".join(f"{cell:>15}" for cell in cells))
         lines.append("")
 
-    def share(value):
-        return f"{value / total:.1%}"
+    def rest(more):
+        """One row with the sums of these rows."""
+        return [(f"{len(more)} more", *map(sum, zip(*more)))] if more else []
 
     first, last, rank, ranks = result["steps"][0], result["steps"][-1], run.get("rank", "?"), run.get("ranks", "?")
     rows((f"steps {first} to {last}, rank {rank} of {ranks}", "ms per step", "share"),
-         [(name, value, share(value)) for name, value in {**result["split"], "all": total}.items()])
+         [(name, value, f"{value / total:.1%}") for name, value in {**result["split"], "all": total}.items()])
     if run.get("cuda_graphs"):
-        missing = [step["step"] for step in run["steps"] if step["step"] < first]
-        note = (f"left out, as they were launched in part kernel by kernel: steps {', '.join(map(str, missing))}"
-                if missing else f"step {first} was launched in part kernel by kernel: idle contains the gaps")
-        lines[-1:] = [note, ""]
+        missing = [str(step["step"]) for step in run["steps"] if step["step"] < first]
+        lines[-1:] = [f"left out, as they were launched in part kernel by kernel: steps {', '.join(missing)}" if missing
+                      else f"step {first} was launched in part kernel by kernel: idle contains the gaps", ""]
     inside = {name: numbers for name, numbers in regions.items() if name.startswith(("forward", "backward"))}
     order = {"embed": 0, "layer": 1, "loss": 2, "": 3}
     places = sorted({name.partition(" ")[2] for name in inside},
@@ -330,11 +317,11 @@ def table(result, top=25):
     other |= {"forward, backward": [sum(column) for column in zip(*inside.values())]} if inside else {}
     small = [other.pop(name) for name, numbers in [*other.items()] if sum(numbers) < 1e-3 * total]
     rows(("region", "ms", "communication", "exposed", "idle"),
-         sorted(((name, *numbers) for name, numbers in other.items()), key=lambda row: -sum(row[1:]))
-         + [(f"{len(small)} more", *map(sum, zip(*small)))] * bool(small))
-    left = [(f"{len(left)} more", *map(sum, list(zip(*left))[1:])) for left in [result["names"][top:]] if left]
+         sorted(((name, *numbers) for name, numbers in other.items()), key=lambda row: -sum(row[1:])) + rest(small))
+    names = result["names"]
     rows(("kernels", "calls", "ms", "share"),
-         [(name, f"{count:g}", time, share(time)) for name, count, time in result["names"][:top] + left])
+         [(name, f"{count:g}", time, f"{time / total:.1%}")
+          for name, count, time in names[:top] + rest([numbers for _, *numbers in names[top:]])])
     if result["rates"]:
         rows(("our operations", "calls", "ms", "rate", "of the limit"), [
             (name, f"{count:g}", time, *(("launches?", "") if rate is None else (
@@ -369,28 +356,6 @@ def recorded(profiler, path, run):
     return result
 
 
-def report(profiler, path, config, rt, plans, batches, optimizer, head):
-    """Writes the trace of the steps of `plans` on this rank to `path`. Returns text for the log: tables, or a warning.
-
-    profiler: a stopped torch profiler; batches: the batches of the steps, in order.
-    """
-    from torch import OutOfMemoryError  # reading a trace does not need torch
-
-    from data.run.machine import ceilings
-    lines, limits = [], None
-    if rt.device.type == "cuda" and config.system.dtype == "bfloat16":
-        try:
-            limits = ceilings()
-        except OutOfMemoryError:
-            lines.append("warning: too little memory to measure what the kernels could do")
-    run = describe(config, rt, plans, batches, optimizer, head, limits)
-    try:
-        lines += [table(recorded(profiler, path, run)), "", f"trace, beside this log: {Path(path).name}"]
-    except (OSError, ValueError) as error:
-        lines.append(f"warning: no trace in {Path(path).name}: {one_line(error)}")
-    return "\n".join(lines)
-
-
 class Profiler:
     """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock is stopped.
 
@@ -410,21 +375,28 @@ class Profiler:
         self.profiler.start()
 
     def stop(self):
-        """Writes this rank's trace beside the log, and the tables into the log."""
-        import torch.distributed as dist
-        trainer = self.trainer
+        """Writes this rank's trace beside the log, and the tables, or a warning, into the log."""
+        from torch import OutOfMemoryError, distributed
+
+        from data.run.machine import ceilings
         self.profiler.stop()
-        plans = [trainer.plans[step] for step in trainer.config.system.profiled]
-        count = len(plans) * trainer.micro_steps
-        batches = trainer.loader.replay(self.loader_state, count)
-        log = [str(trainer.log.path) if trainer.rt.rank == 0 else None]
-        if trainer.rt.world > 1:
-            dist.broadcast_object_list(log)
-        path = Path(log[0]).with_name(f"{Path(log[0]).stem}_rank{trainer.rt.rank}.json.gz")
-        trainer.log.line(report(self.profiler, path, trainer.config, trainer.rt, plans, batches, trainer.optimizer,
-                                trainer.head))
-        if trainer.rt.world > 1:
-            dist.barrier()
+        trainer, limits = self.trainer, None
+        log, rt, system = trainer.log, trainer.rt, trainer.config.system
+        plans = [trainer.plans[step] for step in system.profiled]
+        batches = trainer.loader.replay(self.loader_state, len(plans) * trainer.micro_steps)
+        if rt.device.type == "cuda" and system.dtype == "bfloat16":
+            try:
+                limits = ceilings()
+            except OutOfMemoryError:
+                log.line("warning: too little memory to measure what the kernels could do")
+        path = log.path.with_name(f"{log.path.stem}_rank{rt.rank}.json.gz")
+        try:
+            shown = table(recorded(self.profiler, path, describe(trainer, plans, batches, limits)))
+            log.line(f"{shown}\n\ntrace, beside this log: {path.name}")
+        except (OSError, ValueError) as error:
+            log.line(f"warning: no trace in {path.name}: {one_line(error)}")
+        if rt.world > 1:
+            distributed.barrier()
 
 
 def main(paths) -> int:
@@ -437,8 +409,7 @@ def main(paths) -> int:
             trace = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
             print(f"{path}\n{table(analyse(trace))}\n")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
-            print(f"error: {path}: {one_line(error)}", file=sys.stderr)
-            return 1
+            raise UserError(f"{path}: {one_line(error)}") from None
     return 0
 
 

@@ -39,7 +39,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     # of q, k and v in both layouts.
     "project_codes": ("_project_kernel", lambda N, D, value, qk: (
         N * D * D * (2 * qk + 1), N * D * (3 + 2 * (2 * qk + value)))),
-    "project_codes_backward": ("_project_grad_kernel", lambda N, D, value, qk: (
+    "project_codes_backward": ("_project_grad_kernel", lambda N, D, value, paired, qk: (
         0, 4 * N * D * (3 * qk + 1 + value))),
     # channels: input of the gates. Reads and writes the gradients of the channels and of other gates of the layer.
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
@@ -63,7 +63,7 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "update_few_rows": ("_update_few_rows_kernel", lambda touched: (0, 8 * touched))}
 
 
-def plain(name):
+def name_in_work(name):
     """The name in WORK of a kernel."""
     return name.replace("_hopper_kernel", "_kernel")
 
@@ -78,7 +78,8 @@ def seen_pairs(lengths, window):
 def calls(run):
     """(operation, sizes) of every call on one rank in the profiled steps; run: what `describe` returns."""
     D, H, V, fp8, layers = (run[key] for key in ("model_dim", "num_heads", "padded_vocab", "fp8", "layers"))
-    F = run.get("mlp_dim", 4 * D)
+    F, orders = run.get("mlp_dim", 4 * D), run.get("ngram_orders", 1)  # older traces lack some keys
+    mlp_codes, qkv_codes = ("_codes" if run.get(key) else "" for key in ("fp8_mlps", "fp8_qkv"))
     tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
     inputs = [layer.get("input_from") for layer in layers if layer["attention"]]
     inputs = inputs.count(None) + len({*inputs} - {None})  # of the attention; FP8 codes of each are transposed
@@ -90,85 +91,80 @@ def calls(run):
     for step in run["steps"]:
         N = step["tokens"]
         for micro_batch in step["micro_batches"]:
+            documents, touched = micro_batch["documents"], micro_batch["touched"].values()
             for layer, qk in zip(layers, qk_widths):
-                mlp = ("mlp", N, D, F), ("mlp_backward", N, D, F)
-                if run.get("fp8_mlps"):
-                    mlp = ("mlp_codes", N, D, F), ("mlp_codes_backward", N, D, F), *[("transpose_bytes", N * D)] * 2
-                yield from mlp
+                yield from ((f"mlp{mlp_codes}{way}", N, D, F) for way in ("", "_backward"))
+                yield from [("transpose_bytes", N * D)] * (2 if mlp_codes else 0)
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
-                    lengths, window = folds * np.array(micro_batch["documents"]), step["windows"][layer["long"]]
-                    pairs = H // folds * seen_pairs(lengths, window)
+                    pairs = H // folds * seen_pairs(folds * np.array(documents), step["windows"][layer["long"]])
                     yield from ((name, N, D, D // H, qk, pairs) for name in ("attend", "attend_backward"))
-                    if run.get("fp8_qkv"):
-                        yield "project_codes", N, D, value, qk
-                        yield "project_codes_backward", N, D, value, qk
-                    else:
-                        yield "project", N, D, value, qk
-                        yield "project_backward", N, D, value, layer["paired"], qk
+                    yield f"project{qkv_codes}", N, D, value, qk
+                    yield f"project{qkv_codes}_backward", N, D, value, layer["paired"], qk
                     channels = run["gate_channels"] * (3 if value and not layer["paired"] else 2) // 2
                     yield from ((name, N, channels, H * (1 + value)) for name in ("head_gates", "head_gates_backward"))
             if d := run.get("pointer_width"):
-                lengths = micro_batch["documents"]
-                pairs = seen_pairs(lengths, N) - sum(lengths)  # no token points at itself
-                yield from (("pointer", N, d, pairs), ("pointer_backward", N, d, pairs))
-            yield from [("transpose_bytes", N * D)] * (inputs if run.get("fp8_qkv") else 0)
+                pairs = seen_pairs(documents, N) - sum(documents)  # no token points at itself
+                yield from ((name, N, d, pairs) for name in ("pointer", "pointer_backward"))
+            yield from [("transpose_bytes", N * D)] * (inputs if qkv_codes else 0)
             columns = micro_batch.get("candidates") or V
             for start in range(0, N, run["head_rows"]):
                 yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
             yield from [("transpose_bytes", N * D), ("transpose_bytes", N * columns)] * fp8
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
-            for touched in [micro_batch["token_ids"]] * tables:
-                yield "embedding_grad", N, D, touched
-            orders = run.get("ngram_orders", 1)
-            for touched in micro_batch["touched"].values():
-                yield "embedding_grad", N * orders, D, touched
+            yield from [("embedding_grad", N, D, micro_batch["token_ids"])] * tables
+            yield from (("embedding_grad", N * orders, D, n) for n in touched)
             if run.get("few_rows") and run["ranks"] > 1:  # of the rows that the ranks send to their owners
-                yield from (("embedding_grad", n, D, n // run["ranks"]) for n in micro_batch["touched"].values())
+                yield from (("embedding_grad", n, D, n // run["ranks"]) for n in touched)
             if run.get("signs") or orders > 1:
                 yield "signed_rows", N, D, orders
-        if run.get("fp8_mlps"):
+        if mlp_codes:
             yield "quantise_weights", 2 * F * D * len(layers)
-        if run.get("fp8_qkv"):
+        if qkv_codes:
             yield from (("quantise_weights", size) for size in projections.values())
         for n, R, C in run["banks"]:
             side = min(R, C)
             yield from [("XXT" if R <= C else "XTX", n, side, max(R, C)), ("ba_plus_cAA", n, side)] * run["polar_steps"]
             yield from (("fused_momentum", n * R * C, run.get("slow", False)), ("normuon_update", n * R * C))
+        updates_tables = step.get("tables", step["adam"])
         for size, table, copy in run.get("adam", ()):
-            if (step.get("tables", step["adam"]) if table else step["adam"]) and not (copy and step["tied"]):
+            if (updates_tables if table else step["adam"]) and not (copy and step["tied"]):
                 yield "adam_update", size
         if step["adam"]:
             yield from [("quantise_weights", D * V)] * fp8
             yield from [("transpose_add", D * V), ("transpose_copy", D * V)] * step["tied"]
-        if step.get("tables", step["adam"]):  # older logs have no "tables"
+        if updates_tables:
             # A lower bound: this rank's share of the rows that the last micro-batch touched.
             rows = {"value_embeds": (tables - 1) * micro_batch["token_ids"], **micro_batch["touched"]}
-            yield from (("update_rows", D * rows[label] // run["ranks"]) for label in run.get("lazy_tables", ()))
-            yield from (("update_few_rows", D * rows[label] // run["ranks"]) for label in run.get("few_rows", ()))
+            for name, key in ("update_rows", "lazy_tables"), ("update_few_rows", "few_rows"):
+                yield from ((name, D * rows[label] // run["ranks"]) for label in run.get(key, ()))
 
 
-def describe(config, rt, plans, batches, optimizer, head, limits):
+def describe(trainer, plans, batches, limits):
     """A dictionary about the steps of `plans`, which JSON can store; `calls` and the tables of trace.py read it.
 
     batches: the batches of these steps on this rank, in order; limits: result of `ceilings`, or None.
     """
-    micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
-                      "token_ids": batch.tokens.unique().numel(),
-                      "touched": {table: rows.unique().numel() for table, rows in batch.row_ids.items()},
-                      "candidates": 0 if batch.candidates is None else batch.candidates.numel()}
-                     for batch in batches]
-    model, each, steps = config.model, len(batches) // len(plans), []
+    config, rt, optimizer = trainer.config, trainer.rt, trainer.optimizer
+    model, system, each, steps = config.model, config.system, len(batches) // len(plans), []
     for i, plan in enumerate(plans):
         stage = config.schedule.stages[plan.stage]
+        micro_batches = [{"documents": [n for n in np.diff(batch.cu_seqlens.tolist()).tolist() if n],
+                          "token_ids": batch.tokens.unique().numel(),
+                          "touched": {table: rows.unique().numel() for table, rows in batch.row_ids.items()},
+                          "candidates": 0 if batch.candidates is None else batch.candidates.numel()}
+                         for batch in batches[i * each:(i + 1) * each]]
         steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied,
                       "tokens": plan.micro_batch_tokens, "windows": [stage.short_window, stage.long_window],
-                      "micro_batches": micro_batches[i * each:(i + 1) * each]})
+                      "micro_batches": micro_batches})
+    adam = [[shard.numel(), label in optimizer.tables, label in optimizer.copies.values()]
+            for label, shard in optimizer.shards.items()
+            if label not in optimizer.matrix_lr and "m" in optimizer.state[label]]
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
-            "cuda_graphs": config.system.cuda_graphs and rt.device.type == "cuda", "model_dim": model.model_dim,
-            "num_heads": model.num_heads, "mlp_dim": model.mlp_dim, "padded_vocab": model.padded_vocab,
-            "fp8": head.fp8, "fp8_mlps": config.system.fp8_mlp, "fp8_qkv": config.system.fp8_qkv,
-            "head_rows": head.block,
+            "cuda_graphs": system.cuda_graphs and rt.device.type == "cuda",
+            **{key: getattr(model, key) for key in ("model_dim", "num_heads", "mlp_dim", "padded_vocab")},
+            "fp8": trainer.head.fp8, "fp8_mlps": system.fp8_mlp, "fp8_qkv": system.fp8_qkv,
+            "head_rows": trainer.head.block,
             "pointer_width": optimizer.params["pointer_sink"].numel() if model.pointer else 0,
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
             "polar_steps": config.optim.polar_steps,
@@ -177,9 +173,6 @@ def describe(config, rt, plans, batches, optimizer, head, limits):
             "few_rows": [*optimizer.few_rows], "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "slow": bool(config.optim.slow_momentum),
-            "adam": [  # one entry for each launch: weights, whether a table, whether a copy while tied
-                *([shard.numel(), label in optimizer.tables, label in optimizer.copies.values()]
-                  for label, shard in optimizer.shards.items()
-                  if label not in optimizer.matrix_lr and "m" in optimizer.state[label]),
-                *([len(vector), False, False] for vector in optimizer.replicated.weights)],
+            # one entry for each launch: weights, whether a table, whether a copy while tied
+            "adam": adam + [[len(vector), False, False] for vector in optimizer.replicated.weights],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

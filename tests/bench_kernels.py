@@ -355,7 +355,7 @@ def fp8_projection_cases():
             dqkv = rand(N, len(weight))
             back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
             yield Case("project_backward, FP8", shape, partial(back, *codes, one), {"bf16": partial(back, dqkv)},
-                       bytes=WORK["project_codes_backward"][1](*sizes)[1])
+                       bytes=WORK["project_codes_backward"][1](N, D, value, False, width / HEAD)[1])
             if not value:
                 yield Case("dqkv W, FP8 (library)", shape, partial(tk.scaled_product, codes[0], w8_t, one, one),
                            {"bf16": partial(torch.matmul, dqkv, weight)}, bytes=3 * N * D + dqkv.numel(), **work)

@@ -137,23 +137,20 @@ def evaluate(trained, capsys, *args):
     return dict(re.findall(r"^(\w+): (.*)$", capsys.readouterr().out, re.M))
 
 
-def test_validation_is_that_of_the_run(trained, corpus, capsys, monkeypatch):
+def test_validation_is_that_of_the_run(trained, corpus, tmp_path, capsys, monkeypatch):
+    """It says which files it passes over, and needs no tokenizer for the loss."""
     found = evaluate(trained, capsys)
     letters = (corpus.val[1:VAL_TOKENS + 1] != 256).sum()
     bits = pytest.approx(float(trained.val["4"]) * VAL_TOKENS / math.log(2) / letters, abs=3e-4)
     assert letters < VAL_TOKENS and list(found) == ["val_loss", "val_bits_per_byte"]
     assert found["val_loss"] == trained.val["4"] and float(found["val_bits_per_byte"]) == bits
     monkeypatch.setattr(E, "text_codec", Mock(side_effect=UserError("reason")))
-    less = evaluate(trained, capsys, "--val_tokens=1536", f"--val_files={corpus.folder}/val_1.bin")
-    assert less.keys() == {"val_loss"} and less["val_loss"] != found["val_loss"]
-
-
-def test_evaluation_says_what_it_passes_over(trained, corpus, tmp_path, capsys):
     (tmp_path / "val_1.bin").symlink_to(corpus.folder / "val_1.bin")
     oracles.write_shard(tmp_path / "val_0.bin", [])
-    argv = [trained.checkpoint, "--device=cpu", "--val_tokens=1536", f"--val_files={tmp_path}/val_*.bin"]
-    assert E.main(argv) == 0 and capsys.readouterr().err == (
-        f"warning: {tmp_path}/val_0.bin holds no tokens and is passed over\n")
+    assert E.main([trained.checkpoint, "--device=cpu", "--val_tokens=1536", f"--val_files={tmp_path}/val_*.bin"]) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"val_loss: (\S+)\nno bits per byte: reason\n", out)[1] != found["val_loss"]
+    assert err == f"warning: {tmp_path}/val_0.bin holds no tokens and is passed over\n"
 
 
 def test_bits_per_byte_of_longer_tokens(monkeypatch):
@@ -200,8 +197,9 @@ def test_hellaswag_is_fetched_once_and_scored(trained, tmp_path, capsys, monkeyp
     monkeypatch.setattr(E, "HELLASWAG_SHA256", hashlib.sha256(content).hexdigest())
     monkeypatch.setenv("DATA_PATH", str(tmp_path))
     for message in r"cannot fetch HellaSwag from https://\S+ \(.*no route.*\); --hellaswag=", "not the published file":
-        assert E.main([trained.checkpoint, "--device=cpu", "--hellaswag", "--validate=false"]) == 1
-        assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err) and not list(tmp_path.rglob("*.*"))
+        with pytest.raises(UserError, match=f"^.*{message}.*$"):
+            E.main([trained.checkpoint, "--device=cpu", "--hellaswag", "--validate=false"])
+        assert not list(tmp_path.rglob("*.*"))
     assert "hellaswag_acc_norm" in evaluate(trained, capsys, "--hellaswag", "--validate=false")
     means = [3, 1, 5, 9, 1, 9, 9, .9, 1, 9, .9, 9]
     monkeypatch.setattr(E, "ending_losses", lambda model, config, attention, pairs: (
@@ -228,7 +226,7 @@ def test_hellaswag_is_fetched_once_and_scored(trained, tmp_path, capsys, monkeyp
     ("CKPT --val_files=CWD/val_gpt2.bin", "val_gpt2.bin: token 50256 but a vocabulary of 257"),
     ("CKPT --val_files=CWD/val_few.bin", "val_few.bin: no document separator .token 256"),
     ("CKPT --val_files=CWD/val_0.bin", "val_0.bin: no file holds a token")])
-def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, message):
+def test_errors_are_one_line(trained, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     good, long, few, wrong = (json.dumps(EXAMPLES[0] | changes) for changes in (
         {}, {"ctx": "x" * 1999}, {"endings": ["a"]}, {"label": 4}))
@@ -237,10 +235,12 @@ def test_errors_are_one_line(trained, tmp_path, capsys, monkeypatch, args, messa
         (tmp_path / name).write_text(content, "latin-1")
     for name, tokens in {"gpt2": [50256, *[97] * 4000], "few": [97] * 4000, "0": []}.items():
         oracles.write_shard(tmp_path / f"val_{name}.bin", tokens)
-    main = T.main if args.startswith("--sample") else E.main
     argv = [*args.replace("CKPT", trained.checkpoint).replace("CWD", str(tmp_path)).split(), "--device=cpu"]
-    assert main(argv + ["--validate=false"] * (main is E.main and "--val" not in args)) == 1
-    assert re.fullmatch(rf"error: .*({message}).*\n", err := capsys.readouterr().err), err
+    with pytest.raises(UserError, match=f"^.*({message}).*$"):
+        if args.startswith("--sample"):
+            sampling.sample_command(argv, T.RECORD74, T.load_model)
+        else:
+            E.main(argv + ["--validate=false"] * ("--val" not in args))
 
 
 # ---- Export ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -119,12 +120,6 @@ def test_sources_are_those_of_the_repository(tmp_path, monkeypatch, project, pla
         assert found == [(name, Path(name).name) for name in NAMES]
 
 
-def test_sources_of_this_run():
-    sources = loaded_sources()
-    assert {"data/loader.py", "triton_kernels.py", "tests/test_log.py"} <= sources.keys()
-    assert all((ROOT / name).read_text() == text for name, text in sources.items())
-
-
 def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
     """Of this folder's own repository, whatever git believes of the files; unknown in a folder of another one."""
     def git(folder, *words):
@@ -169,30 +164,35 @@ def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
 # ---- Console ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def console(tmp_path, monkeypatch):
+    """console(whether it is a terminal) -> (a new log, what it shows after the line that names the file)."""
+    def console(terminal):
+        screen = io.StringIO()
+        screen.isatty = lambda: terminal
+        monkeypatch.setattr("sys.stdout", screen)
+        log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
+        return log, lambda: screen.getvalue().partition("\n")[2]
+    return console
+
+
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_stays_on_one_line_of_a_terminal(tmp_path, monkeypatch, terminal):
+def test_progress_stays_on_one_line_of_a_terminal(console, terminal):
     """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines
     as they are."""
-    screen = io.StringIO()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", screen)
-    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
+    log, shown = console(terminal)
     log.progress("step:1/9 train_loss:3.1000", "step:1/9 train_time:5ms", 119.7)
     log.line("step:1/9 val_loss:3.0000")
     plain = "step:1/9 train_loss:3.1000\nstep:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"
-    assert log.path.read_text() == plain
-    shown = screen.getvalue().partition("\n")[2]  # after the line that names the file
     fancy = "\r\033[Kstep:1/9 train_loss:3.1000 train_time:5ms eta:2m00s\r\033[Kstep:1/9 val_loss:3.0000\n"
-    assert shown == (fancy if terminal else plain)
+    assert log.path.read_text() == plain and shown() == (fancy if terminal else plain)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_line_that_moves(tmp_path, monkeypatch, terminal):
+def test_a_line_that_moves(console, terminal):
     """A terminal shows it until the work is done, or has failed, and it leaves nothing behind."""
-    screen, count, twice, threads = io.StringIO(), itertools.count(1), threading.Event(), threading.active_count()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", screen)
-    log = Log(T.parse_config(["--preset=cpu", f"--log_dir={tmp_path}"]), Runtime(0, 1, CPU))
+    count, twice, threads = itertools.count(1), threading.Event(), threading.active_count()
+    log, shown = console(terminal)
 
     def text():
         if (number := next(count)) == 2:
@@ -201,6 +201,5 @@ def test_a_line_that_moves(tmp_path, monkeypatch, terminal):
     with pytest.raises(ZeroDivisionError), log.moving(text, every=0.001):
         assert not terminal or twice.wait(20)
         1 / 0
-    shown = screen.getvalue().partition("\n")[2]
+    assert re.fullmatch(r"\r\033\[K1 s\r\033\[K2 s.*\r\033\[K" * terminal, shown(), re.S)
     assert log.path.read_text() == "" and threading.active_count() == threads
-    assert shown.startswith("\r\033[K1 s\r\033[K2 s") and shown.endswith("\r\033[K") if terminal else shown == ""

@@ -18,6 +18,7 @@ from torch.distributed.run import get_args_parser
 import test_guard
 import train_gpt as T
 from data import prepare
+from data.run.errors import UserError
 from data.run.knobs import flatten
 from oracles import write_library
 from records import compare, evaluate, repeat, rerun
@@ -140,7 +141,11 @@ def test_command(command, no_work, capsys):
     if program in ("python", ".venv/bin/python"):
         program, *argv = argv
     assert "/" not in program and not program.endswith(".py") or (ROOT / program).exists()
-    status, (out, err) = PARSERS[program](argv), capsys.readouterr()
+    try:
+        status = PARSERS[program](argv)
+    except UserError as error:
+        status = print(f"error: {error}", file=sys.stderr) or 1
+    out, err = capsys.readouterr()
     assert ("$CKPT" not in command) or status == 1 and err.startswith("error: $CKPT is no checkpoint"), err
     assert program != "tests/test_guard.py" or "difference +0.0e+00" in out
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -173,9 +174,9 @@ def test_exchange_and_signed_labels_reach_the_comparison(folder, train):
     Signed labels and file names look like options of compare.py."""
     for fails, options in ("x.1", ["--exchange=short,long"]), ("short.1", []):
         assert train("1 --label long --exchange=short,long --label short --label x", FAILS=fails).options == options
-    for name in "records/compare.py", "data/__init__.py", "data/run/program.py":
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(f"{os.path.dirname(repeat.__file__)}/../{name}", folder / name)
+    root = Path(repeat.__file__).parents[1]
+    shutil.copytree(root / "data/run", folder / "data/run")
+    shutil.copy(root / "records/compare.py", folder / "records")
     done = train("2 --log_dir=. --label -a --label=+a --x=1")
     assert done.calls[3]["argv"] == ["--run_label=+a", "--seed=1", "--log_dir=logs", "--log_dir=.", "--x=1"]
     assert re.findall(r"^(\S+) +2  ", done.out, re.M)[:2] == ["-a", "+a"]
@@ -229,10 +230,10 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
 
 
 @pytest.mark.parametrize("home, caches", [("{home}", "{home}/speedrun"), ("/dev/null", "/caches_{uid}/speedrun")])
-def test_caches_of_the_second_gpu(folder, train, home, caches):
+def test_caches_of_the_second_gpu(tmp_path, monkeypatch, home, caches):
     """Beside those of the first, which are the trainer's own; where no cache can be, in the folder for such files."""
-    home, caches = (text.format(home=folder, uid=os.getuid()) for text in (home, caches))
-    done = train("1 --label=a --label=b --parallel", CUDA_VISIBLE_DEVICES="0,1", XDG_CACHE_HOME=home)
-    found = {call["CUDA_VISIBLE_DEVICES"]: [call[name] for name in NAMES[2:]] for call in done.calls if "run" in call}
-    assert found["0"] == [None, None]
-    assert [path.partition(caches)[2] for path in found["1"]] == ["/inductor/gpu1", "/triton/gpu1"]
+    home, caches = (text.format(home=tmp_path, uid=os.getuid()) for text in (home, caches))
+    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": home})
+    first, second = ([repeat.environment("01", index).get(name) for name in NAMES[2:]] for index in (0, 1))
+    assert first == [None, None]
+    assert [path.partition(caches)[2] for path in second] == ["/inductor/gpu1", "/triton/gpu1"]

@@ -235,7 +235,7 @@ def test_communication_and_overlap():
     assert in_us(result) == ({"update qk_bank": [22, 0, 0, 0], "update mlp_bank": [2, 0, 0, 0],
                               "reduce mlp_bank": [0, 14, 6, 0], "gather mlp_bank": [0, 15, 10, 2]},
                              [0, 0, 24, 0, 16, 2])
-    assert round(1000 * result["ms"], 6) == 42 and round(1000 * result["communication"], 6) == 28
+    assert round(1000 * result["ms"], 6) == 42
 
 
 def test_operators_of_a_cpu():
@@ -373,7 +373,7 @@ def test_rates_of_our_kernels(mlp, project, others):
 
 def test_work_knows_every_kernel():
     source = Path(triton_kernels.__file__).read_text()
-    launched = set(map(work.plain, re.findall(r"^\s+(_\w+_kernel)\[", source, re.M)))
+    launched = set(map(work.name_in_work, re.findall(r"^\s+(_\w+_kernel)\[", source, re.M)))
     assert launched == {kernel for kernels, _ in work.WORK.values() for kernel in kernels.split()} and launched
 
 
@@ -382,7 +382,7 @@ def test_work_knows_every_kernel():
 
 def profiler(content):
     """A stopped profiler whose trace is `content`."""
-    return NS(export_chrome_trace=lambda path: Path(path).write_text(content))
+    return NS(export_chrome_trace=lambda path: Path(path).write_text(content), stop=lambda: None)
 
 
 def test_report(tmp_path):
@@ -399,25 +399,29 @@ def test_report(tmp_path):
     assert track == 3 * [*(text.partition(":")[0] for text in kernels(micro_step())), "micro-step"]
 
 
-@pytest.mark.parametrize("content, path, reason", [
-    ("{}", "missing/x.json.gz", "No such file or directory"), ("not json", "x.json.gz", "Expecting value.*"),
-    ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}]}', "x.json.gz",
+@pytest.mark.parametrize("content, folder, reason", [
+    ("{}", "missing", "No such file or directory"), ("not json", "", "Expecting value.*"),
+    ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "step 4", "ts": 0, "dur": 9}]}', "",
      "it has no kernels.*")])
-def test_no_trace(tmp_path, monkeypatch, content, path, reason):
+def test_no_trace(tmp_path, monkeypatch, content, folder, reason):
     """The run goes on with a warning, and leaves no file."""
     monkeypatch.setattr(trace, "describe", lambda *args: dict(device="cuda"))
-    rt = NS(device=torch.device("cpu"))
-    shown = trace.report(profiler(content), tmp_path / path, None, rt, [], [], None, None)
-    assert re.fullmatch(f"warning: no trace in x.json.gz: {reason}", shown) and not [*tmp_path.iterdir()]
+    lines, rt = [], NS(device=torch.device("cpu"), rank=0, world=1)
+    trainer = NS(log=NS(path=tmp_path / folder / "x.txt", line=lines.append), rt=rt, micro_steps=1, plans=[],
+                 config=NS(system=NS(profiled=[])), loader=NS(replay=lambda state, count: []))
+    started = trace.Profiler(trainer)
+    started.profiler, started.loader_state = profiler(content), None
+    started.stop()
+    assert re.fullmatch(f"warning: no trace in x_rank0.json.gz: {reason}", *lines) and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("data, message", [
     (b"not json", "Expecting value"), (gzip.compress(b"{}" * 99, mtime=0)[:-9], "[Cc]ompressed"),
     (b'{"traceEvents": []}', "no training step"), (b'{"a": 1}', "traceEvents")])
-def test_unreadable_traces(tmp_path, capsys, data, message):
+def test_unreadable_traces(tmp_path, data, message):
     (tmp_path / "x.json").write_bytes(data)
-    assert trace.main([str(tmp_path / "x.json")]) == 1
-    assert re.match(f"error: .*x.json: .*{message}", capsys.readouterr().err)
+    with pytest.raises(UserError, match=f"^.*x.json: .*{message}.*$"):
+        trace.main([str(tmp_path / "x.json")])
 
 
 @pytest.mark.parametrize("knob, message", [
@@ -440,29 +444,14 @@ def small(corpus):  # noqa: F811
             *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))]
 
 
-def ticks(content):
-    """Gives a trace a clock that ticks at each start and end of an event: a busy machine cannot stretch one of them."""
-    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-    spans = [(round(event["ts"], 3), round(event["ts"] + event["dur"], 3)) for event in events]  # whole nanoseconds
-    clock = {moment: tick for tick, moment in enumerate(sorted({moment for span in spans for moment in span}))}
-    for event, (start, end) in zip(events, spans):
-        event |= {"ts": clock[start], "dur": clock[end] - clock[start]}
-    return content
-
-
 def check(path, ranks):
     """The numbers of a run on the CPU: its regions are told apart and add up."""
-    content = json.loads(gzip.open(path).read())
-    result = trace.analyse(content)
-    for numbers in result, trace.analyse(ticks(content)):
-        regions, split = numbers["regions"], numbers["split"]
-        forward, backward = ([regions[f"{way} {place}"][0]
-                              for place in ("embed", "layer 0", "layer 1", "layer 2", "loss")]
-                             for way in ("forward", "backward"))
-        assert min(forward + backward) > 0 and sum(forward) == pytest.approx(split["forward"])
-        assert sum(backward) < 1.0001 * split["backward"]
-    assert 0.8 * split["backward"] < sum(backward)  # in ticks
+    result = trace.analyse(json.loads(gzip.open(path).read()))
     regions, split = result["regions"], result["split"]
+    forward, backward = ([regions[f"{way} {place}"][0] for place in ("embed", "layer 0", "layer 1", "layer 2", "loss")]
+                         for way in ("forward", "backward"))
+    assert min(forward + backward) > 0 and sum(forward) == pytest.approx(split["forward"])
+    assert 0.5 * split["backward"] < sum(backward) < 1.0001 * split["backward"]
     assert (split["exposed communication"] > 0) == (ranks > 1) and result["ms"] == pytest.approx(sum(split.values()))
     assert "aten::mm" in {name for name, *_ in result["names"]}
     assert {"data", "reduce lm_head", "wait lm_head", "update replicated"} <= regions.keys()

@@ -5,6 +5,8 @@ import sys
 import traceback
 from contextlib import suppress
 
+from data.run.errors import UserError
+
 
 def open_outputs():
     """Opens the standard files that the shell has closed (`>&-`), to nowhere: the next file that is opened would take
@@ -18,7 +20,7 @@ def open_outputs():
 
 def run_program(main):
     """Calls main(argv) and ends the process with the status that it returns. Waits for no thread and no other process,
-    which may hang after an error. A closed pipe (`| head`) ends it without a word."""
+    which may hang after an error. A UserError ends it with one line, a closed pipe (`| head`) without a word."""
     open_outputs()
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     status = 1
@@ -27,6 +29,8 @@ def run_program(main):
             status = main(sys.argv[1:])
         finally:
             sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
     except BrokenPipeError:
         status = 141  # as a shell counts it
     except Exception:
