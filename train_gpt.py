@@ -67,10 +67,8 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.cores import FreeCores, choose_waiting
-from data.run.disk import keep_bytecode, keep_compiled
-from data.run.program import open_outputs, run_program
-from data.run.signals import Stop, Stopped, die_at_ctrl_c, die_with_torchrun, watch_signals
+from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
+from data.run.program import keep_bytecode, keep_compiled, open_outputs, run_program
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
@@ -92,13 +90,13 @@ from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
 from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
-from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.run.errors import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
+from data.run.log import (
+    Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
+from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
 from data.run.knobs import Bounds, demand, help_page
 from data.run.length import momentum_steps, stage_starts
-from data.run.log import Log, loaded_sources, published, quoted, shards_line, write_header
 from data.run.machine import (
     PATIENCE, agreed_gpu, all_come, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes

@@ -38,9 +38,7 @@ require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
 
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
-from data.run.disk import user_path  # noqa: E402
-from data.run.errors import UserError, user_error  # noqa: E402
-from data.run.program import run_program  # noqa: E402
+from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header)
 from data.tokenizer import gpt2_bpe  # noqa: E402

@@ -18,7 +18,7 @@ import torch
 import triton_kernels as kernels
 from data.run import start
 from data.run.checkpoint import check_weights, load_checkpoint
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import with_system
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu

@@ -21,8 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.disk import ROOT, compiled_folder, user_path
-from data.run.program import run_program
+from data.run.program import ROOT, compiled_folder, run_program, user_path
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 # Arguments that tell ./run.sh which data the run reads, and how much.

@@ -97,7 +97,7 @@ def compile_ahead(folder, *sizes):
     import oracles
     import train_gpt as T
     import triton_kernels as tk
-    from data.run.clock import Stopwatch
+    from data.run.log import Stopwatch
     from data.run.knobs import with_system
     from data.run.machine import Runtime
     from data.run import warmup

@@ -21,8 +21,7 @@ import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, start
 from data.run.arguments import leaves_rows_open
-from data.run.disk import keep_compiled
-from data.run.errors import UserError, error_message
+from data.run.program import UserError, error_message, keep_compiled
 from data.run.memory import (
     VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,
     require_state, restart_with_more_micro_batches, state_bytes)

@@ -22,8 +22,7 @@ import torch
 import train_gpt as T
 from data.run import arguments
 from data.run.checkpoint import load_checkpoint, other_shard, write_checkpoint
-from data.run.disk import atomic_write
-from data.run.errors import UserError
+from data.run.program import UserError, atomic_write
 from data.run.knobs import config_from_dict, flatten, render, with_system
 from data.run.log import published
 from data.shards import Shards

@@ -13,7 +13,7 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.arguments import leaves_size_open
 from data.run.knobs import FIRST, config_from_dict, flatten, parse_value, render
 from data.run.length import momentum_steps, stage_starts

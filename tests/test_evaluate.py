@@ -22,7 +22,7 @@ import torch
 import oracles
 import train_gpt as T
 from data.run import sample as sampling
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import flatten, with_system
 from data.run.sample import generate, sample
 from data.tokenizer import text_codec

@@ -35,8 +35,8 @@ import torch
 
 import train_gpt as T
 import triton_kernels as kernels
-from data.run.clock import Stopwatch
-from data.run.errors import UserError
+from data.run.log import Stopwatch
+from data.run.program import UserError
 from data.run.knobs import fields_of, flatten, render
 from data.run.machine import Runtime
 from data.run.memory import estimate_memory, state_bytes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import train_gpt as T
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import flatten, render, with_system
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens, with_minutes
 from records import compare, rerun
@@ -20,8 +20,8 @@ TOKENS = [int(x) for x in np.geomspace(1e6, 1e10, 60)]
 # doubles the time. On rank 1 every step takes three times as long.
 FAKE_CLOCK = """
 now, step = [T.started], T.Trainer.step
-from data.run import clock, warmup
-T.time = clock.time = warmup.time = type("FakeTime", (), {"perf_counter": lambda: now[0]})
+from data.run import log, warmup
+T.time = log.time = warmup.time = type("FakeTime", (), {"perf_counter": lambda: now[0]})
 def slow(self, loader, plan, *rest, **eager):
     now[0] += (1 + plan.stage + plan.adam) * (1 if plan.candidates else 2) * (1 + 2 * self.rt.rank)
     return step(self, loader, plan, *rest, **eager)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import flatten, override, with_system
 from data.run.log import Log, loaded_sources, published, revision, write_header
 from data.run.machine import Runtime

@@ -26,7 +26,7 @@ import train_gpt
 from data import loader as L
 from data import prepare
 from data.facts import facts_of_run, read_facts
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import with_system
 from data.run.length import stage_starts
 from data.run.machine import Runtime

@@ -17,7 +17,7 @@ import torch
 import train_gpt as T
 import triton_kernels
 from data import loader as L
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.machine import Runtime
 from forks import Forks, rank_variables
 from records import compare, trace, work

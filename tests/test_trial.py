@@ -11,7 +11,7 @@ import oracles
 import train_gpt as T
 import triton_kernels as tk
 from data.run import trial
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.machine import Runtime, choose_kernels
 from data.run.size import SIZES
 from oracles import gpu

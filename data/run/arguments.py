@@ -6,7 +6,7 @@ import re
 import torch
 
 from data.run.checkpoint import load_checkpoint
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import config_from_dict, flatten, override, parse_value, read_arguments, render, with_system
 from data.run.length import FITTED, SHORTEST_RUN, fit_length, stage_starts
 from data.run.limits import check_config, check_values

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.run.disk import atomic_write, user_path
-from data.run.errors import UserError
+from data.run.program import UserError, atomic_write, user_path
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
 

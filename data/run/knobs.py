@@ -16,7 +16,7 @@ import re
 from collections import deque
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from data.run.errors import UserError
+from data.run.program import UserError
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
 hints_of = functools.cache(get_type_hints)  # a config is read several times, and each call takes .1 ms

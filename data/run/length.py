@@ -5,7 +5,7 @@ import math
 import re
 from itertools import accumulate
 
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.size import H100, Size, forecast, rank_sizes
 
 

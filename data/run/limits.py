@@ -3,7 +3,7 @@
 import re
 
 from data.loader import NGRAM_FACTORS
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import demand, fields_of, render
 from data.run.length import momentum_steps, stage_starts
 

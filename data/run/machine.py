@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import triton_kernels as kernels
-from data.run.errors import UserError, one_line, user_error
+from data.run.program import UserError, one_line, user_error
 from data.run.knobs import flatten, render, with_system
 from data.run.size import Gpu
 

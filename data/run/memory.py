@@ -11,7 +11,7 @@ import sys
 import torch
 
 import triton_kernels as kernels
-from data.run.errors import LESS_MEMORY, UserError
+from data.run.program import LESS_MEMORY, UserError
 from data.run.knobs import render, with_system
 
 

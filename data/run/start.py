@@ -21,8 +21,7 @@ import torch.distributed as dist
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
-from data.run.disk import ROOT, is_writable, require_room, user_path
-from data.run.errors import UserError
+from data.run.program import ROOT, UserError, is_writable, require_room, user_path
 from data.run.length import stage_starts, sum_over_steps, total_tokens
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes

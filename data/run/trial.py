@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import sorted_pieces
-from data.run.errors import UserError, is_out_of_memory, one_line
+from data.run.program import UserError, is_out_of_memory, one_line
 from data.run.knobs import with_system
 
 TESTED = {(9, 0)}  # compute capabilities of the GPUs that have run the tests: H100 and H200

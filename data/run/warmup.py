@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import cu_seqlens, cu_seqlens_size, make_batch
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.knobs import with_system
 from data.run.length import seconds_per_step, with_minutes
 from data.run.limits import check_config
