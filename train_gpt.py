@@ -88,18 +88,18 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
-from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
-from data.run.log import (
-    Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
-from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
+from data.run.config import Bounds, demand, help_page, leaves_rows_open, leaves_size_open, read_config
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
-from data.run.knobs import Bounds, demand, help_page
 from data.run.length import momentum_steps, stage_starts
+from data.run.log import (
+    Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    PATIENCE, agreed_gpu, all_come, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
+    PATIENCE, agreed_gpu, all_come, capability, checkpoint_config, choose_kernels, init_runtime, rank_from_env,
+    require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
+from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
 from data.run.trial import is_tested, replace_faulty_kernels
@@ -415,8 +415,9 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # When the size of the model follows the length of the run (data/run/size.py): never, if --minutes or --train_tokens
-    # gives a length, or always, also at the preset's own length. A size that the rule does not know stays.
+    # When the size of the model follows the length of the run (data/run/length.py): never, if --minutes or
+    # --train_tokens gives a length, or always, also at the preset's own length. A size that the rule does not know
+    # stays.
     sized: Literal["never", "given", "always"] = "never"
 
 
@@ -492,7 +493,7 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
     gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
-    return arguments.parse_config(argv, world, PRESETS, gpu)
+    return read_config(argv, world, PRESETS, gpu)
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -2165,7 +2166,7 @@ def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
     knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
     """
     state = load_checkpoint(path)
-    config, ops, device = arguments.checkpoint_config(state["config"], RECORD74, knobs)
+    config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
     check_weights(state, config.model, param_table(config.model))
     model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
     model.load_state_dict(state["model"])
@@ -2185,10 +2186,10 @@ def main(argv) -> int:
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-        rows_open = arguments.leaves_rows_open(words)
+        rows_open = leaves_rows_open(words)
         config = parse_config(words, world)
         seconds = 60 * config.schedule.minutes
-        if arguments.leaves_size_open(words, PRESETS):
+        if leaves_size_open(words, PRESETS):
             fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
                 [*words, *size.knobs], world, gpu), param_table, world)
         if "--check" in argv:

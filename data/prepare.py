@@ -97,7 +97,7 @@ def fit_to_text(words: list[str], train: list[np.ndarray], val: list[np.ndarray]
     documents. train, val: these lengths, for each shard. Raises UserError when there is too little text."""
     import train_gpt  # for the presets
     from data.loader import cu_seqlens_size
-    from data.run.knobs import flatten
+    from data.run.config import flatten
     from data.run.memory import possible_micro_batches
 
     def counts(config):

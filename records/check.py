@@ -19,11 +19,10 @@ import triton_kernels as kernels
 from data.run import start
 from data.run.checkpoint import check_weights, load_checkpoint
 from data.run.program import UserError
-from data.run.knobs import with_system
-from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens
+from data.run.config import with_knobs
+from data.run.length import Gpu, SECONDS_PER_TOKEN, SIZE_KNOBS, Size, seconds_per_token, stage_starts, total_tokens
 from data.run.machine import capability, ceilings, choose_kernels, find_device, measure_gpu
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
-from data.run.size import SIZE_KNOBS, Gpu, Size, seconds_per_token
 from data.tokenizer import text_codec
 
 
@@ -91,7 +90,7 @@ def caches(run):
 
 
 def expected_time(run):
-    """The expected training time. It comes from what was measured for the choice of the size (data/run/size.py), from
+    """The expected training time. It comes from what was measured for the choice of the size (data/run/length.py), from
     the seconds per token of an H200 (790 TFLOP/s in bf16; records), or from those of two cores (records/guide.md)."""
     device, schedule = find_device(run.config), run.config.schedule
     if schedule.minutes:
@@ -180,7 +179,7 @@ def check_table(config, world, param_table, models, fit, rows_open, show) -> int
 
         def fails(run):
             raise UserError(why)
-        checks["memory"], config = fails, with_system(config, micro_batches=world)  # the other checks need a number
+        checks["memory"], config = fails, with_knobs(config, micro_batches=world)  # the other checks need a number
     run = Run(config, world, param_table(config.model), models, gpu)
     checks |= {"checkpoint": checkpoint} if config.system.resume or config.system.init_from else {}
     checks |= {"tokenizer": tokenizer} if start.needs_tokenizer(config) else {}

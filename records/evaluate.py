@@ -27,7 +27,7 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import ValidationData
-from data.run.knobs import flatten, read_options, render
+from data.run.config import flatten, read_options, render
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
 from data.shards import Shards, data_root

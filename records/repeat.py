@@ -41,7 +41,7 @@ def die(text):
 
 
 def joined(argv) -> list[str]:
-    """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/knobs.py would merge the labels'
+    """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/config.py would merge the labels'
     settings."""
     arguments = []
     for argument in argv:

@@ -20,7 +20,7 @@ import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, start
-from data.run.arguments import leaves_rows_open
+from data.run.config import leaves_rows_open
 from data.run.program import UserError, error_message, keep_compiled
 from data.run.memory import (
     VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,

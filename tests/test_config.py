@@ -14,10 +14,8 @@ import torch
 import oracles
 import train_gpt as T
 from data.run.program import UserError
-from data.run.arguments import leaves_size_open
-from data.run.knobs import FIRST, config_from_dict, flatten, parse_value, render
+from data.run.config import FIRST, check_values, config_from_dict, flatten, leaves_size_open, parse_value, render
 from data.run.length import momentum_steps, stage_starts
-from data.run.limits import check_values
 from data.run.warmup import steps_with_new_keys
 
 CPU = torch.device("cpu")
@@ -145,7 +143,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
     "--muon_momentum=0.85,1.5": "--muon_momentum=0.85,1.5: must be from 0 to below 1",
     "--stage1.mtp_start=-1": "--stage1.mtp_start=-1.0: must be from 0 to 100",
-    "--stage1.mtp_end=0,1,0": "--stage1.mtp_start and mtp_end: the first weight, of the next token, must be above 0",
+    "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",
     "--ngram_rows=-5": "--ngram_rows=-5.0: must be from 0 to 2147483647",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
@@ -185,7 +183,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
     "--stage2.share=0": "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0",
     "--stage4.share=1": "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last",
-    "--stage2.mtp_end=1": "--stage2.mtp_start and mtp_end need the same length",
+    "--stage2.mtp_end=1": "--stage2.mtp_start=1.0,0.5 --stage2.mtp_end=1.0: both need the same length",
     "--backout_layer=11": "--backout_layer=11: must be 0 to 10, or none",
     "--mlp_ratio=0": "--mlp_ratio=0.0: an MLP of 0 channels",
     "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
@@ -208,12 +206,12 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--stages=2": "--split_stage=4: there are 2 stages, so it must be 1 to 2",
     "--preset=cpu --model_dim=8 --num_heads=1": "--model_dim=8: must be from 16 to 10000",
     "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
-    "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
+    "--val_tokens=1000": "--val_tokens=1000 --val_batch_tokens=262144: the first must be a multiple of the second",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
-    "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",
+    "--micro_batches=3": "--stage1.batch_tokens=131072: must be a multiple of 16 . --micro_batches=3",
     # several processes
     ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
-    ("", 12): "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes; .*"}
+    ("", 12): "^--stage1.batch_tokens=131072: .* 16 . --micro_batches=12, one for each of 12 processes; .*"}
 
 
 @pytest.mark.parametrize("args", REFUSED)

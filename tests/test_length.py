@@ -9,7 +9,7 @@ import pytest
 
 import train_gpt as T
 from data.run.program import UserError
-from data.run.knobs import flatten, render, with_system
+from data.run.config import flatten, render, with_knobs
 from data.run.length import SECONDS_PER_TOKEN, stage_starts, total_tokens, with_minutes
 from records import compare, rerun
 from test_checkpoint import train
@@ -54,7 +54,7 @@ def test_own_length_changes_nothing(preset, world):
     config = T.PRESETS[preset].config
     tokens = total_tokens(config.schedule)
     fitted = T.parse_config([f"--preset={preset}", f"--train_tokens={tokens}"], world)
-    plans = [[T.make_plan(with_system(c, micro_batches=8), step) for step in range(stage_starts(c.schedule)[-1] + 1)]
+    plans = [[T.make_plan(with_knobs(c, micro_batches=8), step) for step in range(stage_starts(c.schedule)[-1] + 1)]
              for c in (config, fitted)]
     assert plans[0] == plans[1]
     # Muon's warm-up and cool-down in steps become parts of the run, which are the same numbers of steps.

@@ -14,11 +14,10 @@ import torch
 
 import train_gpt as T
 from data.run import machine
-from data.run.arguments import leaves_size_open
+from data.run.config import flatten, leaves_size_open, render
 from data.run.checkpoint import KEYS, write_checkpoint
-from data.run.knobs import flatten, render
 from data.run.machine import Runtime
-from data.run.size import (FITTED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
+from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)
 from data.run.start import fit_size
 from oracles import ON_GPU
@@ -287,7 +286,7 @@ def test_table_in_the_readme():
         ranked = (rank_sizes(60 * (0.25 if minutes == "1/4" else int(minutes)), gpu)[0] for gpu in GPUS.values())
         assert found.split(" | ") == [
             f"{best.size}, {best.tokens / 1e6:.0f}M"
-            + f", {best.loss + 2.094:.2f}" * (FITTED[0] <= best.tokens <= FITTED[1]) for best in ranked]
+            + f", {best.loss + 2.094:.2f}" * (MEASURED[0] <= best.tokens <= MEASURED[1]) for best in ranked]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="measures a GPU")

@@ -13,7 +13,7 @@ import triton_kernels as tk
 from data.run import trial
 from data.run.program import UserError
 from data.run.machine import Runtime, choose_kernels
-from data.run.size import SIZES
+from data.run.length import SIZES
 from oracles import gpu
 
 ON_GPU, CPU = torch.cuda.is_available(), torch.device("cpu")

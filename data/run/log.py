@@ -1,5 +1,5 @@
-"""The log of a run, on file and console, and its header, which is enough to repeat the run; how a run measures its time:
-phases of the start, training time, ranges in a trace."""
+"""The log of a run, on file and console; its header, which is enough to repeat the run; and how a run measures its
+time: phases of the start, training time, ranges in a trace."""
 
 import errno
 import functools
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from data.run.program import ROOT, UserError, user_error, user_path
-from data.run.knobs import flatten, read_arguments, render
+from data.run.config import flatten, read_arguments, render
 from data.run.machine import PATHS
 from data.shards import data_root
 

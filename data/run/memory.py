@@ -12,7 +12,7 @@ import torch
 
 import triton_kernels as kernels
 from data.run.program import LESS_MEMORY, UserError
-from data.run.knobs import render, with_system
+from data.run.config import render, with_knobs
 
 
 # Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation, whose layers are not
@@ -126,7 +126,7 @@ def choose_micro_batches(config, sizes, device, world):
     Several ranks take the fewest: all must choose the same number, but the free memory of their GPUs may differ.
     """
     for count in () if config.system.micro_batches else possible_micro_batches(config, world):
-        config = with_system(config, micro_batches=count)
+        config = with_knobs(config, micro_batches=count)
         if world > 1 or memory_report(config, sizes, device, world)[1]:
             break
     return config
@@ -159,7 +159,7 @@ def restart_with_more_micro_batches(config, sizes, device):
     """
     count = config.system.micro_batches
     more = [n for n in possible_micro_batches(config, 1) if n >= 2 * count]
-    fitting = (n for n in more if memory_report(with_system(config, micro_batches=n), sizes, device, 1)[1])
+    fitting = (n for n in more if memory_report(with_knobs(config, micro_batches=n), sizes, device, 1)[1])
     if chosen := next(fitting, more[-1] if more else None):
         print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={chosen}",
               file=sys.stderr, flush=True)

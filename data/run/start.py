@@ -22,10 +22,10 @@ import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.run.program import ROOT, UserError, is_writable, require_room, user_path
-from data.run.length import stage_starts, sum_over_steps, total_tokens
+from data.run.length import (
+    MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import choose_kernels, find_device
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
-from data.run.size import FITTED, SIZES, best_seconds, rank_sizes, seconds
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
 
@@ -222,8 +222,8 @@ def fit_size(schedule, parse, param_table, world, gpu, device):
             f" {1e6 * gpu.launch:.2f} us per launch")
     if best is not ranked[0]:
         line += "; a size with a lower loss does not fit the memory"
-    if not FITTED[0] <= tokens <= FITTED[1]:
-        line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in FITTED))
+    if not MEASURED[0] <= tokens <= MEASURED[1]:
+        line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in MEASURED))
     return parse(best.size, gpu), line, time
 
 
