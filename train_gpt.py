@@ -96,9 +96,9 @@ from data.run.length import momentum_steps, stage_starts
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    PATIENCE, agreed_gpu, all_come, capability, checkpoint_config, choose_kernels, init_runtime, rank_from_env,
-    require_equal_ranks)
-from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
+    PATIENCE, all_come, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
+    rank_from_env, require_equal_ranks)
+from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
@@ -208,6 +208,11 @@ class Model:
     @property
     def depth(self):
         return len(self.layers)
+
+    @property
+    def table(self) -> tuple:
+        """The parameters that follow from these sizes and layers."""
+        return param_table(self)
 
     @property
     def is_wired(self) -> bool:
@@ -2104,7 +2109,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             require_codes(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
-            restart_with_more_micro_batches(config, state_bytes(config, param_table(config.model)), rt.device)
+            restart_with_more_micro_batches(config, rt.device)
         raise
     if resumed:
         trainer.load_state_dict(resumed)
@@ -2167,7 +2172,7 @@ def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
     """
     state = load_checkpoint(path)
     config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
-    check_weights(state, config.model, param_table(config.model))
+    check_weights(state, config.model)
     model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
     model.load_state_dict(state["model"])
     return config, model, attention_settings(config, device, model.dtype)[-1]
@@ -2191,20 +2196,20 @@ def main(argv) -> int:
         seconds = 60 * config.schedule.minutes
         if leaves_size_open(words, PRESETS):
             fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
-                [*words, *size.knobs], world, gpu), param_table, world)
+                [*words, *size.knobs], world, gpu), world)
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.config.model for name, preset in PRESETS.items()}
-            return check_table(config, world, param_table, models, fit, rows_open, show=local == 0)
+            return check_table(config, world, models, fit, rows_open, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         if not fit:  # else most checks need the size
-            config = check_start(config, param_table, world, rows_open)
+            config = check_start(config, world, rows_open)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
-            config, size, seconds = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
-            config = check_start(config, param_table, world, rows_open)
+            config, size, seconds = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt), rt.device)
+            config = check_start(config, world, rows_open)
             watch.lap("size")
         log = Log(config, rt)
         train(config, rt, log, argv, watch, automatic, size, seconds)

@@ -22,12 +22,11 @@ from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, exp
 from data.run.start import fit_size
 from oracles import ON_GPU
 from records import rerun
-from test_check import check, folder, gpus  # noqa: F401 (fixtures)
+from test_check import H200, check, folder, gpus  # noqa: F401 (fixtures)
 
 GPUS = {"H100": H100, "A100": Gpu(250e12, 1815e9, 0.85e-6), "RTX 4090": Gpu(264e12, 897e9, 0.85e-6),
         "RTX 3090": Gpu(57e12, 842e9, 0.85e-6)}
 RECORD = Path(__file__).resolve().parents[1] / "records/2026-11-28_proven"
-H200 = Gpu(1500e12, 4235e9, 1e-6)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -125,7 +124,7 @@ def fitted(*words, world=1):
     """What `fit_size` returns, and the function that makes the config of a size."""
     def parse(size, gpu):
         return T.parse_config(["--preset=short", *words, *size.knobs], world, gpu)
-    return *fit_size(parse(SIZES[4], None).schedule, parse, T.param_table, world, H100, torch.device("cpu")), parse
+    return *fit_size(parse(SIZES[4], None).schedule, parse, world, H100, torch.device("cpu")), parse
 
 
 @pytest.mark.parametrize("free, world, chosen", [(80000, 1, 4), (7000, 1, 2), (1000, 1, 0), (1000, 2, 4)])
@@ -134,7 +133,7 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
     assert [it.size for it in rank_sizes(3600, H100)] == [*reversed(SIZES)]
     chosen = SIZES[chosen]
 
-    def report(config, sizes, device, world):
+    def report(config, device, world):
         return "", 1000 * config.model.depth + config.model.model_dim <= free
 
     for name in "memory.memory_report", "start.memory_report":
@@ -187,7 +186,7 @@ def begin(gpus, monkeypatch):  # noqa: F811
     an H100 that is already running; .measured: the calls that measured it."""
     train, measured = Mock(), []
     for name, value in dict(train=train, Log=lambda config, rt: None,
-                            agreed_gpu=lambda *args: measured.append(args) or H100,
+                            measure_gpu=lambda fp8: measured.append(fp8) or H100,
                             init_runtime=lambda config: Runtime(0, 1, torch.device("cuda", 0))).items():
         monkeypatch.setattr(T, name, value)
     monkeypatch.setattr(T.dist, "destroy_process_group", lambda: None)
@@ -207,7 +206,7 @@ def test_a_start_measures_and_chooses(begin, minutes, wanted):
     assert (status, err, time) == (0, "", 60 * float(minutes))
     assert size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
     assert (config.model.model_dim, config.model.depth) == wanted and config.schedule.minutes == float(minutes)
-    assert config.system.micro_batches > 0 and begin.measured[0][1] is True  # FP8
+    assert config.system.micro_batches > 0 and begin.measured == [True]  # FP8
 
 
 def test_a_run_keeps_its_size(begin, tmp_path):
@@ -260,15 +259,11 @@ def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
 
 
 def test_ranks_take_what_rank_0_measured(monkeypatch):
-    monkeypatch.setattr(machine, "measure_gpu", lambda fp8: H100 if fp8 else H100._replace(products=1.0))
-
     def broadcast(values, source):
         assert source == 0
-        values.fill_(7.0)
-    monkeypatch.setattr(machine.dist, "broadcast", broadcast)
-    one, two = (SimpleNamespace(world=world, device="cpu") for world in (1, 2))
-    assert machine.agreed_gpu(one, True) == H100 and machine.agreed_gpu(one, False).products == 1
-    assert machine.agreed_gpu(two, True) == Gpu(7.0, 7.0, 7.0)
+        values[0] = Gpu(7.0, 7.0, 7.0)
+    monkeypatch.setattr(machine.dist, "broadcast_object_list", broadcast)
+    assert [machine.of_rank_0(H100, SimpleNamespace(world=world)) for world in (1, 2)] == [H100, Gpu(7.0, 7.0, 7.0)]
 
 
 def test_too_little_memory_to_measure(monkeypatch):

@@ -542,7 +542,7 @@ def bad_run(config, world, first_step):
         yield "val_tokens val_batch_tokens", ("the first must be a multiple of the second, and the second of 16; set"
                                               " both, for example to the same number")
     count = system.micro_batches
-    if not count:  # `choose_micro_batches` chooses and checks the number
+    if not count:  # `fit_memory` chooses the number
         return
     if count % world:
         yield "", (f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"

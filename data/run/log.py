@@ -21,11 +21,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from data.run.program import ROOT, UserError, user_error, user_path
 from data.run.config import flatten, read_arguments, render
-from data.run.machine import PATHS
+from data.run.machine import PATHS, of_rank_0
 from data.shards import data_root
 
 
@@ -36,10 +35,8 @@ class Log:
     """
 
     def __init__(self, config, rt):
-        self.path = ROOT / user_path(config.system.log_dir) / f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        if rt.world > 1:
-            dist.broadcast_object_list(path := [self.path], 0)
-            self.path, = path
+        name = f"{config.system.run_label}_{uuid.uuid4()}.txt"
+        self.path = of_rank_0(ROOT / user_path(config.system.log_dir) / name, rt)
         self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
         knobs, home = flatten(config), user_path("~")
         folders = {ROOT, data_root(), home, *(user_path(knobs[key]).parent for key in PATHS)}

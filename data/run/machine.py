@@ -211,9 +211,9 @@ def require_equal_ranks(rt, config, sources: dict):
                             " the same command and the same code")
 
 
-def agreed_gpu(rt, fp8) -> Gpu:
-    """What the GPU of rank 0 can do, on all ranks; fp8: see `measure_gpu`."""
-    values = torch.tensor(measure_gpu(fp8), dtype=torch.float64, device=rt.device)
+def of_rank_0(value, rt):
+    """The value of rank 0, on all ranks, which must all call this."""
+    values = [value]
     if rt.world > 1:
-        dist.broadcast(values, 0)
-    return Gpu(*values.tolist())
+        dist.broadcast_object_list(values, 0)
+    return values[0]
