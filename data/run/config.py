@@ -114,29 +114,27 @@ def finite(text) -> float:
     return value
 
 
-READERS = {  # type -> what a text of it must be, and a function that reads the text
+READERS = {  # type -> what a text of it must be, and a function that reads the text; else a tuple of numbers
     str: ("a text", str),
     int: ("int", int),
     float: ("float, a finite number", finite),
     bool: ("true or false", lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()]),
     int | None: ("a number or none", lambda text: None if text.lower() == "none" else int(text)),
     int | float: ("a number", lambda text: int(text) if text.strip("+- _0123456789") == "" else finite(text))}
-SEVERAL = "comma-separated numbers", lambda text: tuple(map(finite, text.split(",")))
 
 
 def parse_value(key, text, kind, example):
     """Converts `text` to the type `kind`. Raises UserError, whose message shows the example."""
-    def read_item(text):
-        words, defaults = (word.partition("=") for word in text.split() if word != "default"), vars(kind())
-        return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints_of(kind)[word], defaults[word])
-                       for word, _, value in words})
-
     if get_origin(kind) in (Annotated, Literal):
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else type(get_args(kind)[0])
-    item = "words that are fields of Layer", read_item
-    expected, read = item if dataclasses.is_dataclass(kind) else READERS.get(kind, SEVERAL)
+    expected, read = READERS.get(kind, ("comma-separated numbers", lambda text: tuple(map(finite, text.split(",")))))
     try:
-        return read(text)
+        if not dataclasses.is_dataclass(kind):
+            return read(text)
+        expected, hints, values = f"words that are fields of {kind.__name__}", hints_of(kind), vars(kind())
+        words = (word.partition("=") for word in text.split() if word != "default")
+        return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], values[word])
+                       for word, _, value in words})
     except (ValueError, KeyError):
         raise UserError(f"--{key}={text}: expected {expected}, for example --{key}={render(example)}") from None
 
@@ -404,7 +402,7 @@ def resumed_config(overrides, preset, world, presets):
     return override(saved, {key: text for key, text in overrides.items() if key in free}), step
 
 
-# ---- Checks: each fault is (names of knobs, what is wrong with their values) -----------------------------------------
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 def check_values(config):
     """Raises UserError when the value of a knob is never accepted."""
@@ -416,12 +414,11 @@ def check_config(config, world=1, first_step=0):
 
     first_step: of the run; a resumed one begins later.
     """
-    refuse(config, chain(bad_values(config), bad_model(config.model), bad_schedule(config.schedule),
-                         bad_run(config, world, first_step)))
+    refuse(config, chain(bad_values(config), misfits(config, world, first_step)))
 
 
 def refuse(config, faults):
-    """Raises the UserError of the first fault."""
+    """Raises the UserError of the first fault: (names of knobs, what is wrong with their values)."""
     for names, words in faults:
         values = {name: value for name, value, _ in knobs_of(config)}
         given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
@@ -429,7 +426,7 @@ def refuse(config, faults):
 
 
 def bad_values(config):
-    """Faults of single knobs, and of a stage or its share."""
+    """The faults of single knobs, and of the knobs of one stage."""
     for name, value, kind in knobs_of(config):
         if wanted := demand(kind, value):
             yield name, f"must be {wanted}"
@@ -453,8 +450,9 @@ def bad_values(config):
                    " extension, must be 0, all others above 0")
 
 
-def bad_model(model):
-    """Faults of the sizes and of the layers."""
+def misfits(config, world, first_step):
+    """The faults of values that do not fit together."""
+    model, schedule, system, data = config.model, config.schedule, config.system, config.data
     layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
     if model.model_dim % (8 * model.num_heads):
         yield "model_dim num_heads", "the width of a head must be a multiple of 8"
@@ -496,10 +494,6 @@ def bad_model(model):
         if i and layers[i - 1].two_lanes and not layer.two_lanes:
             yield f"{name}.two_lanes", (f"layer {i - 1} has two lanes, so all later layers need two; add"
                                         f" --{name}.two_lanes=true")
-
-
-def bad_schedule(schedule):
-    """Faults of the length and of the stages."""
     (*starts, total), (warmup, cooldown), stages = stage_starts(schedule), momentum_steps(schedule), schedule.stages
     if total >= 10**6:
         yield "scheduled_steps", "a run has at most 999999 steps, the extension included"
@@ -512,11 +506,6 @@ def bad_schedule(schedule):
     # A run may end within the warm-up, as short trials of record74 do. Both are rounded, so they may share one step.
     if warmup < total < warmup + cooldown - 1:
         yield "muon_warmup muon_cooldown", f"{warmup} and {cooldown} steps, but the run has only {total}"
-
-
-def bad_run(config, world, first_step):
-    """Faults of --profile, the kernels, the validation, and the number of micro-batches."""
-    model, system, data, total = config.model, config.system, config.data, stage_starts(config.schedule)[-1]
     steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)
     if steps.stop > total:
         yield "profile", f"the run has steps 0 to {total - 1}"
@@ -541,13 +530,11 @@ def bad_run(config, world, first_step):
     if data.val_batch_tokens % 16 or data.val_tokens % data.val_batch_tokens:
         yield "val_tokens val_batch_tokens", ("the first must be a multiple of the second, and the second of 16; set"
                                               " both, for example to the same number")
-    count = system.micro_batches
-    if not count:  # `fit_memory` chooses the number
-        return
+    count = system.micro_batches  # 0: `fit_memory` chooses the number
     if count % world:
         yield "", (f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
                    + ("" if system.resume else ", or a larger number"))
-    for i, stage in enumerate(config.schedule.stages, 1):
+    for i, stage in enumerate(stages if count else (), 1):
         if stage.batch_tokens % (16 * count):
             yield f"stage{i}.batch_tokens", (f"must be a multiple of 16 * --micro_batches={count}" + (
                 f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))
