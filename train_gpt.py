@@ -1795,7 +1795,7 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
-        cores = FreeCores() if self.rt.device.type == "cpu" and self.rt.world == 1 else None
+        cores = FreeCores(torch.get_num_threads()) if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
@@ -1839,7 +1839,7 @@ class Trainer:
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
-            if cores and step == self.first_step + 2 and (line := cores.line(torch.get_num_threads())):
+            if cores and step == self.first_step + 2 and (line := cores.advice()):
                 self.log.line(f"warning: {line}")
         return loss, clock
 

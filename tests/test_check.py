@@ -24,7 +24,7 @@ from data.run.config import leaves_rows_open
 from data.run.length import Gpu
 from data.run.program import UserError, error_message, keep_compiled
 from data.run.memory import (
-    VALIDATION_STREAMS, check_memory, estimate_memory, fit_memory, possible_micro_batches,
+    VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
     restart_with_more_micro_batches, state_bytes)
 from forks import Forks, rank_variables
 from oracles import write_shard
@@ -307,7 +307,7 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     args = ["--check", *check.args]
     assert T.main(args) == 0 and capsys.readouterr() == ("", "")
-    monkeypatch.setitem(start.CHECKS, "memory", Mock(side_effect=UserError("too little")))
+    monkeypatch.setattr(start, "check_memory", Mock(side_effect=UserError("too little")))
     assert T.main(args) == 1 and capsys.readouterr() == ("", "error: rank 1: too little\n")
 
 
@@ -521,8 +521,8 @@ def test_a_model_larger_than_the_memory_of_the_machine():
     """A CPU hands out memory that it does not have, and the kernel would end the run later without a word."""
     config = T.parse_config(["--preset=cpu", "--model_dim=9600", "--layers=1000"])
     with pytest.raises(UserError, match=r"^this machine has \d+ MiB, but weights, .* take \d+: .* a smaller --m"):
-        check_memory(config, torch.device("cpu"), 1)
-    assert check_memory(T.parse_config(["--preset=cpu"]), torch.device("cpu"), 1)[1]
+        require_state(config, torch.device("cpu"), 1)
+    require_state(T.parse_config(["--preset=cpu"]), torch.device("cpu"), 1)
     error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory")
     assert error_message(error).startswith("out of memory: raise --micro_batches")
 

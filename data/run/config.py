@@ -24,6 +24,8 @@ from data.run.length import FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_l
 from data.run.program import UserError
 
 FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
+# A config is read several times, and each call takes .1 ms.
+hints_of = functools.cache(functools.partial(get_type_hints, include_extras=True))
 # Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
 # The shards are compared with those of the checkpoint, wherever they are (`compare_shards`).
 KEPT_KNOBS = {"seed", "micro_batches", "dtype", "init_from"}
@@ -52,11 +54,6 @@ class Bounds(NamedTuple):
 
     def __str__(self):
         return f"from {self.low} to {'below ' * self.below}{self.high}"
-
-
-@functools.cache  # a config is read several times, and each call takes .1 ms
-def hints_of(kind):
-    return get_type_hints(kind, include_extras=True)
 
 
 def knobs_of(config):
@@ -107,30 +104,26 @@ def render(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def finite(text) -> float:
-    """Raises ValueError, also for nan and inf."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError
-    return value
-
-
 READERS = {  # type -> what a text of it must be, and a function that reads the text; else a tuple of numbers
     str: ("a text", str),
     int: ("int", int),
-    float: ("float, a finite number", finite),
+    float: ("float, a finite number", float),
     bool: ("true or false", lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()]),
     int | None: ("a number or none", lambda text: None if text.lower() == "none" else int(text)),
-    int | float: ("a number", lambda text: int(text) if text.strip("+- _0123456789") == "" else finite(text))}
+    int | float: ("a number", lambda text: int(text) if text.strip("+- _0123456789") == "" else float(text))}
 
 
 def parse_value(key, text, kind, example):
     """Converts `text` to the type `kind`. Raises UserError, whose message shows the example."""
     if get_origin(kind) in (Annotated, Literal):
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else type(get_args(kind)[0])
-    expected, read = READERS.get(kind, ("comma-separated numbers", lambda text: tuple(map(finite, text.split(",")))))
+    expected, read = READERS.get(kind, ("comma-separated numbers", lambda text: tuple(map(float, text.split(",")))))
     try:
         if not dataclasses.is_dataclass(kind):
-            return read(text)
+            value = read(text)
+            if not all(math.isfinite(x) for x in (value if type(value) is tuple else [value]) if type(x) is float):
+                raise ValueError
+            return value
         expected, hints, values = f"words that are fields of {kind.__name__}", hints_of(kind), vars(kind())
         words = (word.partition("=") for word in text.split() if word != "default")
         return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], values[word])
@@ -334,7 +327,7 @@ def with_length(base, overrides, made_for, world, gpu=None):
     anyway changes the run.
     """
     config, by_hand = override(base, overrides), set()
-    check_values(config)  # `fit_length` computes with them
+    check_config(config)  # `fit_length` computes with the values
     asked = config.schedule
     if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
@@ -404,29 +397,17 @@ def resumed_config(overrides, preset, world, presets):
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------
 
-def check_values(config):
-    """Raises UserError when the value of a knob is never accepted."""
-    refuse(config, bad_values(config))
-
-
-def check_config(config, world=1, first_step=0):
-    """Raises UserError when a value is not accepted, or when values do not fit together, or not `world` ranks.
-
-    first_step: of the run; a resumed one begins later.
-    """
-    refuse(config, chain(bad_values(config), misfits(config, world, first_step)))
-
-
-def refuse(config, faults):
-    """Raises the UserError of the first fault: (names of knobs, what is wrong with their values)."""
-    for names, words in faults:
+def check_config(config, world=None, first_step=0):
+    """Raises UserError for the first knob whose value is never accepted. With the number of ranks, `world`, also when
+    values do not fit together. first_step: of the run; a resumed one begins later."""
+    for names, words in chain(bad_values(config), misfits(config, world, first_step) if world else ()):
         values = {name: value for name, value, _ in knobs_of(config)}
         given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
         raise UserError(f"{given}: {words}" if given else words)
 
 
 def bad_values(config):
-    """The faults of single knobs, and of the knobs of one stage."""
+    """Yields (name of a knob or several, what is wrong with the value), also for the knobs of one stage."""
     for name, value, kind in knobs_of(config):
         if wanted := demand(kind, value):
             yield name, f"must be {wanted}"
@@ -451,7 +432,7 @@ def bad_values(config):
 
 
 def misfits(config, world, first_step):
-    """The faults of values that do not fit together."""
+    """Yields (names of knobs, why their values do not fit together)."""
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
     if model.model_dim % (8 * model.num_heads):

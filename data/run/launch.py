@@ -133,10 +133,10 @@ def busy_seconds(stat=Path("/proc/stat")) -> float:
 
 
 class FreeCores:
-    """The cores that other programs leave to this one, from the making of this object on."""
+    """The cores that other programs leave to `threads` threads, from the making of this object on."""
 
-    def __init__(self):
-        self.start = self.now()
+    def __init__(self, threads):
+        self.threads, self.start = threads, self.now()
 
     def now(self) -> tuple[float, float] | None:
         """(time, seconds that other programs have used); None on systems without /proc/stat."""
@@ -151,24 +151,21 @@ class FreeCores:
             used = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         return max(0.0, min(allowed_cores(), len(core_numbers()) - max(0.0, used)))
 
-    def line(self, threads) -> str:
-        """What to say when the steps of a CPU run with so many threads are far slower than they can be, or ""."""
-        free, passive = self.count(), os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-        if are_scarce(free, threads):
-            return f"{shown(free, threads)}, so the steps are slow" + ("" if passive else (
-                ": with OMP_WAIT_POLICY=passive in the environment they may be ten times as fast"))
-        if passive and 1 < threads < free + 0.2:
-            return f"{shown(free, threads)}: without OMP_WAIT_POLICY=passive the steps may be twice as fast"
-        return ""
+    def line(self, few, enough="") -> str:
+        """A line that ends with `few` if threads that wait for each other have too few cores, or with `enough` if they
+        have all that they need. Without an ending, there is no line."""
+        free, threads = self.count(), self.threads
+        end = few if threads > free + 0.5 else enough if threads < free + 0.2 else ""
+        line = f"other programs, or a limit, leave {free:.1f} cores for {threads} threads{end}"
+        return line if end and threads > 1 else ""
 
-
-def are_scarce(free, threads) -> bool:
-    """Whether threads that wait for each other have too few free cores."""
-    return threads > 1 and threads > free + 0.5
-
-
-def shown(free, threads) -> str:
-    return f"other programs, or a limit, leave {free:.1f} cores for {threads} threads"
+    def advice(self) -> str:
+        """What to say when the steps of a CPU run are far slower than they can be, or ""."""
+        if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+            return self.line(", so the steps are slow", ": without OMP_WAIT_POLICY=passive the steps may be twice as"
+                             " fast")
+        return self.line(", so the steps are slow: with OMP_WAIT_POLICY=passive in the environment they may be ten times"
+                         " as fast")
 
 
 def choose_waiting(argv, processes=1, seconds=0.1):
@@ -187,12 +184,11 @@ def choose_waiting(argv, processes=1, seconds=0.1):
     threads = int(threads[0]) if threads else allowed
     if threads == 1 or any(name in os.environ for name in CHOICES):
         return
-    cores = FreeCores()
+    cores = FreeCores(threads * processes)
     time.sleep(seconds)
-    if are_scarce(free := cores.count(), threads * processes):
+    if line := cores.line(few=": they wait asleep (OMP_WAIT_POLICY=passive)"):
         os.environ["OMP_WAIT_POLICY"] = "passive"
-        print(f"{shown(free, threads * processes)}: they wait asleep (OMP_WAIT_POLICY=passive)",
-              file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
 
 
 class Process(subprocess.Popen):

@@ -144,9 +144,8 @@ def checkpoint_config(saved, default, knobs):
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
     kernels = "torch" if dtype == "float32" else config.system.kernels
     for_reading = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
-    config = override(config, for_reading | knobs)
-    config = with_knobs(config, micro_batches=config.system.micro_batches or 1)
-    check_config(config)
+    config = override(config, for_reading | {"micro_batches": str(config.system.micro_batches or 1)} | knobs)
+    check_config(config, 1)
     device = find_device(config)
     config, ops, _ = choose_kernels(config, device)
     return config, ops, device

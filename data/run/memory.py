@@ -96,16 +96,14 @@ def memory_report(config, device, world) -> tuple[str, bool]:
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
 
 
-def check_memory(config, device, world) -> tuple[str, bool]:
-    """`memory_report`. Raises UserError when weights, gradients and optimizer state alone are more than
-    `free_memory`."""
+def require_state(config, device, world):
+    """Raises UserError when weights, gradients and optimizer state alone are more than `free_memory`."""
     weights, state, codes, few = state_bytes(config, config.model.table, world)
     needed = (2 * weights + state / world + codes + few) / 2**20
     if needed > (free := free_memory(device)):
         found = "this machine has {:.0f} MiB" if device.type == "cpu" else "{:.0f} MiB of the GPU are free"
         raise UserError(f"{found.format(free)}, but weights, gradients and optimizer state alone take {needed:.0f}: use"
                         " fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
-    return memory_report(config, device, world)
 
 
 def possible_micro_batches(config, world) -> list[int]:

@@ -20,7 +20,7 @@ from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, 
 from data.run.length import (
     MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device, of_rank_0
-from data.run.memory import check_memory, fit_memory, memory_report, state_bytes
+from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, is_writable, require_room, user_path
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
@@ -56,7 +56,7 @@ def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
     return trained, passes, math.floor(trained / passes / unit) * unit
 
 
-def survey_training_data(config) -> tuple[str, bool]:
+def survey_training_data(config, world=1) -> tuple[str, bool]:
     """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million
     tokens or more, for one pass).
 
@@ -86,7 +86,7 @@ def survey_training_data(config) -> tuple[str, bool]:
     return found, False
 
 
-def survey_validation_data(config) -> tuple[str, bool]:
+def survey_validation_data(config, world=1) -> tuple[str, bool]:
     """(a line about the validation data, whether no file of it is trained on). Raises UserError when the files hold too
     few tokens."""
     shards = Shards(config.data.val_files, config.model.vocab_size)
@@ -185,6 +185,13 @@ def check_disk(config, world):
     return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * (not fine), fine
 
 
+def check_memory(config, world):
+    """The memory of the GPU."""
+    device = find_device(config)
+    require_state(config, device, world)
+    return memory_report(config, device, world)
+
+
 def check_checkpoint(config, world):
     """The checkpoint of --resume or --init_from."""
     path = config.system.resume or config.system.init_from
@@ -199,20 +206,14 @@ def check_tokenizer(config, world):
     return "GPT-2's BPE", True
 
 
-CHECKS = {
-    "versions": check_versions, "device": check_device, "kernels": check_kernels,
-    "training data": lambda config, world: survey_training_data(config),
-    "validation data": lambda config, world: survey_validation_data(config),
-    "caches": check_caches, "disk": check_disk,
-    "memory": lambda config, world: check_memory(config, find_device(config), world)}
-
-
 def checks_of(config, **more) -> dict:
-    """{name: check} of a start, in the order of --check. more: checks of the size and the like, which --check adds."""
+    """{name: check} of a start, in the order of --check. more: checks that --check adds, or has in place of these."""
     continues = config.system.resume or config.system.init_from
     last = {"checkpoint": check_checkpoint} if continues else {}
     last |= {"tokenizer": check_tokenizer} if config.model.bigram_normal and not continues else {}
-    return CHECKS | more | last
+    return {"versions": check_versions, "device": check_device, "kernels": check_kernels,
+            "training data": survey_training_data, "validation data": survey_validation_data,
+            "caches": check_caches, "disk": check_disk, "memory": check_memory} | more | last
 
 
 def settle(config, device, world, rows_open):
