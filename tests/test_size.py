@@ -116,8 +116,6 @@ def test_a_width_alone_keeps_the_width_of_a_head(preset, width, heads):
     assert (model.model_dim, model.num_heads, model.head_dim) == (width, heads, T.PRESETS[preset].config.model.head_dim)
     both = T.parse_config([f"--preset={preset}", f"--model_dim={width}", f"--num_heads={2 * heads}"]).model
     assert both.num_heads == 2 * heads
-    with pytest.raises(T.UserError, match="--model_dim=100 --num_heads="):
-        T.parse_config([f"--preset={preset}", "--model_dim=100"])
 
 
 def fitted(*words, world=1):
@@ -256,6 +254,7 @@ def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811
         assert gpus.check("--preset=short", arg)[1]["time"][0] == "not known for this model or these kernels"
     monkeypatch.setattr("records.check.measure_gpu", Mock(side_effect=T.UserError("too little")))
     assert gpus.check("--preset=short", "--minutes=5")[1]["size"] == ("too little", "maybe")
+    assert gpus.check()[1]["time"] == ("not measured: too little memory of the GPU is free", "maybe")
 
 
 def test_ranks_take_what_rank_0_measured(monkeypatch):

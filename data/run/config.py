@@ -5,7 +5,8 @@ items of one kind, counted from 1 (stages) or from 0 (layers). Each field of a s
 layer is a knob, layer<n>, whose text names the fields in which the layer differs from a default Layer;
 layer<n>.<field> changes one field. The numbers of stages and of layers are the knobs `stages` and `layers`.
 
-The type of a field says which values it takes: Literal, or Annotated with Bounds.
+The type of a field says which values it takes: Literal, or Annotated with Bounds. Importing this file takes no torch,
+since other programs read their arguments by it.
 """
 
 import dataclasses
@@ -18,8 +19,6 @@ from collections import deque
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from data.loader import NGRAM_FACTORS
-from data.run.checkpoint import load_checkpoint
 from data.run.length import FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, momentum_steps, stage_starts
 from data.run.program import UserError
 
@@ -348,6 +347,11 @@ def with_length(base, overrides, made_for, world, gpu=None):
     return config
 
 
+def load_checkpoint(path) -> dict:
+    from data.run import checkpoint  # which imports torch
+    return checkpoint.load_checkpoint(path)
+
+
 def begun_config(overrides, preset, world, presets):
     """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
     the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
@@ -433,6 +437,7 @@ def bad_values(config):
 
 def misfits(config, world, first_step):
     """Yields (names of knobs, why their values do not fit together)."""
+    from data.loader import NGRAM_FACTORS  # which imports torch
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
     if model.model_dim % (8 * model.num_heads):
