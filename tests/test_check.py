@@ -22,10 +22,10 @@ from data import loader as L
 from data.run import machine, start
 from data.run.config import leaves_rows_open
 from data.run.length import Gpu
-from data.run.program import UserError, error_message, keep_compiled
 from data.run.memory import (
     VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
     restart_with_more_micro_batches, state_bytes)
+from data.run.program import UserError, error_message, keep_compiled
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C

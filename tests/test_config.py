@@ -13,9 +13,9 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.program import UserError
 from data.run.config import FIRST, check_config, config_from_dict, flatten, leaves_size_open, parse_value, render
 from data.run.length import momentum_steps, stage_starts
+from data.run.program import UserError
 from data.run.warmup import steps_with_new_keys
 
 CPU = torch.device("cpu")

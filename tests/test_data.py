@@ -14,9 +14,9 @@ import torch
 import oracles
 import train_gpt as T
 from data import loader as L
-from data.run.program import UserError
 from data.run.graphs import MicroStepGraphs
 from data.run.machine import Runtime
+from data.run.program import UserError
 from data.run.start import survey_training_data, survey_validation_data
 from data.shards import Shards, find_files, inspect_all, missing_between, read_shard, read_shard_header
 from oracles import write_shard

@@ -22,8 +22,8 @@ import torch
 import oracles
 import train_gpt as T
 from data.run import sample as sampling
-from data.run.program import UserError
 from data.run.config import flatten, with_knobs
+from data.run.program import UserError
 from data.run.sample import generate, sample
 from data.tokenizer import text_codec
 from records import evaluate as E

@@ -21,8 +21,8 @@ import torch
 import train_gpt as T
 from data.run import launch, log
 from data.run.checkpoint import load_checkpoint
-from data.run.program import UserError, error_message
 from data.run.machine import Runtime, all_come
+from data.run.program import UserError, error_message
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
 

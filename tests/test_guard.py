@@ -35,11 +35,11 @@ import torch
 
 import train_gpt as T
 import triton_kernels as kernels
-from data.run.log import Stopwatch
-from data.run.program import UserError
 from data.run.config import flatten, knobs_of, render
+from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.memory import estimate_memory, state_bytes
+from data.run.program import UserError
 from oracles import write_shard
 from test_config import edited
 

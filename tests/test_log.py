@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run.program import UserError
 from data.run.config import flatten, override, with_knobs
 from data.run.log import Log, loaded_sources, published, revision, write_header
 from data.run.machine import Runtime
+from data.run.program import UserError
 from records import compare, rerun
 
 CPU, ROOT = torch.device("cpu"), Path(T.__file__).parent

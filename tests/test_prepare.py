@@ -26,11 +26,11 @@ import train_gpt
 from data import loader as L
 from data import prepare
 from data.facts import facts_of_run, read_facts
-from data.run.program import UserError
 from data.run.config import with_knobs
 from data.run.length import stage_starts
 from data.run.machine import Runtime
 from data.run.memory import possible_micro_batches
+from data.run.program import UserError
 from data.run.start import survey_training_data, tokens_and_passes
 from data.shards import read_shard_header
 

@@ -29,10 +29,10 @@ import oracles
 import train_gpt as T
 import triton_kernels as kernels
 from data.run.checkpoint import load_checkpoint
-from data.run.log import Stopwatch, published
-from data.run.program import UserError
 from data.run.config import flatten, render
+from data.run.log import Stopwatch, published
 from data.run.machine import PATHS, Runtime
+from data.run.program import UserError
 from data.shards import Shards
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard

@@ -14,11 +14,11 @@ import torch
 
 import train_gpt as T
 from data.run import machine
-from data.run.config import flatten, leaves_size_open, render
 from data.run.checkpoint import KEYS, write_checkpoint
-from data.run.machine import Runtime
+from data.run.config import flatten, leaves_size_open, render
 from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)
+from data.run.machine import Runtime
 from data.run.start import fit_size
 from oracles import ON_GPU
 from records import rerun

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from data.run.program import ROOT, UserError, user_error, user_path
 from data.run.config import flatten, read_arguments, render
 from data.run.machine import PATHS, of_rank_0
+from data.run.program import ROOT, UserError, user_error, user_path
 from data.shards import data_root
 
 

@@ -10,8 +10,8 @@ import sys
 import torch
 
 import triton_kernels as kernels
-from data.run.program import LESS_MEMORY, UserError
 from data.run.config import render, with_knobs
+from data.run.program import LESS_MEMORY, UserError
 
 
 # Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation, whose layers are not

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import sorted_pieces
-from data.run.program import UserError, is_out_of_memory, one_line
 from data.run.config import with_knobs
+from data.run.program import UserError, is_out_of_memory, one_line
 
 TESTED = {(9, 0)}  # compute capabilities of the GPUs that have run the tests: H100 and H200
 # Largest accepted ‖result − reference‖ / ‖reference‖. Rounding to bf16 makes up to .011, FP8 .06 to .1.

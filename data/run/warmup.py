@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import cu_seqlens, cu_seqlens_size, make_batch
-from data.run.program import UserError
 from data.run.config import check_config, with_knobs
 from data.run.length import seconds_per_step, with_minutes
+from data.run.program import UserError
 from data.run.start import survey_training_data
 
 
