@@ -108,6 +108,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--scheduled_step=3": "unknown key --scheduled_step; the nearest is --scheduled_steps",
     "--learning_rate=3": r"unknown key --learning_rate; here it is --muon_lr and --adam_lr \(see --help\)",
     "--stage5.lr_mul=3": "unknown key --stage5.lr_mul: this run has stages 1 to 4",
+    "--stage1=share=2": "unknown key --stage1; the nearest is --stages", "--=5": "unknown key -- ",
     "--stage4.lr_mull=3": "unknown key --stage4.lr_mull; the nearest is --stage4.lr_mul",
     "--preset=cpu --layer6.attention=true": "unknown key --layer6.attention: this run has layers 0 to 3",
     "tests": r"argument 'tests': write --key=value \(see --help\), or ./run.sh test$",

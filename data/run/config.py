@@ -196,7 +196,8 @@ def override(config, overrides):
         for key, old in vars(item).items():
             if key in FIRST:
                 names = ((f"{key[:-1]}{i}", one) for i, one in enumerate(resized(key, old), FIRST[key]))
-                new[key] = tuple(updated(parsed(name, one, type(one)), f"{name}.") for name, one in names)
+                new[key] = tuple(updated(parsed(name, one, type(one)) if key == "layers" else one, f"{name}.")
+                                 for name, one in names)
             else:
                 new[key] = parsed(prefix + key, old, hints[key])
         return dataclasses.replace(item, **new)
@@ -204,8 +205,8 @@ def override(config, overrides):
     changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
     if depth is not None and parse_value("depth", depth, int, 11) != changed.model.depth:
         raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
-    for key in rest:
-        known = {name: value for name, value, _ in knobs_of(changed)}
+    if rest:
+        key, known = next(iter(rest)), {name: value for name, value, _ in knobs_of(changed)}
         if item := re.match(r"(layer|stage)(\d+)", key):
             first, count = FIRST[item[1] + "s"], known[item[1] + "s"]
             if not 0 <= int(item[2]) - first < count:
