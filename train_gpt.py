@@ -89,7 +89,7 @@ import triton_kernels as kernels
 from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
-from data.run.config import Bounds, demand, help_page, leaves_rows_open, leaves_size_open, read_config
+from data.run.config import Bounds, demand, help_page, left_open, read_config
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
 from data.run.length import momentum_steps, stage_starts
@@ -2191,10 +2191,9 @@ def main(argv) -> int:
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-        rows_open = leaves_rows_open(words)
         config = parse_config(words, world)
-        seconds = 60 * config.schedule.minutes
-        if leaves_size_open(words, PRESETS):
+        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(words, PRESETS)
+        if size_open:
             fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
                 [*words, *size.knobs], world, gpu), world)
         if "--check" in argv:

@@ -20,7 +20,7 @@ import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, start
-from data.run.config import leaves_rows_open
+from data.run.config import left_open
 from data.run.length import Gpu
 from data.run.memory import (
     VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
@@ -459,7 +459,8 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
         assert rows["memory"][0].endswith(end) and ("tokenizer" in rows) == ("--preset=record74" not in args)
     config = T.parse_config(["--preset=single"], 2)
     assert fit_memory(config, GPU, 2, True).model == config.model
-    assert not leaves_rows_open(["--preset=single", "--resume=x.pt"]) and leaves_rows_open(["--preset=single"])
+    for args, is_open in (["--resume=x.pt"], False), (["--ngram_rows=0"], False), ([], True):
+        assert left_open(["--preset=single", *args], T.PRESETS)[1] == is_open
 
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])

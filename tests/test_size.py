@@ -15,7 +15,7 @@ import torch
 import train_gpt as T
 from data.run import machine
 from data.run.checkpoint import KEYS, write_checkpoint
-from data.run.config import flatten, leaves_size_open, render
+from data.run.config import flatten, left_open, render
 from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)
 from data.run.machine import Runtime
@@ -106,7 +106,7 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     ("--preset=short --minutes=1 --depth=8", False), ("--preset=short --minutes=1 --device=cpu", False),
     ("--preset=short --minutes=1 --resume=x.pt", False)])
 def test_when_the_size_is_chosen(args, open):
-    assert leaves_size_open(args.split(), T.PRESETS) == open
+    assert left_open(args.split(), T.PRESETS)[0] == open
 
 
 @pytest.mark.parametrize("preset, width, heads", [("short", 512, 4), ("record74", 256, 2), ("single", 640, 5),
@@ -215,13 +215,13 @@ def test_a_run_keeps_its_size(begin, tmp_path):
     write_checkpoint(state, tmp_path / "state.pt", keep=0)
     resume = f"--resume={tmp_path / 'state.pt'}"
     resumed = T.parse_config([resume])
-    assert not leaves_size_open([resume], T.PRESETS)
+    assert not left_open([resume], T.PRESETS)[0]
     assert (resumed.model, resumed.schedule, resumed.optim) == (config.model, config.schedule, config.optim)
     with pytest.raises(T.UserError, match="model_dim is 768 here, 384 there.*; leave out --preset=short"):
         T.parse_config(["--preset=short", resume])
     log = rerun.Run("log", facts={"val_shards": "", **{key: render(value) for key, value in flatten(config).items()}})
     again = [f"--{key}={value}" for key, value in rerun.settings(log, {}).items()]
-    assert not leaves_size_open(again, T.PRESETS) and T.parse_config(again).model == config.model
+    assert not left_open(again, T.PRESETS)[0] and T.parse_config(again).model == config.model
 
 
 @pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--minutes=0"], ["--model_dim=768"],

@@ -278,23 +278,21 @@ def read_config(argv, world, presets, gpu=None):
     return config
 
 
-def leaves_size_open(argv, presets) -> bool:
-    """Whether the size of the model is to suit the length of the run and the GPU (data/run/length.py).
+def left_open(argv, presets) -> tuple[bool, bool]:
+    """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
+    number of rows of n-grams, if there are any, is to suit the memory of the GPU).
 
     argv must be valid. A preset of another size, or with layers of its own, keeps them.
     """
     overrides = read_arguments(argv)
     preset = presets[overrides.get("preset", "record")]
     model, has_length = preset.config.model, any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
-    decided = any(key in (*SIZE_KNOBS, "resume", "init_from") or re.match("depth|layer", key) for key in overrides)
-    return ((preset.sized == "always" or preset.sized == "given" and has_length)
-            and model.is_wired and Size(model.model_dim, model.depth) in SIZES
-            and not decided and overrides.get("device") != "cpu")
-
-
-def leaves_rows_open(argv) -> bool:
-    """Whether the number of rows of n-grams, if the preset has any, is to suit the memory of the GPU."""
-    return not {"ngram_rows", "resume", "init_from"} & read_arguments(argv).keys()
+    continues = bool({"resume", "init_from"} & overrides.keys())
+    by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in overrides)
+    size_is_open = ((preset.sized == "always" or preset.sized == "given" and has_length)
+                    and model.is_wired and Size(model.model_dim, model.depth) in SIZES
+                    and not by_hand and not continues and overrides.get("device") != "cpu")
+    return size_is_open, "ngram_rows" not in overrides and not continues
 
 
 def preset_config(name, overrides, world, presets, gpu=None):

@@ -164,7 +164,7 @@ def check_caches(config, world):
             raise UserError(f"{folder} cannot be written: set {name} to a folder for compiled code")
     try:
         getpass.getuser()
-    except (KeyError, OSError):
+    except (ImportError, KeyError, OSError):  # of Windows, and others
         if system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and torch_version() < (2, 13):
             return "older versions of PyTorch need a user with a name: set USER, or TORCHINDUCTOR_CACHE_DIR", False
     return ", ".join(folders.values()) or "nothing is compiled", True
