@@ -203,6 +203,14 @@ def test_refused_in_one_line_that_names_the_knob(args):
     assert "\n" not in str(error.value)
 
 
+def test_a_resumed_run_profiles_later_steps(monkeypatch):
+    state = {"step": 30, "config": dataclasses.asdict(T.PRESETS["cpu"].config)}
+    monkeypatch.setattr("data.run.config.load_checkpoint", lambda path: state)
+    assert T.parse_config(["--resume=x", "--profile=30:2"]).system.profiled == range(30, 32)
+    with pytest.raises(UserError, match="^--profile=29:2: the resumed run starts at step 30; profile later steps$"):
+        T.parse_config(["--resume=x", "--profile=29:2"])
+
+
 @pytest.mark.parametrize("args, world, micro_batches", [
     ("", 1, 8), ("", 8, 8), ("", 16, 16), ("--micro_batches=32", 16, 32), ("--micro_batches=2", 4, 4),
     ("--preset=cpu", 8, 8)])

@@ -77,10 +77,8 @@ def claim_report(local) -> bool:
     time.sleep(local > 0)  # the first process usually has the same message
     try:
         told().mkdir()
-    except FileExistsError:
-        return False
-    except OSError:  # no torchrun, or no folders: printing twice is better than never
-        pass
+    except OSError as error:  # no torchrun, or no folders: printing twice is better than never
+        return not isinstance(error, FileExistsError)
     return True
 
 def user_path(text) -> Path:
