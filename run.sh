@@ -189,7 +189,7 @@ esac
 gpus=0
 if [ "$preset" != cpu ] && [ $gpu = yes ]; then
   gpus=$("$python" -c 'if 1:
-    from data.run.signals import die_at_ctrl_c
+    from data.run.launch import die_at_ctrl_c
     die_at_ctrl_c()
     import torch
     print(torch.cuda.device_count())') ||
@@ -204,7 +204,7 @@ for n in 2 4 8; do
 done
 procs=${NPROC:-$procs}
 if [ "$gpus" -eq 0 ] && [ -z "${OMP_NUM_THREADS:-}" ]; then  # otherwise torchrun gives each process one thread
-  cores=$("$python" -c 'from data.run.cores import allowed_cores; print(int(max(1, allowed_cores())))')
+  cores=$("$python" -c 'from data.run.launch import allowed_cores; print(int(max(1, allowed_cores())))')
   export OMP_NUM_THREADS=$((cores > procs ? cores / procs : 1))
 fi
 if [ -z "$preset$checkpoint" ]; then  # a checkpoint contains all settings of its run
@@ -218,10 +218,10 @@ fi
 # a GPU where there is none: it reads 0 shards, and the trainer ends it with one line.
 shards_of_run() {
   "$python" -c 'if 1:
-    from data.run.signals import die_at_ctrl_c
+    from data.run.launch import die_at_ctrl_c
     die_at_ctrl_c()
     import math, sys, train_gpt
-    from data.run.errors import UserError
+    from data.run.program import UserError
     from data.run.length import needed_tokens
     world, start = int(sys.argv[1]), sys.argv[2]
     try:

@@ -67,10 +67,8 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.cores import FreeCores, choose_waiting
-from data.run.disk import keep_bytecode, keep_compiled
-from data.run.program import open_outputs, run_program
-from data.run.signals import Stop, Stopped, die_at_ctrl_c, die_with_torchrun, watch_signals
+from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
+from data.run.program import keep_bytecode, keep_compiled, open_outputs, run_program
 
 require_packages("numpy", "torch")
 if __name__ == "__main__":  # before torch is imported
@@ -90,18 +88,18 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
-from data.run import arguments
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
-from data.run.clock import Clock, Stopwatch, trace_mark, trace_range
-from data.run.errors import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
+from data.run.config import Bounds, demand, help_page, left_open, read_config
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.kept import KeptFunction
-from data.run.knobs import Bounds, demand, help_page
 from data.run.length import momentum_steps, stage_starts
-from data.run.log import Log, loaded_sources, published, quoted, shards_line, write_header
+from data.run.log import (
+    Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    PATIENCE, agreed_gpu, all_come, capability, choose_kernels, init_runtime, rank_from_env, require_equal_ranks)
-from data.run.memory import most_few_rows, restart_with_more_micro_batches, state_bytes
+    PATIENCE, all_come, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
+    rank_from_env, require_equal_ranks)
+from data.run.memory import most_few_rows, restart_with_more_micro_batches
+from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
 from data.run.trial import is_tested, replace_faulty_kernels
@@ -210,6 +208,11 @@ class Model:
     @property
     def depth(self):
         return len(self.layers)
+
+    @property
+    def table(self) -> tuple:
+        """The parameters that follow from these sizes and layers."""
+        return param_table(self)
 
     @property
     def is_wired(self) -> bool:
@@ -417,8 +420,9 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # When the size of the model follows the length of the run (data/run/size.py): never, if --minutes or --train_tokens
-    # gives a length, or always, also at the preset's own length. A size that the rule does not know stays.
+    # When the size of the model follows the length of the run (data/run/length.py): never, if --minutes or
+    # --train_tokens gives a length, or always, also at the preset's own length. A size that the rule does not know
+    # stays.
     sized: Literal["never", "given", "always"] = "never"
 
 
@@ -494,7 +498,7 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
     gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
-    return arguments.parse_config(argv, world, PRESETS, gpu)
+    return read_config(argv, world, PRESETS, gpu)
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -1804,7 +1808,7 @@ class Trainer:
         gc.disable()  # sync_ranks collects garbage, while the clock is paused
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
-        cores = FreeCores() if self.rt.device.type == "cpu" and self.rt.world == 1 else None
+        cores = FreeCores(torch.get_num_threads()) if self.rt.device.type == "cpu" and self.rt.world == 1 else None
         clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
@@ -1848,7 +1852,7 @@ class Trainer:
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
-            if cores and step == self.first_step + 2 and (line := cores.line(torch.get_num_threads())):
+            if cores and step == self.first_step + 2 and (line := cores.advice()):
                 self.log.line(f"warning: {line}")
         return loss, clock
 
@@ -2118,7 +2122,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             require_codes(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):
-            restart_with_more_micro_batches(config, state_bytes(config, param_table(config.model)), rt.device)
+            restart_with_more_micro_batches(config, rt.device)
         raise
     if resumed:
         trainer.load_state_dict(resumed)
@@ -2180,8 +2184,8 @@ def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
     knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
     """
     state = load_checkpoint(path)
-    config, ops, device = arguments.checkpoint_config(state["config"], RECORD74, knobs)
-    check_weights(state, config.model, param_table(config.model))
+    config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
+    check_weights(state, config.model)
     model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
     model.load_state_dict(state["model"])
     return config, model, attention_settings(config, device, model.dtype)[-1]
@@ -2200,25 +2204,24 @@ def main(argv) -> int:
             return sample_command(argv, RECORD74, load_model)
         rank, world, local = rank_from_env()
         words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-        rows_open = arguments.leaves_rows_open(words)
         config = parse_config(words, world)
-        seconds = 60 * config.schedule.minutes
-        if arguments.leaves_size_open(words, PRESETS):
+        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(words, PRESETS)
+        if size_open:
             fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
-                [*words, *size.knobs], world, gpu), param_table, world)
+                [*words, *size.knobs], world, gpu), world)
         if "--check" in argv:
             from records.check import check_table
             models = {name: preset.config.model for name, preset in PRESETS.items()}
-            return check_table(config, world, param_table, models, fit, rows_open, show=local == 0)
+            return check_table(config, world, models, fit, rows_open, show=local == 0)
         automatic = world == 1 and not config.system.micro_batches
         if not fit:  # else most checks need the size
-            config = check_start(config, param_table, world, rows_open)
+            config = check_start(config, world, rows_open)
         watch.lap("checks")
         rt = init_runtime(config)
         watch.lap("processes")
         if fit:
-            config, size, seconds = fit(agreed_gpu(rt, config.system.fp8_mlp), rt.device)
-            config = check_start(config, param_table, world, rows_open)
+            config, size, seconds = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt), rt.device)
+            config = check_start(config, world, rows_open)
             watch.lap("size")
         log = Log(config, rt)
         train(config, rt, log, argv, watch, automatic, size, seconds)

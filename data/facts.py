@@ -4,7 +4,7 @@ import glob
 import json
 from pathlib import Path
 
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.shards import find_files, read_shard_header
 
 ORDER = 2  # version of the order and the borders of documents; 1 was the order of the files' names, without a file

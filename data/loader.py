@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.shards import Shards, read_shard
 
 

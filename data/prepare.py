@@ -39,9 +39,7 @@ require_packages("numpy", "torch")
 import numpy as np  # noqa: E402
 
 from data.facts import ORDER, facts_file, read_facts  # noqa: E402
-from data.run.disk import user_path  # noqa: E402
-from data.run.errors import UserError, user_error  # noqa: E402
-from data.run.program import run_program  # noqa: E402
+from data.run.program import UserError, run_program, user_error, user_path  # noqa: E402
 from data.shards import (  # noqa: E402
     SHARD_HEADER_BYTES, SHARD_MAGIC, SHARD_VERSION, data_root, digest, find_files, read_shard, read_shard_header,
     token_blocks)
@@ -104,7 +102,7 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
     """
     import train_gpt  # for the presets
     from data.loader import cu_seqlens_size, fit_validation, kept_tokens
-    from data.run.knobs import with_system
+    from data.run.config import with_knobs
     from data.run.memory import possible_micro_batches
     from data.run.start import survey_training_data, tokens_and_passes
     patterns = {part: f"data/{made.name}/{name}_{part}_*.bin" for part in lengths}
@@ -125,7 +123,7 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
         if tokens["val"] < 17:
             raise UserError(f"{tokens['val']} validation tokens, at least 17 are needed: more text, or a larger"
                             " --val-fraction")
-        return words, with_system(config, micro_batches=counts[0]), counts
+        return words, with_knobs(config, micro_batches=counts[0]), counts
 
     try:
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.

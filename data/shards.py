@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.run.disk import ROOT, user_path
-from data.run.errors import UserError, user_error
+from data.run.program import ROOT, UserError, user_error, user_path
 
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024

@@ -5,8 +5,7 @@ import unicodedata
 
 import numpy as np
 
-from data.run.disk import is_writable
-from data.run.errors import UserError
+from data.run.program import UserError, is_writable
 from data.shards import data_root
 
 

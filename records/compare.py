@@ -59,9 +59,7 @@ from statistics import mean, stdev  # exact: equal numbers have a standard devia
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.disk import user_path
-from data.run.errors import UserError
-from data.run.program import run_program
+from data.run.program import UserError, run_program, user_path
 
 RECORD_P, CHANCE = 0.01, 0.05  # a record needs p below the first, a significant difference p below the second
 FIRST_STEPS = 10  # slower, in a row of their own; in short runs a tenth of the run

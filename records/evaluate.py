@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.cores import choose_waiting
-from data.run.program import run_program
+from data.run.launch import choose_waiting
+from data.run.program import UserError, atomic_write, run_program, user_path
 
 if __name__ == "__main__":  # before torch is imported
     choose_waiting(sys.argv[1:])
@@ -27,9 +27,7 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import ValidationData
-from data.run.disk import atomic_write, user_path
-from data.run.errors import UserError
-from data.run.knobs import flatten, read_options, render
+from data.run.config import flatten, read_options, render
 from data.run.machine import Runtime
 from data.run.sample import forward, hash_ids
 from data.shards import Shards, data_root

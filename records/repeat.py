@@ -23,9 +23,7 @@ from itertools import product, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.disk import ROOT, compiled_folder, user_path
-from data.run.errors import UserError
-from data.run.program import run_program
+from data.run.program import ROOT, UserError, compiled_folder, run_program, user_path
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 # Arguments that tell ./run.sh which data the run reads, and how much.
@@ -40,7 +38,7 @@ def say(text, before=""):
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 
 def joined(argv) -> list[str]:
-    """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/knobs.py would merge the labels'
+    """The arguments with `--key value` as `--key=value`. `read_arguments` of data/run/config.py would merge the labels'
     settings."""
     arguments = []
     for argument in argv:

@@ -26,10 +26,8 @@ from itertools import takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.disk import ROOT, user_path
-from data.run.errors import UserError
-from data.run.knobs import read_arguments
-from data.run.program import run_program
+from data.run.config import read_arguments
+from data.run.program import ROOT, UserError, run_program, user_path
 from records import compare
 from records.compare import Run
 

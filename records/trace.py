@@ -1,7 +1,7 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
 This program reads the chrome traces of --profile=START:COUNT; its class `Profiler` writes them. A kernel belongs to the
-region, a named range of host time (`trace_range` in data/run/clock.py), that launched it. A CUDA graph is one launch
+region, a named range of host time (`trace_range` in data/run/log.py), that launched it. A CUDA graph is one launch
 for all kernels of a micro-step or of an update. So the trainer launches the first two profiled steps (of two, the
 first) in part kernel by kernel, and `tell_apart` gives the regions of these kernels to the kernels of the graphs. The
 gaps between the many launches would count as idle time, so the tables leave out these steps, unless only one step is
@@ -27,9 +27,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.disk import user_path
-from data.run.errors import UserError, one_line
-from data.run.program import run_program
+from data.run.program import UserError, one_line, run_program, user_path
 from records.work import WORK, calls, describe, name_in_work
 
 # ---- Events -> kernels with their regions ----------------------------------------------------------------------------

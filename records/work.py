@@ -45,6 +45,12 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
         0, 2 * N * (3 * channels + 2 * gates))),
+    # passes: of bf16 tensors (N, D) that a sum of streams reads and writes; two codes count as one pass
+    "mix": ("_mix_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
+    "mix_backward": ("_mix_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
+    "added_backward": ("_added_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
+    "exclude_values": ("_exclude_values_kernel", lambda N, D: (0, 6 * N * D)),
+    "output_grad": ("_output_grad_kernel", lambda N, D, excludes: (0, (10 if excludes else 4) * N * D)),
     "mlp": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + F))),  # relu(x W1ᵀ)²
     "mlp_backward": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + 2 * F))),  # dpre
     # In FP8, whose limit is twice as high, so that an operation counts as half of one.

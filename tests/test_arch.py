@@ -97,8 +97,8 @@ def compile_ahead(folder, *sizes):
     import oracles
     import train_gpt as T
     import triton_kernels as tk
-    from data.run.clock import Stopwatch
-    from data.run.knobs import with_system
+    from data.run.log import Stopwatch
+    from data.run.config import with_knobs
     from data.run.machine import Runtime
     from data.run import warmup
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
@@ -121,7 +121,7 @@ def compile_ahead(folder, *sizes):
         "--extension_steps=2",
         "--val_tokens=512", "--val_batch_tokens=512", f"--train_files={folder}/train.bin",
         f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))])
-    config = with_system(config, device="cpu")
+    config = with_knobs(config, device="cpu")
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
     ops.mix = tk.mix_ref  # which the compiler fuses
     trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))

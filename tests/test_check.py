@@ -20,17 +20,18 @@ import train_gpt as T
 import triton_kernels as kernels
 from data import loader as L
 from data.run import machine, memory, start
-from data.run.arguments import leaves_rows_open
-from data.run.disk import keep_compiled
-from data.run.errors import UserError, error_message
+from data.run.config import left_open
+from data.run.length import Gpu
 from data.run.memory import (
-    VALIDATION_STREAMS, choose_micro_batches, estimate_memory, fit_memory, possible_micro_batches,
-    require_state, restart_with_more_micro_batches, state_bytes)
+    VALIDATION_STREAMS, estimate_memory, fit_memory, possible_micro_batches, require_state,
+    restart_with_more_micro_batches, state_bytes)
+from data.run.program import UserError, error_message, keep_compiled
 from forks import Forks, rank_variables
 from oracles import write_shard
 from records import check as C
 
 ROOT, MiB, GPU = Path(T.__file__).parent, 2**20, torch.device("cuda")
+H200 = Gpu(1500e12, 4235e9, 1e-6)
 ROWS = ["versions", "device", "kernels", "training data", "validation data", "caches", "disk", "memory", "time"]
 DOCUMENT = [256, *[97] * 599]  # cut at 448 in the first stage of the preset, at 512 in the others
 
@@ -84,7 +85,7 @@ def check(folder, capsys, monkeypatch):
 @pytest.fixture
 def gpus(check, folder, monkeypatch):
     """Two H200s, or what is set in it; .check and .start with --preset=record."""
-    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, own=500, rate=790e12, sees=[])
+    has = SimpleNamespace(count=2, capability=(9, 0), free=140000, own=500, gpu=H200, sees=[])
     count = lambda: len(has.sees[-1].split(",")) if has.sees else has.count
     for name, value in {"device_count": count, "init": lambda: has.sees.append(os.environ["CUDA_VISIBLE_DEVICES"]),
                         "is_initialized": lambda: bool(has.sees),
@@ -94,9 +95,8 @@ def gpus(check, folder, monkeypatch):
                         "memory_reserved": lambda device: has.own * MiB,
                         "mem_get_info": lambda device: ((has.free - has.own) * MiB, 150000 * MiB)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(C, "ceilings", lambda: {"bf16": has.rate})
-    for module in start, C:
-        monkeypatch.setattr(module, "text_codec", lambda size: None)
+    monkeypatch.setattr(C, "measure_gpu", lambda fp8: has.gpu)
+    monkeypatch.setattr(start, "text_codec", lambda size: None)
     monkeypatch.setattr(start, "tokens_and_passes", lambda *args: (10**8, 0.5, 10**8))  # as if the data were enough
     monkeypatch.setattr(memory, "kept_tokens", lambda config: 10**8)
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
@@ -115,12 +115,6 @@ def gpus(check, folder, monkeypatch):
 
 def sizes(config):
     return state_bytes(config, T.param_table(config.model))
-
-
-def checked(config, world):
-    """The argument of the checks."""
-    models = {name: preset.config.model for name, preset in T.PRESETS.items()}
-    return C.Run(config, world, T.param_table(config.model), models)
 
 
 def joined(text):
@@ -188,8 +182,7 @@ CASES = {"check": [
     ("", "kernels", "no", "a GPU needs Triton .No module named 'triton'.*",
      {"triton_kernels.NO_TRITON": "No module named 'triton'"}),
     ("", "tokenizer", "yes", "GPT-2's BPE"),  # the record takes a table from it
-    ("", "tokenizer", "no", "no GPT-2 tokenizer .*", {"data.run.start.text_codec": OFFLINE,
-                                                      "records.check.text_codec": OFFLINE}),
+    ("", "tokenizer", "no", "no GPT-2 tokenizer .*", {"data.run.start.text_codec": OFFLINE}),
     # Rows of a table take 1.5 KB each, and there are 140000 MiB.
     ("--preset=single --ngram_rows=4e7", "memory", "yes", "140000 MiB of the GPU are free, .*"),
     ("--preset=single --ngram_rows=1e8", "memory", "no", "140000 MiB of the GPU are free, but weights, gradients and"
@@ -215,7 +208,8 @@ def test_a_row_and_what_a_start_says(request, folder, monkeypatch, fixture, case
     if ok != "yes":
         kind, _, found = said.pop().partition(": ")
         assert kind == {"maybe": "warning", "no": "error"}[ok] and joined(found) == joined(rows[row][0])
-    assert said == [] and rows[row][1] == ok and T.init_runtime.called == (ok != "no")
+    fewer = "the validation files have fewer tokens than --val_tokens=65536: 65408 are used"
+    assert said == [fewer] * any("val_short" in arg for arg in args) and rows[row][1] == ok and T.init_runtime.called == (ok != "no")
     assert re.fullmatch(pattern.format(d=folder), found), found
 
 
@@ -227,12 +221,12 @@ def test_a_process_sees_its_own_gpu(gpus, monkeypatch, visible, local, sees):
     assert found == [torch.device("cuda", 0)] * 2 and gpus.sees == [sees]
 
 
-@pytest.mark.parametrize("ranks, rate, minutes", [(1, 790, 55.0 / 60), (2, 790, 28.0 / 60), (1, 395, 2 * 55.0 / 60)])
-def test_expected_minutes(gpus, ranks, rate, minutes):
-    """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rate is given twice the time."""
-    gpus.rate = rate * 1e12
+@pytest.mark.parametrize("ranks, slower, minutes", [(1, 1, 55.0 / 60), (2, 1, 28.0 / 60), (1, 2, 2 * 55.0 / 60)])
+def test_expected_minutes(gpus, ranks, slower, minutes):
+    """149 steps took 55.0 s on one H200 and 28.0 on two; a GPU of half the rates is given twice the time."""
+    gpu = Gpu(H200.products / slower, H200.copies / slower, H200.launch * slower)
     config = T.parse_config(["--preset=record74", "--scheduled_steps=145", "--extension_steps=4"], ranks)
-    text = C.expected_time(checked(config, ranks))
+    text, _ = C.expected_time(config, ranks, {"record74": config.model}, gpu)
     assert abs(float(re.match(r"about ([\d.]+) minutes", text)[1]) - minutes) < 0.05 + 0.05 * minutes
 
 
@@ -313,7 +307,7 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     args = ["--check", *check.args]
     assert T.main(args) == 0 and capsys.readouterr() == ("", "")
-    monkeypatch.setitem(C.CHECKS, "memory", Mock(side_effect=UserError("too little")))
+    monkeypatch.setattr(start, "check_memory", Mock(side_effect=UserError("too little")))
     assert T.main(args) == 1 and capsys.readouterr() == ("", "error: rank 1: too little\n")
 
 
@@ -332,22 +326,22 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
     each, room = weights + sum(sizes(config)[:2]), SimpleNamespace()
     monkeypatch.setattr("shutil.disk_usage", lambda path: room)
     for args, count in ([], 0), (["--save=true"], 1), (["--save_every=900"], 2), (["--save_every=400", "--keep=0"], 5):
-        run, need = checked(T.parse_config(["--preset=cpu", "--ngram_rows=0", *args]), 1), MiB + count * each
+        config, need = T.parse_config(["--preset=cpu", "--ngram_rows=0", *args]), MiB + count * each
         purpose = "the log" + f" and checkpoints of up to {each / 1e9:.1f} GB" * (count > 0)
         room.free = need
-        assert C.CHECKS["disk"](run) == (f"logs: {need // MiB} MiB free, {need // MiB} needed for {purpose}", True)
+        assert start.check_disk(config, 1) == (f"logs: {need // MiB} MiB free, {need // MiB} needed for {purpose}", True)
         room.free -= 1
         with pytest.raises(UserError, match=f"^cannot write a log in logs: {room.free // MiB} MiB free, "):
-            C.CHECKS["disk"](run)
+            start.check_disk(config, 1)
     room.free = 2**45
     for ranks in 1, 8:  # rank 0 writes the parts of all
         for rows, size in ([], "13.3"), (["--ngram_rows=0,9e5"], "7.3"):
-            run = checked(T.parse_config(["--preset=record", "--save=true", *rows], ranks), ranks)
-            text, fine = C.CHECKS["disk"](run)
+            config = T.parse_config(["--preset=record", "--save=true", *rows], ranks)
+            text, fine = start.check_disk(config, 1)
             assert not fine and text.endswith(f"checkpoints of up to {size} GB; each checkpoint is larger than 4 GB,"
                                               " --keep and --save_every limit them")
     monkeypatch.setenv("RANK", "1")  # on another machine, which writes nothing
-    assert C.CHECKS["disk"](run) == ("rank 0 writes", True)
+    assert start.check_disk(config, 1) == ("rank 0 writes", True)
 
 
 @pytest.mark.parametrize("variables, inductor, triton", [
@@ -454,9 +448,6 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
     gpus.start(*args)
     started = T.init_runtime.call_args.args[0]
     assert (started.system.micro_batches, started.model.ngram_rows) == (micro_batches, (times * 5e5, times * 5e5))
-    config = T.parse_config(["--preset=single"])
-    chosen = choose_micro_batches(config, sizes(config), GPU, 1)
-    assert chosen == T.parse_config(["--preset=single", f"--micro_batches={micro_batches}"])
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):
@@ -467,13 +458,9 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
         rows = gpus.check(*args)[1]
         assert rows["memory"][0].endswith(end) and ("tokenizer" in rows) == ("--preset=record74" not in args)
     config = T.parse_config(["--preset=single"], 2)
-    assert fit_memory(config, T.param_table, GPU, 2, True)[0].model == config.model
-    assert not leaves_rows_open(["--preset=single", "--resume=x.pt"]) and leaves_rows_open(["--preset=single"])
-
-
-def test_the_time_of_a_gpu_without_free_memory(gpus, monkeypatch):
-    monkeypatch.setattr(C, "ceilings", Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
-    assert gpus.check()[1]["time"] == ("not measured: too little memory of the GPU is free", "maybe")
+    assert fit_memory(config, GPU, 2, True).model == config.model
+    for args, is_open in (["--resume=x.pt"], False), (["--ngram_rows=0"], False), ([], True):
+        assert left_open(["--preset=single", *args], T.PRESETS)[1] == is_open
 
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
@@ -483,7 +470,7 @@ def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches
     commands, gpus.free, gpus.own = [], free, free - 600
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-2:]))
     config = T.parse_config(["--preset=short", "--micro_batches=1", "--ngram_rows=5e5,5e5"])
-    restart_with_more_micro_batches(config, sizes(config), GPU)
+    restart_with_more_micro_batches(config, GPU)
     assert commands == [[f"--micro_batches={micro_batches}", "--ngram_rows=500000.0,500000.0"]]
 
 
@@ -497,7 +484,7 @@ def test_micro_batches_that_divide():
     assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert possible(32, 64, 96, 96) == [1, 2] and possible(32, 64, 96, 96, world=2) == [2]
     assert possible(*[131072] * 4, world=16) == [16, 32, 64, 128]
-    assert choose_micro_batches(T.parse_config(["--preset=short"], 4), None, None, 4).system.micro_batches == 4
+    assert fit_memory(T.parse_config(["--preset=short"], 4), GPU, 4, True).system.micro_batches == 4
     with pytest.raises(UserError, match="^--micro_batches=0: no number up to 128 .*393216,393224 "):
         possible(131072, 262144, 393216, 393224)
 
@@ -516,7 +503,7 @@ def test_too_little_memory(gpus, monkeypatch):
     assert f"about {allocated:.0f} to {reserved:.0f} needed" in found and "raise --micro_batches (16, 32" in found
     for advice in "--micro_batches=16", "--cuda_graphs=false":
         assert gpus.check(advice)[1]["memory"][1] == "yes"
-    monkeypatch.setattr(C, "ceilings", Mock(side_effect=AssertionError("measured")))
+    monkeypatch.setattr(C, "measure_gpu", Mock(side_effect=AssertionError("measured")))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     for rank, warning in ("0", f"warning: {found}\n"), ("1", ""):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -527,8 +514,8 @@ def test_a_model_larger_than_the_memory_of_the_machine():
     """A CPU hands out memory that it does not have, and the kernel would end the run later without a word."""
     config = T.parse_config(["--preset=cpu", "--model_dim=9600", "--layers=1000"])
     with pytest.raises(UserError, match=r"^this machine has \d+ MiB, but weights, .* take \d+: .* a smaller --m"):
-        require_state(sizes(config), torch.device("cpu"), 1)
-    require_state(sizes(T.parse_config(["--preset=cpu"])), torch.device("cpu"), 1)
+        require_state(config, torch.device("cpu"), 1)
+    require_state(T.parse_config(["--preset=cpu"]), torch.device("cpu"), 1)
     error = RuntimeError("[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory")
     assert error_message(error).startswith("out of memory: raise --micro_batches")
 

@@ -20,12 +20,11 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run import arguments
+from data.run import config as settings
 from data.run.checkpoint import load_checkpoint, other_shard, write_checkpoint
-from data.run.disk import atomic_write
-from data.run.errors import UserError
-from data.run.knobs import config_from_dict, flatten, render, with_system
+from data.run.config import config_from_dict, flatten, render, with_knobs
 from data.run.log import published
+from data.run.program import UserError, atomic_write
 from data.shards import Shards
 from records import compare, evaluate
 from oracles import write_shard
@@ -235,7 +234,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     assert {key for key, value in vars(config.system).items() if value != old[key]} == {
         "seed", "micro_batches", "init_from", "log_dir", "save_every", "keep"}
     assert (config.system.log_dir, config.system.save_every, config.system.keep) == ("logs", 0, 2)
-    plans = [T.make_plan(with_system(config, micro_batches=1), step) for step in range(9)]
+    plans = [T.make_plan(with_knobs(config, micro_batches=1), step) for step in range(9)]
     assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
     first.unlink()
     monkeypatch.setattr(T.Trainer, "load_weights", load)
@@ -402,20 +401,20 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config, presets = T.PRESETS["cpu"].config, T.PRESETS
-    assert arguments.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
-    free = {*vars(config.data), *vars(config.system)} - arguments.KEPT_KNOBS
-    monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    assert settings.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
+    free = {*vars(config.data), *vars(config.system)} - settings.KEPT_KNOBS
+    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for key, value in flatten(config).items():
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
                  T.Layer: lambda: dataclasses.replace(value, long=not value.long)}[type(value)]()
         overrides = {"resume": "x", key: render(other)}
         if key in free - {"resume"}:
-            changed, step = arguments.resumed_config(overrides, None, 1, presets)
+            changed, step = settings.resumed_config(overrides, None, 1, presets)
             assert flatten(changed)[key] == other and step == 3
         elif key != "resume":
             with pytest.raises(UserError) as refused:
-                arguments.resumed_config(overrides, None, 1, presets)
+                settings.resumed_config(overrides, None, 1, presets)
             assert f"; {key} is {render(other)} here, {render(value)} there" in str(refused.value)
 
 
@@ -423,9 +422,9 @@ def test_every_knob_is_learned_or_free(monkeypatch):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
-    config = with_system(T.parse_config(args, world), micro_batches=32)  # as the script may choose
-    monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
-    assert T.parse_config([*args, "--resume=x"], world) == with_system(config, resume="x")
+    config = with_knobs(T.parse_config(args, world), micro_batches=32)  # as the script may choose
+    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    assert T.parse_config([*args, "--resume=x"], world) == with_knobs(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
     with pytest.raises(UserError, match="--minutes=-1"):  # checked before the length is fitted
@@ -435,11 +434,11 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
 @pytest.mark.parametrize("saved, world", [(16, 16), (16, 8), (8, 8)])
 def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
     """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
-    config = with_system(T.RECORD74, micro_batches=saved)
-    monkeypatch.setattr(arguments, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    config = with_knobs(T.RECORD74, micro_batches=saved)
+    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
-        assert resumed == with_system(config, resume="x")
+        assert resumed == with_knobs(config, resume="x")
     with pytest.raises(UserError, match=f"micro_batches is 32 here, {saved} there"):
         T.parse_config(["--preset=record74", "--resume=x", "--micro_batches=32"], world)
 
@@ -449,7 +448,7 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
     state = torch.load(base.saved[5], weights_only=True)
     config = config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
-    assert resumed == with_system(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
+    assert resumed == with_knobs(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
 

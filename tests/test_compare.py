@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.run.errors import UserError
+from data.run.program import UserError
 from data.run.length import stage_starts
 from records import compare
 from records.compare import estimate, read_run, sample, shown, student_cdf, student_t95, welch

@@ -13,11 +13,9 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.errors import UserError
-from data.run.arguments import leaves_size_open
-from data.run.knobs import FIRST, config_from_dict, flatten, parse_value, render
+from data.run.config import FIRST, check_config, config_from_dict, flatten, left_open, parse_value, render
 from data.run.length import momentum_steps, stage_starts
-from data.run.limits import check_values
+from data.run.program import UserError
 from data.run.warmup import steps_with_new_keys
 
 CPU = torch.device("cpu")
@@ -28,22 +26,23 @@ STEPS = range(1491)  # the last is the final validation
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arg, section, name, value", [
-    ("--val_tokens=2_097_152", "data", "val_tokens", 2097152),
-    ("--adam_eps=1e-8", "optim", "adam_eps", 1e-8),
-    ("--run_label=a=b c,d", "system", "run_label", "a=b c,d"),
-    ("--sample_prompt=", "system", "sample_prompt", ""),
-    ("--compile=False", "system", "compile", False),
-    ("--save=1", "system", "save", True),
-    ("--muon_momentum=0.9,.99", "schedule", "muon_momentum", (0.9, 0.99)),
+@pytest.mark.parametrize("arg, name, value", [
+    ("--val_tokens=2_097_152", "val_tokens", 2097152),
+    ("--adam_eps=1e-8", "adam_eps", 1e-8),
+    ("--run_label=a=b c,d", "run_label", "a=b c,d"),
+    ("--sample_prompt=", "sample_prompt", ""),
+    ("--compile=False", "compile", False),
+    ("--save=1", "save", True),
+    ("--muon_momentum=0.9,.99", "muon_momentum", (0.9, 0.99)),
+    ("--stage2.long_window=1_000", "stage2.long_window", 1000),
+    ("--stage1.mtp_start=1,.5,.2", "stage1.mtp_start", (1.0, 0.5, 0.2)),
 ])
-def test_values_of_every_type(arg, section, name, value):
+def test_values_of_every_type(arg, name, value):
     """Only the named knob changes, and its type stays."""
     config = T.parse_config([arg])
-    got = getattr(getattr(config, section), name)
-    assert got == value and type(got) is type(value) is type(getattr(getattr(RECORD, section), name))
-    changed = dataclasses.replace(getattr(RECORD, section), **{name: value})
-    assert config == dataclasses.replace(RECORD, **{section: changed})
+    got = flatten(config)[name]
+    assert got == value and type(got) is type(value) is type(flatten(RECORD)[name])
+    assert config == edited(RECORD, name, value)
 
 
 def test_no_arguments_and_several():
@@ -52,16 +51,6 @@ def test_no_arguments_and_several():
     assert (config.system.seed, config.schedule.final_window, config.system.device) == (3, 99, "cpu")
     assert config.schedule.stages == T.PRESETS["cpu"].config.schedule.stages
     assert T.parse_config(["--preset=cpu"]) == T.PRESETS["cpu"].config
-
-
-def test_stage_knobs():
-    config = T.parse_config(["--stage2.long_window=1000", "--stage1.mtp_start=1,.5,.2",
-                             "--stage4.batch_tokens=786_432"])
-    stages = list(RECORD.schedule.stages)
-    stages[0] = dataclasses.replace(stages[0], mtp_start=(1.0, 0.5, 0.2))
-    stages[1] = dataclasses.replace(stages[1], long_window=1000)
-    stages[3] = dataclasses.replace(stages[3], batch_tokens=786432)
-    assert config == dataclasses.replace(RECORD, schedule=dataclasses.replace(RECORD.schedule, stages=tuple(stages)))
 
 
 def test_number_of_stages():
@@ -119,6 +108,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--scheduled_step=3": "unknown key --scheduled_step; the nearest is --scheduled_steps",
     "--learning_rate=3": r"unknown key --learning_rate; here it is --muon_lr and --adam_lr \(see --help\)",
     "--stage5.lr_mul=3": "unknown key --stage5.lr_mul: this run has stages 1 to 4",
+    "--stage1=share=2": "unknown key --stage1; the nearest is --stages", "--=5": "unknown key -- ",
     "--stage4.lr_mull=3": "unknown key --stage4.lr_mull; the nearest is --stage4.lr_mul",
     "--preset=cpu --layer6.attention=true": "unknown key --layer6.attention: this run has layers 0 to 3",
     "tests": r"argument 'tests': write --key=value \(see --help\), or ./run.sh test$",
@@ -132,40 +122,20 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layers=1001": "--layers=1001: must be 1 or more, and at most 1000",
     "--val_every": "'--val_every': write --key=value",
     "--val_every=2.5": "--val_every=2.5: expected int, for example --val_every=250",
-    "--seed=18446744073709551616": "--seed=18446744073709551616: must be from 0 to 9223372036854775807$",
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
     "--muon_momentum=0.9,inf": "--muon_momentum=0.9,inf: expected comma-separated numbers",
     "--compile=yes": "expected true or false, for example --compile=True",
     "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
-    # numbers that would crash later
-    **{f"--{knob}=0": knob for knob in (
-        "model_dim", "num_heads", "vocab_size", "stage1.batch_tokens", "val_batch_tokens", "val_tokens",
-        "tokens_per_doc", "split_stage")},
+    # values that would crash later; test_every_number_has_bounds has the bounds of all
     "--ngram_rows=0 --bigram_tables=0": "--bigram_tables=0.0: the table of bigrams needs two rows or more",
     "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
-    "--muon_momentum=0.85,1.5": "--muon_momentum=0.85,1.5: must be from 0 to below 1",
-    "--stage1.mtp_start=-1": "--stage1.mtp_start=-1.0: must be from 0 to 100",
-    "--stage1.mtp_end=0,1,0": "--stage1.mtp_start and mtp_end: the first weight, of the next token, must be above 0",
-    "--ngram_rows=-5": "--ngram_rows=-5.0: must be from 0 to 2147483647",
+    "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",
     "--muon_warmup=1.5": "--muon_warmup=1.5: must be a whole number of steps, or from 0 to below 1",
     "--table_beta2=1": "--table_beta2=1.0: must be from 0 to below 1",
-    "--polar_steps=6": "--polar_steps=6: must be 4 or 5",
-    "--slow_momentum=1": "--slow_momentum=1.0: must be from 0 to below 1",
-    "--adam_every=3": "--adam_every=3: must be 1 or 2",
-    "--sampled_frac=1.5": "--sampled_frac=1.5: must be from 0 to 1",
-    "--candidates=0": "--candidates=0.0: must be from 0.001 to 1000000",
     "--adam_eps=0": "--adam_eps=0.0: must be from 1e-30 to 1",  # a row without gradient would be 0 / 0
-    "--average_blend=2": "--average_blend=2.0: must be from 0",
-    "--muon_lr=-0.1": "--muon_lr=-0.1: must be from 0 to 10",
-    "--lr_floor=-0.1": "--lr_floor=-0.1: must be from 0 to 100",
-    "--stage2.lr_mul=-1": "--stage2.lr_mul=-1.0: must be from 0 to 100",
-    "--muon_cooldown=-1": "--muon_cooldown=-1: must be from 0 to 1000000",
     "--muon_warmup=x": "--muon_warmup=x: expected a number",
-    "--cooldown_frac=1.5": "cooldown_frac",
-    "--extension_steps=-1": "extension_steps",
     "--run_label=a/b": "--run_label=a/b.*a file",
     "--device=tpu": "--device=tpu: must be cuda or cpu",
-    "--dtype=float16": "--dtype=float16: must be bfloat16 or float32",
     # numbers that do not fit together
     "--model_dim=100": "--model_dim=100.*--num_heads=6.*multiple of 8",
     "--preset=record74 --model_dim=960": "heads of 16 to 128 channels, a power of two; or add",
@@ -184,14 +154,13 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--scheduled_steps=30 --stage2.share=0.001": "--scheduled_steps=30: each stage needs at least one step",
     "--stage2.share=0": "shares of the stages: 1.0, 0.0, 1.0, 0.0; .* must be 0, all others above 0",
     "--stage4.share=1": "shares of the stages: 1.0, 1.0, 1.0, 1.0; .* the last",
-    "--stage2.mtp_end=1": "--stage2.mtp_start and mtp_end need the same length",
+    "--stage2.mtp_end=1": "--stage2.mtp_start=1.0,0.5 --stage2.mtp_end=1.0: both need the same length",
     "--backout_layer=11": "--backout_layer=11: must be 0 to 10, or none",
     "--mlp_ratio=0": "--mlp_ratio=0.0: an MLP of 0 channels",
     "--layer6.paired=true": "--layer6='attention=False paired skip_from=3': .* need attention",
     "--layer6.skip_from=6": "--layer6.skip_from=6: must be an earlier layer, 0 to 5, or none",
     "--preset=record74 --layer8.two_lanes=false": "--layer8.two_lanes=False: layer 7 has two lanes",
     "--layer5.input_from=5": "--layer5.input_from=5: must be an earlier layer, 0 to 4, or none, in a layer with att",
-    "--layer5.input_from=-1": "--layer5.input_from=-1: must be from 0 to 999, or none",
     "--layer6.input_from=2": "--layer6.input_from=2: must be .* in a layer with attention",
     "--layer6.xsa=1": "--layer6.xsa=True: only for a layer with attention that is not paired",
     "--layer9.xsa=1": "--layer9.xsa=True: only for a layer with attention that is not paired",
@@ -205,14 +174,25 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--layers=1 --layer0.attention=false --layer0.paired=false --backout_layer=none":
         "all layers are without attention",
     "--stages=2": "--split_stage=4: there are 2 stages, so it must be 1 to 2",
-    "--preset=cpu --model_dim=8 --num_heads=1": "--model_dim=8: must be from 16 to 10000",
     "--layer3=input_from": "--layer3.input_from=true: expected a number or none, for example --layer3.input_from=None",
-    "--val_tokens=1000": "--val_tokens=1000 must be a multiple of --val_batch_tokens",
+    "--val_tokens=1000": "--val_tokens=1000 --val_batch_tokens=262144: the first must be a multiple of the second",
     "--val_batch_tokens=24 --val_tokens=240": "of 16",
-    "--micro_batches=3": "--stage1.batch_tokens=131072 must be a multiple of 16 . --micro_batches=3",
+    "--micro_batches=3": "--stage1.batch_tokens=131072: must be a multiple of 16 . --micro_batches=3",
+    # lengths; values are checked before a length is fitted, and what the length makes of them afterwards
+    "--preset=short --train_tokens=2e7 --stages=2 --stage1.share=0": "^shares of the stages: 0.0, 0.0; the sha",
+    "--preset=short --train_tokens=2e7 --extension_steps=1000001": "^--extension_steps=1000001: must be from 0 to",
+    "--preset=short --train_tokens=100 --scheduled_steps=25 --extension_steps=24":
+        "^--table_beta2=1.0: must be from 0 to below 1",
+    **{f"--preset=short {length}": rf"^{length}: that is a run of \d+ steps of \d+ tokens; it needs 20, so make"
+       for length in ("--train_tokens=1000", "--minutes=0.0001")},
+    "--minutes=1e308": "--minutes=1e[+]308: must be from 0 to 1000000000",
+    **{f"--minutes=1 --{knob}=30": "^--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, "
+       for knob in ("train_tokens", "scheduled_steps", "extension_steps")},
+    "--preset=short --train_tokens=1e14": "^--scheduled_steps=[0-9]+: a run has at most 999999 steps, the ext",
+    "--train_tokens=many": "^--train_tokens=many: expected a number",
     # several processes
     ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
-    ("", 12): "^--stage1.batch_tokens=131072 .* 16 . --micro_batches=12, one for each of 12 processes; .*"}
+    ("", 12): "^--stage1.batch_tokens=131072: .* 16 . --micro_batches=12, one for each of 12 processes; .*"}
 
 
 @pytest.mark.parametrize("args", REFUSED)
@@ -223,6 +203,14 @@ def test_refused_in_one_line_that_names_the_knob(args):
     assert "\n" not in str(error.value)
 
 
+def test_a_resumed_run_profiles_later_steps(monkeypatch):
+    state = {"step": 30, "config": dataclasses.asdict(T.PRESETS["cpu"].config)}
+    monkeypatch.setattr("data.run.config.load_checkpoint", lambda path: state)
+    assert T.parse_config(["--resume=x", "--profile=30:2"]).system.profiled == range(30, 32)
+    with pytest.raises(UserError, match="^--profile=29:2: the resumed run starts at step 30; profile later steps$"):
+        T.parse_config(["--resume=x", "--profile=29:2"])
+
+
 @pytest.mark.parametrize("args, world, micro_batches", [
     ("", 1, 8), ("", 8, 8), ("", 16, 16), ("--micro_batches=32", 16, 32), ("--micro_batches=2", 4, 4),
     ("--preset=cpu", 8, 8)])
@@ -230,44 +218,27 @@ def test_every_rank_has_a_micro_batch(args, world, micro_batches):
     assert T.parse_config(args.split(), world).system.micro_batches == micro_batches
 
 
-@pytest.mark.parametrize("args, message", [
-    ("--stages=2 --stage1.share=0", "shares of the stages: 0.0, 0.0; the share of the last"),
-    ("--extension_steps=1000001", "--extension_steps=1000001: must be from 0 to 999999"),
-    ("--train_tokens=100 --scheduled_steps=25 --extension_steps=24", "--table_beta2=1.0: must be from 0 to below 1")])
-def test_lengths_that_do_not_fit_other_values(args, message):
-    """Values are checked before a length is fitted, and what the length makes of them afterwards."""
-    with pytest.raises(UserError, match="^" + re.escape(message)):
-        T.parse_config(["--preset=short", "--train_tokens=2e7", *args.split()])
-
-
-def test_parsing_leaves_the_presets_alone():
-    before = {name: flatten(preset.config) for name, preset in T.PRESETS.items()}
-    T.parse_config(["--preset=cpu", "--stage1.lr_mul=7", "--seed=7"])
-    assert {name: flatten(preset.config) for name, preset in T.PRESETS.items()} == before
-
-
-@pytest.mark.parametrize("preset", T.PRESETS)
+@pytest.mark.parametrize("args", [*(f"--preset={preset}" for preset in T.PRESETS), "--train_tokens=3e7",
+                                  "--preset=short --train_tokens=13e6",
+                                  "--preset=cpu --train_tokens=5e5 --stages=6 --stage2.share=0.5"])
 @pytest.mark.parametrize("base", T.PRESETS)
-def test_written_out_config_is_read_back(preset, base):
-    """Every knob of a preset, as render writes it, turns any preset into that one."""
-    config = T.parse_config([f"--preset={preset}"])
-    args = [f"--preset={base}", *(f"--{key}={render(value)}" for key, value in flatten(config).items())]
-    assert T.parse_config([arg for arg in args if arg[-1] != "=" or "prompt" in arg]) == config
+def test_written_out_config_is_read_back(args, base):
+    """Every knob of a run, as render writes it into the log, turns any preset into that run."""
+    config = T.parse_config(args.split())
+    logged = [f"--{key}={render(value)}" for key, value in flatten(config).items() if render(value) or "prompt" in key]
+    assert T.parse_config([f"--preset={base}", *logged]) == config
 
 
 @pytest.mark.parametrize("preset", T.PRESETS)
 @pytest.mark.parametrize("length", [[], ["--train_tokens=7e7"]])
 def test_a_setting_that_says_what_the_run_has_anyway_changes_nothing(preset, length):
-    """Also one that follows from the length. Any other setting stays as it is."""
+    """Also one that follows from the length."""
     words = [f"--preset={preset}", *length]
     config = T.parse_config(words)
     learned = {**vars(config.model), **vars(config.schedule), **vars(config.optim), "micro_batches": 0, "dtype": 0}
     for knob, value in flatten(config).items():
         if (knob in learned or knob.startswith("stage")) and (length or "." not in knob):
             assert T.parse_config([*words, f"--{knob}={render(value)}"]) == config, knob
-    by_hand = {"stage1.batch_tokens": 4096, "stage2.lr_mul": 0.5, "table_beta2": 0.9, "extension_steps": 30}
-    found = flatten(T.parse_config([*words, *(f"--{knob}={value}" for knob, value in by_hand.items())]))
-    assert {knob: found[knob] for knob in by_hand} == by_hand
     other = T.parse_config([*words, "--stage2.lr_mul=0.5"])
     own = f"--stage1.batch_tokens={other.schedule.stages[0].batch_tokens}", f"--lr_floor={other.schedule.lr_floor}"
     assert T.parse_config([*words, "--stage2.lr_mul=0.5", *own]) == other
@@ -307,7 +278,7 @@ def test_every_number_has_bounds(kind):
             for value in outside:
                 value, tried = ((0.5,) * i + (value,) + (0.5,) * (1 - i) if several else value), tried + 1
                 with pytest.raises(UserError, match=rf"^--{knob}=.*: must be "):
-                    check_values(edited(RECORD, knob, value))
+                    check_config(edited(RECORD, knob, value))
                 with pytest.raises(UserError, match=rf"^--{knob}=.*: (must be|expected) "):
                     T.parse_config([f"--{knob}={render(value)}"])
     assert tried >= 5
@@ -318,7 +289,7 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
     stays, whatever the length."""
     short = T.PRESETS["short"]
     def size_is_open(*args):
-        return leaves_size_open(["--preset=mine", *args], T.PRESETS)
+        return left_open(["--preset=mine", *args], T.PRESETS)[0]
     monkeypatch.setitem(T.PRESETS, "mine", short._replace(config=edited(short.config, "muon_lr", 0.02)))
     assert T.parse_config(["--preset=mine"]) == T.parse_config(["--preset=short", "--muon_lr=0.02"])
     assert size_is_open() and not size_is_open("--depth=11")

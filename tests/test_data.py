@@ -13,13 +13,13 @@ import torch
 import oracles
 import train_gpt as T
 from data import loader as L
-from data.run.errors import UserError
 from data.run.graphs import MicroStepGraphs
 from data.run.machine import Runtime
 from data.run.memory import possible_micro_batches
+from data.run.program import UserError
+from data.run.start import survey_training_data, survey_validation_data
 from data.shards import Shards, find_files, inspect_all, missing_between, read_shard, read_shard_header
 from oracles import write_shard
-from records import check as C
 
 CPU = torch.device("cpu")
 MODEL = T.Model(vocab_size=50, model_dim=96)
@@ -440,9 +440,9 @@ def test_what_is_no_file_is_named(tmp_path):
     for name in ("folder.bin", "link.bin", "loop.bin", "pipe.bin", "*.bin", "**"):
         path = find_files(f"{tmp_path}/{name}")[0]
         config = T.Config(data=T.Data(train_files=f"{tmp_path}/{name}", val_files=f"{tmp_path}/{name}"))
-        for check in (C.CHECKS["training data"], C.CHECKS["validation data"]):
+        for survey in survey_training_data, survey_validation_data:
             with pytest.raises(UserError, match=f"{path}: .*no shard"):
-                check(C.Run(config, 1, (), {}))
+                survey(config)
     with pytest.raises(UserError, match="gone.bin: .*no shard"):
         read_shard(tmp_path / "gone.bin", 50)
 

@@ -22,8 +22,8 @@ import torch
 import oracles
 import train_gpt as T
 from data.run import sample as sampling
-from data.run.errors import UserError
-from data.run.knobs import flatten, with_system
+from data.run.config import flatten, with_knobs
+from data.run.program import UserError
 from data.run.sample import generate, sample
 from data.tokenizer import text_codec
 from records import evaluate as E
@@ -68,7 +68,7 @@ def oracle(model, *rows):
 
 
 def continuation(run, ids, count, temperature=0.0, top_k=0, seed=1):
-    return list(generate(run.model, with_system(run.config, seed=seed), run.attention, ids, count, temperature, top_k))
+    return list(generate(run.model, with_knobs(run.config, seed=seed), run.attention, ids, count, temperature, top_k))
 
 
 def test_greedy_text_is_the_argmax_at_every_position(eloquent, monkeypatch):
@@ -112,7 +112,7 @@ def test_characters(trained, monkeypatch, prompt):
     """The bytes of a character come one at a time. A replacement character stands for broken and half characters."""
     data = [*"a¿€😀b".encode(), 0xFF, *"ü".encode(), 0xE2, 0x82]
     monkeypatch.setattr(sampling, "generate", lambda *_: iter(data))
-    config = with_system(trained.config, sample_prompt=prompt)
+    config = with_knobs(trained.config, sample_prompt=prompt)
     assert "".join(sample(trained.model, config, None)) == prompt + "a¿€😀b\ufffdü\ufffd"
 
 

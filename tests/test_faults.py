@@ -21,8 +21,8 @@ import torch
 import train_gpt as T
 from data.run import launch, log
 from data.run.checkpoint import load_checkpoint
-from data.run.errors import UserError, error_message
 from data.run.machine import Runtime, all_come
+from data.run.program import UserError, error_message
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
 
@@ -277,7 +277,7 @@ def test_whether_all_ranks_come(monkeypatch):
 
 WATCH = """import os, signal, sys, time
 from pathlib import Path
-from data.run.signals import die_at_ctrl_c, watch_signals
+from data.run.launch import die_at_ctrl_c, watch_signals
 die_at_ctrl_c()
 over = []
 stop = watch_signals(lambda number: print("ended by", number, flush=True), lambda: bool(over))

@@ -35,11 +35,11 @@ import torch
 
 import train_gpt as T
 import triton_kernels as kernels
-from data.run.clock import Stopwatch
-from data.run.errors import UserError
-from data.run.knobs import fields_of, flatten, render
+from data.run.config import flatten, knobs_of, render
+from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.memory import estimate_memory, state_bytes
+from data.run.program import UserError
 from oracles import write_shard
 from test_config import edited
 
@@ -350,7 +350,7 @@ def test_every_learned_knob_moves_the_loss(tmp_path, monkeypatch):
         try:
             config = T.parse_config([*KNOBS, *corpus, f"--{key}={text.format(folder=tmp_path)}", *ALSO.get(key, [])])
             if key not in ALSO:
-                value = next(x for each in vars(config).values() for name, x, _ in fields_of(each) if name == key)
+                value = next(x for name, x, _ in knobs_of(config) if name == key)
                 monkeypatch.setitem(T.PRESETS, "edited", T.Preset(edited(start, key, value)))
                 assert T.parse_config(["--preset=edited"]) == config, key
             if losses_of(config) == base:

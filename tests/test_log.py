@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import train_gpt as T
-from data.run.errors import UserError
-from data.run.knobs import flatten, override, with_system
+from data.run.config import flatten, override, with_knobs
 from data.run.log import Log, loaded_sources, published, revision, write_header
 from data.run.machine import Runtime
+from data.run.program import UserError
 from records import compare, rerun
 
 CPU, ROOT = torch.device("cpu"), Path(T.__file__).parent
@@ -62,7 +62,7 @@ def test_any_text_reads_back(header, monkeypatch, prompt):
     assert words == ["train_gpt.py", "--preset=cpu", "--log_dir=logs", f"--sample_prompt={prompt}"]
     knobs = {key: rerun.value_of(run.facts[key]) for key in flatten(config)}
     again = override(T.PRESETS["record74"].config, knobs)
-    assert again == with_system(config, log_dir="logs") and len(run.notes) == 1  # not finished
+    assert again == with_knobs(config, log_dir="logs") and len(run.notes) == 1  # not finished
     path = prompt.startswith(("/", "..", "~"))
     assert rerun.value_of(run.facts["env.TORCH_TEXT"]) == (published(prompt) if path else prompt)
     # The lines are those of any reader, and an editor may strip them.

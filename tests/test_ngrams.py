@@ -16,10 +16,10 @@ import torch
 import data.loader as L
 import train_gpt as T
 import triton_kernels as tk
-from data.run.clock import Stopwatch
-from data.run.errors import UserError
+from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.memory import state_bytes
+from data.run.program import UserError
 from data.run.sample import forward, log_probabilities
 from oracles import gpu
 from records import evaluate as E

@@ -26,11 +26,11 @@ import train_gpt
 from data import loader as L
 from data import prepare
 from data.facts import facts_of_run, read_facts
-from data.run.errors import UserError
-from data.run.knobs import with_system
+from data.run.config import with_knobs
 from data.run.length import stage_starts
 from data.run.machine import Runtime
 from data.run.memory import possible_micro_batches
+from data.run.program import UserError
 from data.run.start import survey_training_data, tokens_and_passes
 from data.shards import read_shard_header
 
@@ -367,7 +367,7 @@ def test_the_command_for_many_tiny_documents_together(data, monkeypatch, capsys)
     config = train_gpt.parse_config([*words, "--bigram_normal=false"])  # which would need GPT-2's tokenizer
     assert config.system.micro_batches == 0
     for count in possible_micro_batches(config, 1):
-        given = with_system(config, micro_batches=count)
+        given = with_knobs(config, micro_batches=count)
         plans = [train_gpt.make_plan(given, 0)] * 3
         loader = L.Loader(given, Runtime(0, 1, torch.device("cpu")), plans, warn=print, hash_ids=None)
         for _ in range(3 * count):

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 import train_gpt as T
-from data.run import cores, launch
+from data.run import launch
 from data.run import machine as machine_of_run
 from oracles import write_library
 from records import evaluate
@@ -154,13 +154,13 @@ def machine(monkeypatch):
     """machine(cores, those that other programs use, quota): what this process finds."""
     def set(count, used, limit=99.0):
         times = iter([(0.0, 5.0), (2.0, 5.0 + 2 * used)] * 9)
-        monkeypatch.setattr(cores, "core_numbers", lambda: {*range(count)})
-        monkeypatch.setattr(cores, "allowed_cores", lambda: min(count, limit))
-        monkeypatch.setattr(cores.FreeCores, "now", lambda self: next(times))
-    for name in *cores.CHOICES, "OMP_NUM_THREADS", "RANK":
+        monkeypatch.setattr(launch, "core_numbers", lambda: {*range(count)})
+        monkeypatch.setattr(launch, "allowed_cores", lambda: min(count, limit))
+        monkeypatch.setattr(launch.FreeCores, "now", lambda self: next(times))
+    for name in *launch.CHOICES, "OMP_NUM_THREADS", "RANK":
         monkeypatch.setenv(name, "x")  # so that it is put back afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr(cores.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
     return set
 
 
@@ -174,7 +174,7 @@ def test_threads_wait_asleep_where_others_use_the_cores(machine, monkeypatch, ca
     machine(count, used, limit)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    cores.choose_waiting(["--preset=cpu"])
+    launch.choose_waiting(["--preset=cpu"])
     assert os.environ.get("OMP_WAIT_POLICY") == policy
     assert ("they wait asleep (OMP_WAIT_POLICY=passive)\n" in capsys.readouterr().err) is (policy == "passive")
     assert os.environ.get("OMP_NUM_THREADS") == env.get("OMP_NUM_THREADS", str(limit) if limit < count else None) or (
@@ -188,7 +188,7 @@ def test_slow_steps_are_explained(machine, monkeypatch, count, used, policy, wor
     machine(count, used)
     if policy:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    line = cores.FreeCores().line(count)
+    line = launch.FreeCores(count).advice()
     assert bool(line) is bool(words) and re.search(words, line)
 
 
@@ -200,8 +200,8 @@ def test_what_other_programs_use_is_measured():
     hog = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
     try:
         os.sched_setaffinity(0, {core})
-        measured = cores.FreeCores()
-        cores.time.sleep(1)
+        measured = launch.FreeCores(2)
+        launch.time.sleep(1)
         assert measured.count() < 0.5
     finally:
         os.sched_setaffinity(0, before)
@@ -209,17 +209,17 @@ def test_what_other_programs_use_is_measured():
 
 
 def test_a_core_of_others_does_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "core_numbers", lambda: {1})
+    monkeypatch.setattr(launch, "core_numbers", lambda: {1})
     (tmp_path / "stat").write_text("cpu0 70 9 9 9 9 9 9 9 9 9\ncpu1 100 20 3 900 800 4 5 6 70 0\n")
-    assert cores.busy_seconds(tmp_path / "stat") == 138 / os.sysconf("SC_CLK_TCK")
+    assert launch.busy_seconds(tmp_path / "stat") == 138 / os.sysconf("SC_CLK_TCK")
 
 
 def test_the_work_of_this_process_is_not_that_of_others(monkeypatch):
-    monkeypatch.setattr(cores, "busy_seconds", cores.time.process_time)  # nobody else works
-    measured, end = cores.FreeCores(), cores.time.process_time() + 0.1
-    while cores.time.process_time() < end:
+    monkeypatch.setattr(launch, "busy_seconds", launch.time.process_time)  # nobody else works
+    measured, end = launch.FreeCores(2), launch.time.process_time() + 0.1
+    while launch.time.process_time() < end:
         pass
-    assert measured.count() > cores.allowed_cores() - 0.1
+    assert measured.count() > launch.allowed_cores() - 0.1
 
 
 @pytest.mark.parametrize("files, cgroup, limit", [
@@ -229,9 +229,9 @@ def test_the_work_of_this_process_is_not_that_of_others(monkeypatch):
     ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu,cpuacct:/docker/x", 1),
     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/", None), ({}, "", None)])
 def test_the_quota_of_a_container(tmp_path, monkeypatch, files, cgroup, limit):
-    monkeypatch.setattr(cores, "core_numbers", lambda: {*range(8)})
+    monkeypatch.setattr(launch, "core_numbers", lambda: {*range(8)})
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     (tmp_path / "own").write_text(cgroup + "\n")
-    assert cores.allowed_cores(tmp_path / "own", tmp_path) == (limit or 8)
+    assert launch.allowed_cores(tmp_path / "own", tmp_path) == (limit or 8)

@@ -18,8 +18,8 @@ from torch.distributed.run import get_args_parser
 import test_guard
 import train_gpt as T
 from data import prepare
-from data.run.errors import UserError
-from data.run.knobs import flatten
+from data.run.config import flatten
+from data.run.program import UserError
 from oracles import write_library
 from records import compare, evaluate, repeat, rerun
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data.run.errors import UserError
+from data.run.program import UserError
 from records import compare, rerun
 from test_run import ENV, ROOT, corpus, finish, ready, start  # noqa: F401 (corpus is a fixture)
 

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,11 @@ def test_data_does_not_know_the_trainer():
         if module.startswith("data") and module != "data.prepare" or module == "triton_kernels":
             sources = {source.split(".")[0] for source, *_ in imports(TREES[module])}
             assert not sources & {"train_gpt", "records"}, module
+
+
+def test_rooms_that_need_no_package():
+    """Programs import them before slow packages, or start without these."""
+    subprocess.run([sys.executable, "-S", "-c", "import data.run.config, data.run.launch"], cwd=ROOT, check=True)
 
 
 def test_table_of_the_kernels():

@@ -29,11 +29,10 @@ import oracles
 import train_gpt as T
 import triton_kernels as kernels
 from data.run.checkpoint import load_checkpoint
-from data.run.clock import Stopwatch
-from data.run.errors import UserError
-from data.run.knobs import flatten, render
-from data.run.log import published
+from data.run.config import flatten, render
+from data.run.log import Stopwatch, published
 from data.run.machine import PATHS, Runtime
+from data.run.program import UserError
 from data.shards import Shards
 from forks import Forks, free_port, rank_variables
 from oracles import write_shard
@@ -162,7 +161,7 @@ def oracle_loss(model, val):
 def runs(corpus, tmp_path_factory):
     """name -> finished run; val: logged losses, tensors: "p label", "m label" ... of the checkpoint."""
     data = {str(path.relative_to(ROOT)) for path in ROOT.glob("data/**/*.py")}
-    names = "train_gpt.py", *sorted(data - {"data/prepare.py", "data/run/launch.py"}), "triton_kernels.py"
+    names = "train_gpt.py", *sorted(data - {"data/prepare.py"}), "triton_kernels.py"
     sources = {name: (ROOT / name).read_text() for name in names}
 
     def run(name):
@@ -570,7 +569,7 @@ def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
     """The PyTorch of this test tells where Python keeps bytecode, and ends the script."""
     (tmp_path / "data/run").mkdir(parents=True)
     for name in "train_gpt.py", *(f"data/{name}.py" for name in (
-            "__init__", "run/cores", "run/disk", "run/errors", "run/program", "run/signals")):
+            "__init__", "run/launch", "run/program")):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     fake = tmp_path / "torch.py"
     fake.write_text("import sys; sys.exit(f'{sys.pycache_prefix} {sys.dont_write_bytecode}')")

@@ -46,7 +46,7 @@ LENGTH = """import os
 needed_tokens = lambda config, world: float(os.environ.get("NEEDED", "850e6"))
 """
 TRAINER = """from types import SimpleNamespace
-from data.run.errors import UserError
+from data.run.program import UserError
 def parse_config(argv, world):
     if "--learning_rate=3" in argv: raise UserError("unknown key --learning_rate")
     return SimpleNamespace(system=SimpleNamespace(device="cpu" if "--device=cpu" in argv else "cuda"))
@@ -60,8 +60,8 @@ class Machine:
         self.folder, self.repo, bin = folder, folder / "my repo", folder / "system" / "bin"
         for name in "data/run", "records":
             (self.repo / name).mkdir(parents=True)
-        for name in ("requirements.txt", "records/repeat.py", "data/__init__.py", "data/run/disk.py",
-                     "data/run/errors.py", "data/run/program.py", "data/run/signals.py"):
+        for name in ("requirements.txt", "records/repeat.py", "data/__init__.py", "data/run/program.py",
+                     "data/run/launch.py"):
             shutil.copy(ROOT / name, self.repo / name)
         (self.repo / "records" / "compare.py").write_text("import sys; print(*sys.argv[1:])")
         text = (ROOT / "run.sh").read_text()
@@ -73,7 +73,8 @@ class Machine:
             '#!/bin/sh\n[ "$1" = -L ] || exec echo "${DRIVER:-580.65.06}"\n'
             'for i in $(seq $SMI_GPUS); do echo "GPU $i: H100"; done\n'))
         (self.repo / "train_gpt.py").write_text(TRAINER)
-        (self.repo / "data/run/cores.py").write_text("allowed_cores = lambda: 12.5")
+        with open(self.repo / "data/run/launch.py", "a") as file:
+            file.write("allowed_cores = lambda: 12.5\n")
         (self.repo / "data/run/length.py").write_text(LENGTH)
         self.env = {"PATH": f"{bin}:/usr/bin:/bin", "HOME": str(folder), "CALLS": str(folder / "calls"),
                     "SITES": str(folder / "sites"), "REAL_PYTHON": sys.executable, "SMI_GPUS": "0", "TORCH_GPUS": "0"}

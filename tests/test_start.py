@@ -18,10 +18,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import oracles
 import train_gpt as T
 import triton_kernels as tk
-from data.run.clock import Stopwatch
-from data.run.errors import UserError
 from data.run.kept import KeptFunction
+from data.run.log import Stopwatch
 from data.run.machine import Runtime
+from data.run.program import UserError
 from data.run.warmup import can_only_compile, compile_ahead, modules_apart, require_codes, steps_with_new_keys
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import train_gpt as T
 from data import loader, tokenizer
 from data.run import start
-from data.run.errors import UserError
+from data.run.program import UserError
 from records import evaluate
 from test_checkpoint import differing, train
 from test_guard import KNOBS, make_corpus

@@ -17,8 +17,8 @@ import torch
 import train_gpt as T
 import triton_kernels
 from data import loader as L
-from data.run.errors import UserError
 from data.run.machine import Runtime
+from data.run.program import UserError
 from forks import Forks, rank_variables
 from records import compare, trace, work
 from test_run import corpus  # noqa: F401 (a fixture)

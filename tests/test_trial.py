@@ -11,9 +11,9 @@ import oracles
 import train_gpt as T
 import triton_kernels as tk
 from data.run import trial
-from data.run.errors import UserError
+from data.run.length import SIZES
 from data.run.machine import Runtime, choose_kernels
-from data.run.size import SIZES
+from data.run.program import UserError
 from oracles import gpu
 
 ON_GPU, CPU = torch.cuda.is_available(), torch.device("cpu")

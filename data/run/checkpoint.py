@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.run.disk import atomic_write, user_path
-from data.run.errors import UserError
+from data.run.program import UserError, atomic_write, user_path
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
 
@@ -56,10 +55,10 @@ def load_checkpoint(path) -> dict:
     return state
 
 
-def check_weights(state, model, table):
-    """Raises UserError when a checkpoint has other tensors than the model of a config and its `param_table`."""
+def check_weights(state, model):
+    """Raises UserError when a checkpoint has other tensors than the model of a config."""
     saved = {label: x.shape for label, x in state["model"].items()}
-    expected = {param.label: param.shape for param in table}
+    expected = {param.label: param.shape for param in model.table}
     expected |= {"hash_ids": (model.padded_vocab,)} if model.bigram_normal else {}
     if differing := sorted(label for label in expected | saved if expected.get(label) != saved.get(label)):
         raise UserError(f"the checkpoint has other parameters than this train_gpt.py: {', '.join(differing)}")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.run.disk import atomic_write
-from data.run.errors import is_out_of_memory, one_line
+from data.run.program import atomic_write, is_out_of_memory, one_line
 
 FILES = 30  # the newest stay; each edit of the code leaves one
 COMPILER = "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TRITON_"  # variables of the environment that change code

@@ -1,16 +1,194 @@
-"""torchrun, which passes signals on and ends with the status that shells give: 128 + the number of the signal.
+"""The processes of a run: torchrun, which passes signals on and ends with the status that shells give (128 + the number
+of the signal); how a signal ends a run; and the cores that other programs leave to it.
 
     python -m data.run.launch --standalone --nproc_per_node=8 train_gpt.py --key=value ...
+
+This module needs no package, so programs use it before slow imports. OpenMP reads its variables when PyTorch is
+imported. A signal that the starting program has set to be ignored, as nohup does, stays ignored.
 """
 
+import ctypes
+import math
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
-from data.run.cores import choose_waiting
-from data.run.signals import STOPPING, are_default, die_at_ctrl_c
+# Schedulers send them; Windows has only the first.
+STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+            if hasattr(signal, name)]
+
+
+def are_default(numbers) -> list[int]:
+    """Those of the signals that nobody has a handler for, nor ignores."""
+    return [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+
+
+def die_at_ctrl_c():
+    """From now on, Ctrl-C ends this process at once and without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def die_with_torchrun():
+    """Let the kernel end this process when torchrun is killed, which then cannot do so itself. Only on Linux."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Stopped(Exception):
+    """A signal has ended the run after a step; status: the exit status that shells give, 128 + its number."""
+
+    def __init__(self, number):
+        self.status = 128 + number
+
+
+class Stop:
+    """What signals ask of a run. number: the first of STOPPING that has come, or 0; the run is then to end after its
+    step. waits: whether the run looks at it; before that, a signal ends the process at once."""
+
+    number, waits = 0, False
+
+
+def watch_signals(say, is_over=lambda: False) -> Stop:
+    """From now on, signals end the run, even while the main thread waits for another process: at once, after
+    `say(number)`, or by the Stop, which is returned. A second SIGTERM ends it at once, and so do Ctrl-C and what comes
+    when `is_over()`. The same signal within a second is no second one: a scheduler may send it to torchrun, which
+    passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before."""
+    stop, first = Stop(), {}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler or sys.platform == "win32":
+        return stop
+    numbers = are_default((signal.SIGINT, *STOPPING))
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def is_patient(number):
+        again = time.monotonic() - first.setdefault(number, time.monotonic()) > 1
+        return stop.waits and number != signal.SIGINT and not (again and number == signal.SIGTERM) and not is_over()
+
+    def wait():
+        while (number := os.read(read, 1)[0]) not in numbers or is_patient(number):
+            if number in numbers:  # else it has a handler of its own
+                stop.number = stop.number or number
+        speaker = threading.Thread(target=say, args=[number], daemon=True)
+        speaker.start()
+        speaker.join(2)  # it hangs if the main thread waits for a full pipe
+        os._exit(128 + number)
+    threading.Thread(target=wait, daemon=True).start()
+    # The interpreter writes the number to it at once, in whatever call the main thread is.
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)  # the run goes on, also in libraries that do not try a call again
+    return stop
+
+
+CHOICES = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"  # variables that say how threads wait
+
+
+def core_numbers() -> set[int]:
+    """The cores on which this process may run."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def quota(group) -> float:
+    """The limit of a control group, in cores; inf without a limit. group: its folder, of version 2 or 1."""
+    for names in ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]:
+        with suppress(OSError, ValueError):
+            most, period = map(int, " ".join((group / name).read_text(encoding="utf-8") for name in names).split())
+            if most > 0:
+                return most / period
+    return math.inf
+
+
+def allowed_cores(own=Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")) -> float:
+    """How many cores this process may use: those of its affinity, or fewer by the quota of a container."""
+    groups = {root, root / "cpu"}  # a container may not see the rest of its path
+    with suppress(OSError, ValueError):
+        for line in own.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if {"", "cpu"} & {*controllers.split(",")}:
+                place = root / ("cpu" if controllers else "") / path.lstrip("/")
+                groups |= {place, *place.parents}
+    return min(len(core_numbers()), *map(quota, groups))
+
+
+def busy_seconds(stat=Path("/proc/stat")) -> float:
+    """Seconds for which programs have used the cores of this process since the machine started, summed over cores.
+
+    Raises OSError on systems without /proc/stat.
+    """
+    cores, ticks = core_numbers(), 0
+    for core, numbers in re.findall(r"^cpu(\d+) (.*)", stat.read_text(encoding="utf-8"), re.M):
+        user, nice, system, _, _, *others = map(int, numbers.split()[:8])  # without idle time and waiting for disks
+        ticks += (user + nice + system + sum(others)) * (int(core) in cores)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class FreeCores:
+    """The cores that other programs leave to `threads` threads, from the making of this object on."""
+
+    def __init__(self, threads):
+        self.threads, self.start = threads, self.now()
+
+    def now(self) -> tuple[float, float] | None:
+        """(time, seconds that other programs have used); None on systems without /proc/stat."""
+        with suppress(OSError):
+            return time.perf_counter(), busy_seconds() - time.process_time()
+
+    def count(self) -> float:
+        """Their mean number. Without /proc/stat, the load of the last minute stands for the other programs."""
+        if self.start and (now := self.now()):
+            used = (now[1] - self.start[1]) / (now[0] - self.start[0])
+        else:
+            used = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        return max(0.0, min(allowed_cores(), len(core_numbers()) - max(0.0, used)))
+
+    def line(self, few, enough="") -> str:
+        """A line that ends with `few` if threads that wait for each other have too few cores, or with `enough` if they
+        have all that they need. Without an ending, there is no line."""
+        free, threads = self.count(), self.threads
+        end = few if threads > free + 0.5 else enough if threads < free + 0.2 else ""
+        line = f"other programs, or a limit, leave {free:.1f} cores for {threads} threads{end}"
+        return line if end and threads > 1 else ""
+
+    def advice(self) -> str:
+        """What to say when the steps of a CPU run are far slower than they can be, or ""."""
+        if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
+            return self.line(", so the steps are slow", ": without OMP_WAIT_POLICY=passive the steps may be twice as"
+                             " fast")
+        return self.line(", so the steps are slow: with OMP_WAIT_POLICY=passive in the environment they may be ten times"
+                         " as fast")
+
+
+def choose_waiting(argv, processes=1, seconds=0.1):
+    """Before PyTorch is imported: the threads of a CPU run are to wait asleep if other programs use the cores.
+
+    Threads that wait busily are twice as fast on a quiet machine, and twenty times as slow on a busy one. What the user
+    has set stays. processes: the number of processes that share the cores. The launcher chooses for its processes.
+    """
+    on_gpu = os.path.exists("/dev/nvidia0") and not any("cpu" in argument for argument in argv)
+    if on_gpu or "RANK" in os.environ or {"--help", "-h"} & {*argv}:
+        return
+    allowed = max(1, int(allowed_cores()) // processes)
+    if allowed_cores() < len(core_numbers()):  # PyTorch does not know the limit
+        os.environ.setdefault("OMP_NUM_THREADS", str(allowed))
+    threads = re.match(r"[1-9]\d*", os.environ.get("OMP_NUM_THREADS", ""))
+    threads = int(threads[0]) if threads else allowed
+    if threads == 1 or any(name in os.environ for name in CHOICES):
+        return
+    cores = FreeCores(threads * processes)
+    time.sleep(seconds)
+    if line := cores.line(few=": they wait asleep (OMP_WAIT_POLICY=passive)"):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        print(line, file=sys.stderr, flush=True)
 
 
 class Process(subprocess.Popen):

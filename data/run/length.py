@@ -1,15 +1,56 @@
-"""The length of a run: its steps, and the batches, rates and steps that suit --train_tokens or --minutes."""
+"""The length of a run: its steps, the settings that suit --train_tokens or --minutes, and the size of the model.
+
+In the same time, a smaller model trains on more tokens, and a larger one learns more from each. `rank_sizes` puts the
+sizes that have been measured in order, by a fit of the loss and a fit of the time (records/2026-11-28_proven).
+"""
 
 import dataclasses
 import math
 import re
 from itertools import accumulate
+from typing import NamedTuple
 
-from data.run.errors import UserError
-from data.run.size import H100, Size, forecast, rank_sizes
+from data.run.program import UserError
 
 
-SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}  # roughly: `short` on one H200, `cpu` on two cores
+class Size(NamedTuple):
+    """The size of a model with heads of 128 channels."""
+
+    width: int
+    layers: int
+
+    def __str__(self):
+        return f"{self.width} x {self.layers}"
+
+    @property
+    def knobs(self) -> list[str]:
+        """Arguments for a model of this size."""
+        return [f"--model_dim={self.width}", f"--depth={self.layers}"]
+
+
+class Gpu(NamedTuple):
+    """What a GPU can do; `measure_gpu` in data/run/machine.py measures it."""
+
+    products: float  # operations per second of a large product, in FP8 if the GPU has it
+    copies: float  # bytes per second, read and written
+    launch: float  # seconds from one kernel of a CUDA graph to the next
+
+
+class Forecast(NamedTuple):
+    """What a training time is enough for with one size."""
+
+    size: Size
+    tokens: float
+    loss: float  # up to a constant, which depends on the text
+
+
+SIZES = Size(384, 4), Size(512, 4), Size(512, 6), Size(640, 8), Size(768, 11)  # the time of a token grows
+# A knob that is set by hand leaves the size as it is if it is one of these, --depth, or that of a layer.
+SIZE_KNOBS = {"model_dim", "num_heads", "backout_layer"}
+MEASURED = 8e6, 155e6  # about the tokens of the shortest and of the longest runs in the fit of the loss
+H100 = Gpu(products=1490e12, copies=3010e9, launch=0.85e-6)  # measured, like the times of the fit
+# Of machines that nobody has measured yet, roughly: `short` on one H200, `cpu` on two cores.
+SECONDS_PER_TOKEN = {"cuda": 0.92e-6, "cpu": 130e-6}
 SHORTEST_RUN = 20  # steps
 # In a run of more steps than this and than its preset has, Adam updates the head in every second step. In a run of 1628
 # steps, an update of the head in every step raised the loss (one pair, records/2026-11-27_learning).
@@ -75,8 +116,8 @@ def round_batch(tokens, unit) -> int:
     return -(-nearest // unit) * unit
 
 
-def fit_length(config, by_hand, made_for, world, gpu=None):
-    """The config with batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
+def fit_length(config, by_hand, made_for, world, gpu=None) -> dict:
+    """{field: value} of the batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
 
     The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
     tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
@@ -92,14 +133,13 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
     from SECONDS_PER_TOKEN).
     """
     schedule, (native, gpus) = config.schedule, made_for
-    tokens = schedule.train_tokens
-    if schedule.minutes and gpu:
-        size = Size(config.model.model_dim, len(config.model.layers))
-        tokens = forecast(size, 60 * schedule.minutes, gpu, world).tokens
-    elif schedule.minutes:
-        tokens = schedule.minutes * 60 * world / SECONDS_PER_TOKEN[config.system.device]
+    tokens, time = schedule.train_tokens, 60 * schedule.minutes
+    if time and gpu:
+        tokens = forecast(Size(config.model.model_dim, config.model.depth), time, gpu, world).tokens
+    elif time:
+        tokens = time * world / SECONDS_PER_TOKEN[config.system.device]
     if not tokens:
-        return config
+        return {}
     growth = (tokens / total_tokens(native) * (world / gpus) ** 0.8) ** 0.5
     unit, stages, factor = 16 * (config.system.micro_batches or world), [], 1.0
     for i, stage in enumerate(schedule.stages, 1):
@@ -108,32 +148,28 @@ def fit_length(config, by_hand, made_for, world, gpu=None):
         factor = (batch / stage.batch_tokens) ** 0.35
         rate = stage.lr_mul if f"stage{i}.lr_mul" in by_hand else round(stage.lr_mul * factor, 4)
         stages.append(dataclasses.replace(stage, batch_tokens=batch, lr_mul=rate))
-    if "table_beta2" not in by_hand:
-        ratio = total_tokens(dataclasses.replace(native, stages=tuple(stages))) / total_tokens(native)  # of the batches
-        beta2 = round(config.optim.table_beta2 ** ratio, 4)
-        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, table_beta2=beta2))
-    if "lr_floor" not in by_hand:
-        schedule = dataclasses.replace(schedule, lr_floor=round(schedule.lr_floor * factor, 4))  # of the last stage
-    schedule = dataclasses.replace(schedule, stages=tuple(stages))
+    found, stages = {"lr_floor": round(schedule.lr_floor * factor, 4)}, tuple(stages)  # the factor of the last stage
+    ratio = total_tokens(dataclasses.replace(native, stages=stages)) / total_tokens(native)  # of the batches
+    found["table_beta2"] = round(config.optim.table_beta2 ** ratio, 4)
+    schedule = dataclasses.replace(schedule, stages=stages)
     if "scheduled_steps" not in by_hand:
         extension = schedule.extension_steps if "extension_steps" in by_hand else None
         schedule = with_steps(schedule, [stage.batch_tokens for stage in stages], tokens, extension)
-    if "adam_every" not in by_hand and stage_starts(schedule)[-1] > max(MANY_STEPS, stage_starts(native)[-1]):
-        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, adam_every=2))
-    for key in {"muon_warmup", "muon_cooldown"} - by_hand:
+    if stage_starts(schedule)[-1] > max(MANY_STEPS, stage_starts(native)[-1]):
+        found["adam_every"] = 2
+    for key in "muon_warmup", "muon_cooldown":
         if (steps := getattr(schedule, key)) >= 1:  # as a part of the run it fits the steps of `with_minutes`, too
-            schedule = dataclasses.replace(schedule, **{key: round(steps / stage_starts(native)[-1], 4)})
-    schedule = dataclasses.replace(schedule, train_tokens=0 if schedule.minutes else total_tokens(schedule))
-    return dataclasses.replace(config, schedule=schedule)
+            found[key] = round(steps / stage_starts(native)[-1], 4)
+    return {key: value for key, value in found.items() if key not in by_hand} | {
+        "stages": stages, "scheduled_steps": schedule.scheduled_steps, "extension_steps": schedule.extension_steps,
+        "train_tokens": 0 if time else total_tokens(schedule)}
 
 
 def needed_tokens(config, world) -> float:
     """Estimate of the tokens that a run on FineWeb reads, rather too many: record 74 trains on 396 million and reads
     less than 900, because it cuts long documents. With --minutes, the GPUs count as H100s and the size is the best."""
-    schedule = config.schedule
-    if schedule.minutes:
-        return 2.2 * rank_sizes(60 * schedule.minutes, H100, world)[0].tokens
-    return 2.2 * total_tokens(schedule)
+    time = 60 * config.schedule.minutes
+    return 2.2 * (rank_sizes(time, H100, world)[0].tokens if time else total_tokens(config.schedule))
 
 
 def with_minutes(config, seconds):
@@ -161,3 +197,60 @@ def seconds_per_step(schedule, plans, time_steps) -> list[float]:
         total = sum(len(kind) * time_steps(plans[step:step + 2]) for kind, step in zip(kinds, middles))
         seconds.append(total / max(1, steps))
     return seconds
+
+
+def seconds_per_token(size, rows, gpu) -> float:
+    """Time of a training step with `rows` tokens on one GPU, divided by the rows.
+
+    A step multiplies each token with the weights of the layers and with the sampled classes of the head, makes passes
+    over activations and logits, updates the weights, and launches 140 + 60 · layers kernels. 23 times of H100s and
+    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %).
+    """
+    width, layers = size
+    weights = 9.6 * layers * width**2
+    passes = 320e3 + 181.4 * layers * width + 133.9 * weights / rows  # bytes per token
+    products = 6 * (weights + 64 * width * rows**0.5)  # operations per token
+    copies = min(gpu.copies, (gpu.copies * H100.copies) ** 0.5)  # an H200's passes gain half of its lead
+    return products / gpu.products + passes / copies + (140 + 60 * layers) * gpu.launch / rows
+
+
+def expected_loss(size, tokens) -> float:
+    """Validation loss after so many tokens, up to a constant that depends on the text. The last term says that large
+    models gain more from more tokens. 47 runs with four million rows of n-grams have .0045 rms."""
+    narrower, shallower = 768 / size.width, 11 / size.layers
+    return (0.0586 * narrower**1.2 + 0.1258 * shallower**0.6 + 1.0068 * (40e6 / tokens) ** 0.25
+            + 0.0183 * math.log(narrower**2 * shallower) * math.log(tokens / 40e6))
+
+
+def rows_per_gpu(tokens, world) -> float:
+    """Tokens per step on each GPU with the batches that `fit_length` gives `short`, before they are rounded."""
+    return 32768 * (tokens / 27e6 * world**0.8) ** 0.5 / world
+
+
+def seconds(size, tokens, gpu, world=1) -> float:
+    """Training time of so many tokens on `world` GPUs."""
+    return tokens * seconds_per_token(size, rows_per_gpu(tokens, world), gpu) / world
+
+
+def forecast(size, time, gpu, world) -> Forecast:
+    """What a model of this size learns in a training time in seconds on `world` GPUs."""
+    tokens = 27e6
+    for _ in range(20):  # the batch depends on the tokens
+        tokens *= time / seconds(size, tokens, gpu, world)
+    return Forecast(size, tokens, expected_loss(size, tokens))
+
+
+def rank_sizes(time, gpu, world=1) -> list[Forecast]:
+    """The forecasts of all sizes, the lowest loss first."""
+    return sorted((forecast(size, time, gpu, world) for size in SIZES), key=lambda it: it.loss)
+
+
+def best_seconds(tokens, gpu, world=1) -> float:
+    """The training time in which the best size takes so many tokens.
+
+    Shorter runs take smaller models, which take more tokens in a second, so two times can have the same tokens: this is
+    the shorter one.
+    """
+    times = (seconds(size, tokens, gpu, world) for size in SIZES)
+    return next(time for size, time in zip(SIZES, times)
+                if SIZES.index(rank_sizes(time, gpu, world)[0].size) <= SIZES.index(size))

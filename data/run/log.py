@@ -1,4 +1,5 @@
-"""The log of a run, on file and console, and its header, which is enough to repeat the run."""
+"""The log of a run, on file and console; its header, which is enough to repeat the run; and how a run measures its
+time: phases of the start, training time, ranges in a trace."""
 
 import errno
 import functools
@@ -13,18 +14,17 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from data.run.disk import ROOT, user_path
-from data.run.errors import UserError, user_error
-from data.run.knobs import flatten, read_arguments, render
-from data.run.machine import PATHS
+from data.run.config import flatten, read_arguments, render
+from data.run.machine import PATHS, of_rank_0
+from data.run.program import ROOT, UserError, user_error, user_path
 from data.shards import data_root
 
 
@@ -35,10 +35,8 @@ class Log:
     """
 
     def __init__(self, config, rt):
-        self.path = ROOT / user_path(config.system.log_dir) / f"{config.system.run_label}_{uuid.uuid4()}.txt"
-        if rt.world > 1:
-            dist.broadcast_object_list(path := [self.path], 0)
-            self.path, = path
+        name = f"{config.system.run_label}_{uuid.uuid4()}.txt"
+        self.path = of_rank_0(ROOT / user_path(config.system.log_dir) / name, rt)
         self.rank, self.is_main, self.terminal = rt.rank, rt.rank == 0, rt.rank == 0 and sys.stdout.isatty()
         knobs, home = flatten(config), user_path("~")
         folders = {ROOT, data_root(), home, *(user_path(knobs[key]).parent for key in PATHS)}
@@ -130,6 +128,49 @@ class Log:
         finally:
             done.set()
             thread.join()
+
+
+class Stopwatch(dict):
+    """{phase of the start: seconds}, in order."""
+
+    def __init__(self, import_seconds):
+        self.last = time.perf_counter()
+        self["imports"] = import_seconds
+
+    def lap(self, phase):
+        """Set `phase` to the time since the last call."""
+        now = time.perf_counter()
+        self[phase], self.last = now - self.last, now
+
+
+class Clock:
+    """Training time in seconds, without pauses, and the seconds of the pauses by their phase."""
+
+    def __init__(self, seconds=0.0):
+        self.counted, self.paused_seconds, self.began = seconds, {}, time.perf_counter()
+
+    def seconds(self) -> float:
+        return self.counted + time.perf_counter() - self.began
+
+    @contextmanager
+    def paused(self, phase):
+        """Context manager: a pause. Yields the training time until now; inside the pause, `seconds` is wrong."""
+        self.counted, pause = self.seconds(), time.perf_counter()
+        yield self.counted
+        self.began = time.perf_counter()
+        self.paused_seconds[phase] = self.paused_seconds.get(phase, 0.0) + self.began - pause
+
+
+def trace_range(name):
+    """Context manager: mark a range of host time in the trace of a profiled step; do nothing in other steps."""
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+
+
+def trace_mark(name):
+    """Mark a moment in the trace by an empty range. Compiled code makes no marks."""
+    if not torch.compiler.is_compiling():
+        with trace_range(name):
+            pass
 
 
 def loaded_sources() -> dict[str, str]:

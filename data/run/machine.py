@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import triton_kernels as kernels
-from data.run.errors import UserError, one_line, user_error
-from data.run.knobs import flatten, render, with_system
-from data.run.size import Gpu
+from data.run.config import check_config, config_from_dict, flatten, override, render, with_knobs
+from data.run.length import Gpu
+from data.run.program import UserError, one_line, user_error
 
 PATHS = "train_files", "val_files", "log_dir", "resume", "init_from"  # settings that may differ between machines
 PATIENCE = 600  # seconds that a rank waits for the others, one of which may find nothing in its compile cache
@@ -127,12 +127,30 @@ def choose_kernels(config, device):
         raise UserError(str(error)) from None
     if system.compile:  # which fuses the sums
         ops.mix, names["mix"] = kernels.mix_ref, "torch"
-    config = with_system(config, fp8=system.fp8 and has_fp8,
+    config = with_knobs(config, fp8=system.fp8 and has_fp8,
                          fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
                          fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")
     names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
     names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
     return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
+
+
+def checkpoint_config(saved, default, knobs):
+    """(config, implementations of the operations, device) for the model of a checkpoint, on a GPU if there is one.
+
+    saved: "config" of the checkpoint; default: config of the knobs that it lacks; knobs: {name: text}, overrides.
+    Raises UserError for bad knobs.
+    """
+    config = config_from_dict(default, saved)
+    device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
+    dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
+    kernels = "torch" if dtype == "float32" else config.system.kernels
+    for_reading = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
+    config = override(config, for_reading | {"micro_batches": str(config.system.micro_batches or 1)} | knobs)
+    check_config(config, 1)
+    device = find_device(config)
+    config, ops, _ = choose_kernels(config, device)
+    return config, ops, device
 
 
 def median_seconds(run) -> float:
@@ -194,9 +212,9 @@ def require_equal_ranks(rt, config, sources: dict):
                             " the same command and the same code")
 
 
-def agreed_gpu(rt, fp8) -> Gpu:
-    """What the GPU of rank 0 can do, on all ranks; fp8: see `measure_gpu`."""
-    values = torch.tensor(measure_gpu(fp8), dtype=torch.float64, device=rt.device)
+def of_rank_0(value, rt):
+    """The value of rank 0, on all ranks, which must all call this."""
+    values = [value]
     if rt.world > 1:
-        dist.broadcast(values, 0)
-    return Gpu(*values.tolist())
+        dist.broadcast_object_list(values, 0)
+    return values[0]

@@ -3,7 +3,6 @@
 `sizes` is the result of `state_bytes`. `table` is the `param_table` of the model, in train_gpt.py.
 """
 
-import dataclasses
 import math
 import os
 import sys
@@ -13,8 +12,8 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import fit_validation, kept_tokens
-from data.run.errors import LESS_MEMORY, UserError
-from data.run.knobs import render, with_system
+from data.run.config import render, with_knobs
+from data.run.program import LESS_MEMORY, UserError
 
 
 # Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation, whose layers are not
@@ -86,27 +85,27 @@ def free_memory(device) -> float:
     return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / 2**20
 
 
-def require_state(sizes, device, world):
-    """Raises UserError when weights, gradients and optimizer state alone are more than `free_memory`."""
-    weights, state, codes, few = sizes
-    needed = (2 * weights + state / world + codes + few) / 2**20
-    if needed > (free := free_memory(device)):
-        found = "this machine has {:.0f} MiB" if device.type == "cpu" else "{:.0f} MiB of the GPU are free"
-        raise UserError(f"{found.format(free)}, but weights, gradients and optimizer state alone take {needed:.0f}: use"
-                        " fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
-
-
-def memory_report(config, sizes, device, world) -> tuple[str, bool]:
+def memory_report(config, device, world) -> tuple[str, bool]:
     """(sentence about the needed and the free memory of the GPU, whether the free memory is enough)."""
     if device.type == "cpu":
         return "not estimated for a CPU", True
-    allocated, reserved = estimate_memory(config, sizes, world)
+    allocated, reserved = estimate_memory(config, state_bytes(config, config.model.table, world), world)
     free = free_memory(device)
     reserved += 850  # kernels and NCCL take this outside PyTorch (measured on an H200)
     rows = f" --ngram_rows={render(config.model.ngram_rows)}" if any(config.model.ngram_rows) else ""
     found = (f"{free:.0f} MiB of the GPU are free, about {allocated:.0f} to {reserved:.0f} needed (estimate) with"
              f" --micro_batches={config.system.micro_batches}{rows}")
     return (found, True) if reserved <= free else (f"{found}: {LESS_MEMORY}", False)
+
+
+def require_state(config, device, world):
+    """Raises UserError when weights, gradients and optimizer state alone are more than `free_memory`."""
+    weights, state, codes, few = state_bytes(config, config.model.table, world)
+    needed = (2 * weights + state / world + codes + few) / 2**20
+    if needed > (free := free_memory(device)):
+        found = "this machine has {:.0f} MiB" if device.type == "cpu" else "{:.0f} MiB of the GPU are free"
+        raise UserError(f"{found.format(free)}, but weights, gradients and optimizer state alone take {needed:.0f}: use"
+                        " fewer --ngram_rows or --bigram_tables, or a smaller --model_dim")
 
 
 def possible_micro_batches(config, world) -> list[int]:
@@ -128,40 +127,29 @@ def possible_micro_batches(config, world) -> list[int]:
     return [n for n in counts if n >= least] or counts[-1:]
 
 
-def choose_micro_batches(config, sizes, device, world):
-    """With --micro_batches=0: choose the fewest that fit the GPU, else the most of `possible_micro_batches`.
+def fit_memory(config, device, world, rows_open):
+    """The config with the validation tokens that there are, and with a number of micro-batches and, if `rows_open`, of
+    rows of n-grams that suit the GPU and the data.
 
-    Several ranks take the fewest: all must choose the same number, but the free memory of their GPUs may differ.
+    --micro_batches=0 becomes the fewest that fit, else the most of `possible_micro_batches`; for several ranks the
+    fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows double up
+    to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time.
     """
+    config = fit_validation(config)
     for count in () if config.system.micro_batches else possible_micro_batches(config, world):
-        config = with_system(config, micro_batches=count)
-        if world > 1 or memory_report(config, sizes, device, world)[1]:
+        config = with_knobs(config, micro_batches=count)
+        if world > 1 or memory_report(config, device, world)[1]:
             break
+    rows_open = rows_open and world == 1 and device.type == "cuda"
+    while rows_open and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
+        larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
+        if not memory_report(larger, device, world)[1]:
+            break
+        config = larger
     return config
 
 
-def fit_memory(config, param_table, device, world, rows_open):
-    """(config with the number of micro-batches, and of rows of n-grams if `rows_open`, that suit the GPU and the data,
-    and with the validation tokens that there are; its `sizes`).
-
-    The preset's rows double up to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not
-    time.
-    """
-    config = fit_validation(config)
-    sizes = state_bytes(config, param_table(config.model), world)
-    config = choose_micro_batches(config, sizes, device, world)
-    rows_open = rows_open and world == 1 and device.type == "cuda"
-    while rows_open and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
-        rows = tuple(2 * n for n in config.model.ngram_rows)
-        larger = dataclasses.replace(config, model=dataclasses.replace(config.model, ngram_rows=rows))
-        larger_sizes = state_bytes(larger, param_table(larger.model))
-        if not memory_report(larger, larger_sizes, device, world)[1]:
-            break
-        config, sizes = larger, larger_sizes
-    return config, sizes
-
-
-def restart_with_more_micro_batches(config, sizes, device):
+def restart_with_more_micro_batches(config, device):
     """Start this process again, with at least twice as many micro-batches, and as many as the memory requires now.
 
     The estimate of the memory was too low, or another program took memory. Only a new process has all memory back. It
@@ -169,7 +157,7 @@ def restart_with_more_micro_batches(config, sizes, device):
     """
     count = config.system.micro_batches
     more = [n for n in possible_micro_batches(config, 1) if n >= 2 * count]
-    fitting = (n for n in more if memory_report(with_system(config, micro_batches=n), sizes, device, 1)[1])
+    fitting = (n for n in more if memory_report(with_knobs(config, micro_batches=n), device, 1)[1])
     if chosen := next(fitting, more[-1] if more else None):
         print(f"out of GPU memory with --micro_batches={count}: starting again with --micro_batches={chosen}",
               file=sys.stderr, flush=True)

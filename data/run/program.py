@@ -1,12 +1,168 @@
-"""What each program does around its `main`. This module needs no package."""
+"""What each program does around its `main`: errors of one line, files and folders, its end. This needs no package."""
 
+import importlib.util
 import os
+import re
+import shutil
 import sys
+import tempfile
+import time
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from data.run.errors import UserError
+ROOT = Path(__file__).resolve().parents[2]  # the folder of train_gpt.py
 
+LESS_MEMORY = ("raise --micro_batches (16, 32: smaller forward passes), lower --val_batch_tokens, or try"
+               " --cuda_graphs=false")
+
+
+class UserError(Exception):
+    """A mistake the user can fix. `main` prints its one line and returns a nonzero status."""
+
+
+class NotFinite(UserError):
+    """A number that is nan or inf. What the run has now is worth less than its last checkpoint."""
+
+
+def one_line(error) -> str:
+    """The message of an error on one line; for an OSError only the reason."""
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())
+
+
+@contextmanager
+def user_error(message, *kinds):
+    """Turns an OSError, or an error of `kinds`, into a UserError: the message, then the original message."""
+    try:
+        yield
+    except (OSError, *kinds) as error:
+        raise UserError(f"{message} ({one_line(error)})") from error
+
+
+def is_out_of_memory(error) -> bool:
+    """Whether PyTorch, CUDA, Triton or cuBLAS found too little memory."""
+    return type(error).__name__ == "OutOfMemoryError" or bool(  # PyTorch's; programs without PyTorch import this file
+        re.search("cuda.*out of memory|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator", str(error), re.I))
+
+
+def error_message(error) -> str | None:
+    """One line for an error that the user or the machine has caused; None for a bug."""
+    def says(pattern):
+        return re.search(pattern, str(error), re.I)
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return f"out of {'GPU ' * ('CPUAllocator' not in str(error))}memory: {LESS_MEMORY} ({one_line(error)})"
+    if says("no space left|disk quota|file too large"):  # a run's own files have other messages
+        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, the"
+                f" folders of compiled kernels, to folders on another disk ({' '.join(str(error).split())})")
+    # A bug in a kernel is one also where NCCL, which was waiting, has noticed it.
+    is_bug = says("cuda (error|fail|function)|device-side assert|invalid (usage|argument)")
+    if not is_bug and says("connection (closed|reset)|broken pipe|timed out waiting|nccl"):
+        return f"lost the connection to another process, which may say why ({one_line(error)})"
+    return None
+
+
+def told() -> Path:
+    """A folder that is there once a process of this machine has told why the run ends. torchrun gives each process a
+    folder of its own in one common folder."""
+    return Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/no/torchrun/error.json")).parent.parent / "told"
+
+
+def claim_report(local) -> bool:
+    """Claim to print why the run ends; True for the first process of a machine that asks. One report is enough.
+
+    local: rank on this machine.
+    """
+    time.sleep(local > 0)  # the first process usually has the same message
+    try:
+        told().mkdir()
+    except OSError as error:  # no torchrun, or no folders: printing twice is better than never
+        return not isinstance(error, FileExistsError)
+    return True
+
+def user_path(text) -> Path:
+    """A path that the user has written; ~ is the home folder, also where no shell has replaced it."""
+    return Path(os.path.expanduser(text))
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise an error
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether this process can make files in the folder. The folder need not exist yet."""
+    return os.access(existing_folder(folder), os.W_OK | os.X_OK)
+
+
+def require_room(folder: Path, size: int, purpose: str) -> str:
+    """A line about free and required disk space. Raises UserError when fewer than `size` bytes are free, or when the
+    system does not let this process write."""
+    place = existing_folder(folder)
+    with user_error(f"cannot write a log in {folder}; choose another --log_dir"), tempfile.TemporaryFile(dir=place):
+        pass
+    free = shutil.disk_usage(place).free
+    found = f"{folder.name}: {free // 2**20} MiB free, {size // 2**20} needed for {purpose}"
+    if free < size:
+        raise UserError(f"cannot write a log in {found}; make room, or choose another --log_dir")
+    return found
+
+
+@contextmanager
+def atomic_write(path):
+    """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk.
+
+    Raises UserError when the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and error.__context__:  # torch.save raises its own error over the real one
+            error = error.__context__
+        if not isinstance(error, Exception):
+            raise error from None  # Ctrl-C
+        raise UserError(f"cannot write {path}: {one_line(error)}; make room, or choose another folder") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def compiled_folder() -> Path | None:
+    """~/.cache/speedrun, where all copies of this repository keep what the compilers make; None if this process cannot
+    write there. A reboot deletes PyTorch's own folder in /tmp, but not this one."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
+    return folder if folder.is_absolute() and is_writable(folder) else None
+
+
+def keep_compiled():
+    """Tell the compilers to use `compiled_folder`, unless the environment names other folders.
+
+    This must run before torch is imported.
+    """
+    if folder := compiled_folder():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        if "TRITON_HOME" not in os.environ:
+            os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def keep_bytecode():
+    """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode.
+
+    This must run before torch is imported.
+    Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
+    translate 2300 files. The processes of the compiler read the environment variable.
+    """
+    spec = importlib.util.find_spec("torch")
+    if sys.pycache_prefix is None and spec and not os.path.exists(spec.cached or ""):
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / "__pycache__")
+        sys.dont_write_bytecode = False
 
 def open_outputs():
     """Opens the standard files that the shell has closed (`>&-`), to nowhere: the next file that is opened would take

@@ -14,8 +14,8 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import cu_seqlens, make_batch
-from data.run.errors import UserError
-from data.run.knobs import flatten, read_options
+from data.run.config import flatten, read_options
+from data.run.program import UserError
 from data.tokenizer import text_codec
 
 

@@ -1,12 +1,9 @@
-"""Before anything is compiled: checks of software, data, caches, disk and memory, and the size of the model.
+"""Before anything is compiled: checks of software, data, caches, disk and memory, and the size of the model."""
 
-`--check` makes the same checks and, on one GPU, the same choice.
-
-`sizes` and `table` are those of data/run/memory.py; param_table is that of train_gpt.py.
-"""
-
+import getpass
 import math
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -16,31 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
 from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
-from data.run.disk import ROOT, is_writable, require_room, user_path
-from data.run.errors import UserError
-from data.run.length import stage_starts, sum_over_steps, total_tokens
-from data.run.machine import choose_kernels, find_device
+from data.run.length import (
+    MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
+from data.run.machine import capability, choose_kernels, find_device, of_rank_0
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
-from data.run.size import FITTED, SIZES, best_seconds, rank_sizes, seconds
+from data.run.program import ROOT, UserError, is_writable, require_room, user_path
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
-
-
-def torch_version() -> tuple[int, ...]:
-    """(major, minor) of PyTorch."""
-    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-
-
-def require_torch():
-    """Raises UserError when PyTorch is too old."""
-    if torch_version() < (2, 11):
-        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install the packages that"
-                        " requirements.txt names, or use ./run.sh")
 
 
 def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
@@ -73,7 +56,7 @@ def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
     return trained, passes, math.floor(trained / passes / unit) * unit
 
 
-def survey_training_data(config) -> tuple[str, bool]:
+def survey_training_data(config, world=1) -> tuple[str, bool]:
     """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million
     tokens or more, for one pass).
 
@@ -97,7 +80,7 @@ def survey_training_data(config) -> tuple[str, bool]:
     return f"{found}; a second pass raises the validation loss: one takes --train_tokens={one_pass}", trained < 1e7
 
 
-def survey_validation_data(config) -> tuple[str, bool]:
+def survey_validation_data(config, world=1) -> tuple[str, bool]:
     """(a line about the validation data, whether no file of it is trained on). Raises UserError when the files hold too
     few tokens."""
     shards = Shards(config.data.val_files, config.model.vocab_size)
@@ -132,32 +115,62 @@ def read_shards(config, part, most=2**30) -> list[str]:
     return list(filter(None, found))
 
 
-def needs_tokenizer(config) -> bool:
-    """Whether the run makes `hash_ids`; a checkpoint contains them."""
-    return config.model.bigram_normal and not config.system.resume and not config.system.init_from
+# Each check takes a config and the number of ranks. It returns (what it found, whether all is well), and raises
+# UserError if the run will not start.
+
+def torch_version() -> tuple[int, ...]:
+    """(major, minor) of PyTorch."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
 
 
-def require_caches(config, device) -> list[str]:
-    """The folders in which the compilers keep their caches. Raises UserError when a folder cannot be written."""
-    folders = {}
-    if device.type == "cuda" and not kernels.NO_TRITON:
+def check_versions(config, world):
+    """Versions of Python and of the packages."""
+    if torch_version() < (2, 11):
+        raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install the packages that"
+                        " requirements.txt names, or use ./run.sh")
+    return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
+            f" Triton {kernels.triton.__version__}"), True
+
+
+def check_device(config, world):
+    """The CPU or this process's GPU, and its capabilities."""
+    device = find_device(config)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, cores {os.cpu_count()}"
+    found = (f"{key.split('_')[-1]} {value}" for key, value in capability(device).items())
+    return ", ".join([name, f"ranks {world}", *found]), True
+
+
+def check_kernels(config, world):
+    """The implementation of each operation."""
+    names = choose_kernels(config, find_device(config))[2]
+    return " ".join(f"{op}:{name}" for op, name in names.items()), True
+
+
+def check_caches(config, world):
+    """The folders in which the compilers keep their caches."""
+    folders, system = {}, config.system
+    if find_device(config).type == "cuda" and not kernels.NO_TRITON:
         folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
-    if config.system.compile:  # torch's function for the default folder would make the folder
+    if system.compile:  # torch's function for the default folder would make the folder
         folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
     for name, folder in folders.items():
         if not is_writable(Path(folder).absolute()):
             raise UserError(f"{folder} cannot be written: set {name} to a folder for compiled code")
-    return list(folders.values())
+    try:
+        getpass.getuser()
+    except (ImportError, KeyError, OSError):  # of Windows, and others
+        if system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and torch_version() < (2, 13):
+            return "older versions of PyTorch need a user with a name: set USER, or TORCHINDUCTOR_CACHE_DIR", False
+    return ", ".join(folders.values()) or "nothing is compiled", True
 
 
-def require_disk(config, table) -> tuple[str, bool]:
-    """(sentence about the disk space for the log and the checkpoints, whether each checkpoint has at most 4 GB). Raises
-    UserError when there is too little space."""
+def check_disk(config, world):
+    """The disk space for the log and the checkpoints."""
     if os.environ.get("RANK", "0") != "0":
         return "rank 0 writes", True
     system, size, purpose, each = config.system, 2**20, "the log", 0
     if system.save or system.save_every:
-        weights, state, _, few = state_bytes(config, table)  # of all ranks
+        weights, state, _, few = state_bytes(config, config.model.table)  # of all ranks
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
         count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
         each = 2 * weights + state + few  # weights, gradients, state
@@ -166,46 +179,72 @@ def require_disk(config, table) -> tuple[str, bool]:
     return found + "; each checkpoint is larger than 4 GB, --keep and --save_every limit them" * (not fine), fine
 
 
-def check_start(config, param_table, world, rows_open):
-    """Raises UserError for what would stop the run later; warns about what might stop the run.
-
-    Returns the config with fp8, the number of micro-batches and, if `rows_open`, of rows of n-grams settled.
-    """
-    require_torch()
+def check_memory(config, world):
+    """The memory of the GPU."""
     device = find_device(config)
-    if path := config.system.resume or config.system.init_from:
-        check_weights(state := load_checkpoint(path), config.model, param_table(config.model))
-        if config.system.resume:
-            compare_shards(state, config, run_shards(config))
-    config, sizes = fit_memory(choose_kernels(config, device)[0], param_table, device, world, rows_open)
-    training_data, validation_data = survey_training_data(config), survey_validation_data(config)
-    if needs_tokenizer(config):
-        text_codec(config.model.vocab_size)
-    require_caches(config, device)
-    disk = require_disk(config, param_table(config.model))
-    require_state(sizes, device, world)
-    for text, fine in training_data, validation_data, disk, memory_report(config, sizes, device, world):
+    require_state(config, device, world)
+    return memory_report(config, device, world)
+
+
+def check_checkpoint(config, world):
+    """The checkpoint of --resume or --init_from."""
+    path = config.system.resume or config.system.init_from
+    state = load_checkpoint(path)
+    check_weights(state, config.model)
+    return f"{path}: step {state['step']}, {state['seconds']:.1f} s inside the clock", True
+
+
+def check_tokenizer(config, world):
+    """GPT-2's tokenizer, from which a new run with --bigram_normal makes `hash_ids`; a checkpoint contains them."""
+    text_codec(config.model.vocab_size)
+    return "GPT-2's BPE", True
+
+
+def checks_of(config, **more) -> dict:
+    """{name: check} of a start, in the order of --check. more: checks that --check adds, or has in place of these."""
+    continues = config.system.resume or config.system.init_from
+    last = {"checkpoint": check_checkpoint} if continues else {}
+    last |= {"tokenizer": check_tokenizer} if config.model.bigram_normal and not continues else {}
+    return {"versions": check_versions, "device": check_device, "kernels": check_kernels,
+            "training data": survey_training_data, "validation data": survey_validation_data,
+            "caches": check_caches, "disk": check_disk, "memory": check_memory} | more | last
+
+
+def settle(config, device, world, rows_open):
+    """The config with fp8, the number of micro-batches and, if `rows_open`, of rows of n-grams that suit the device."""
+    return fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
+
+
+def check_start(config, world, rows_open):
+    """The config, settled. Raises UserError for what would stop the run later; warns about what might stop the run."""
+    wanted = config.data.val_tokens
+    config = settle(config, find_device(config), world, rows_open)
+    found = [check(config, world) for check in checks_of(config).values()]
+    if config.data.val_tokens < wanted and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"the validation files have fewer tokens than --val_tokens={wanted}: {config.data.val_tokens} are used",
+              file=sys.stderr, flush=True)
+    if config.system.resume:
+        compare_shards(load_checkpoint(config.system.resume), config, run_shards(config))
+    for text, fine in found:
         if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"warning: {text}", file=sys.stderr, flush=True)
     return config
 
 
-def fit_size(schedule, parse, param_table, world, gpu, device):
+def fit_size(schedule, parse, world, gpu, device):
     """(config of the best size for the length of a run, a line that says what was chosen and why, training time in
     seconds).
 
     schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. On one GPU, a
-    size that does not fit the memory is left out. Several GPUs must agree, but may differ in free memory, so there the
-    memory does not count.
+    size that does not fit the memory is left out, but for the smallest. Several GPUs must agree, but may differ in free
+    memory, so there the memory does not count.
     """
     def fits(size):
-        config = choose_kernels(parse(size, gpu), device)[0]
-        return memory_report(*fit_memory(config, param_table, device, world, False), device, world)[1]
+        return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
     tokens, time = total_tokens(schedule), 60 * schedule.minutes
     ranked = rank_sizes(time or best_seconds(tokens, gpu, world), gpu, world)
-    smallest = next(forecast for forecast in ranked if forecast.size == SIZES[0])
-    best = next((forecast for forecast in ranked if world > 1 or fits(forecast.size)), smallest)
+    best = next(it for it in ranked if world > 1 or it.size == SIZES[0] or fits(it.size))
     others = (f"{other.size} {other.loss - best.loss:+.3f}" for other in ranked if other is not best)
     if time:
         tokens, length = best.tokens, f"{schedule.minutes:g} min, about {best.tokens / 1e6:.3g}M tokens"
@@ -217,8 +256,8 @@ def fit_size(schedule, parse, param_table, world, gpu, device):
             f" {1e6 * gpu.launch:.2f} us per launch")
     if best is not ranked[0]:
         line += "; a size with a lower loss does not fit the memory"
-    if not FITTED[0] <= tokens <= FITTED[1]:
-        line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in FITTED))
+    if not MEASURED[0] <= tokens <= MEASURED[1]:
+        line += "; extrapolated: the fit has runs of {:.0f}M to {:.0f}M tokens".format(*(x / 1e6 for x in MEASURED))
     return parse(best.size, gpu), line, time
 
 
@@ -240,10 +279,7 @@ def agree_on_shards(trainer, resumed, patience=2):
             found = {part: shard_table(each) for part, each in shards.items()}
         except UserError as error:
             found = error
-    if rt.world > 1:
-        everyone = [found]
-        dist.broadcast_object_list(everyone, 0)
-        found = everyone[0]
+    found = of_rank_0(found, rt)
     if isinstance(found, UserError):
         raise found
     for part, each in shards.items():

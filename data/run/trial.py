@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import sorted_pieces
-from data.run.errors import UserError, is_out_of_memory, one_line
-from data.run.knobs import with_system
+from data.run.config import with_knobs
+from data.run.program import UserError, is_out_of_memory, one_line
 
 TESTED = {(9, 0)}  # compute capabilities of the GPUs that have run the tests: H100 and H200
 # Largest accepted ‖result − reference‖ / ‖reference‖. Rounding to bf16 makes up to .011, FP8 .06 to .1.
@@ -228,7 +228,7 @@ def replace_faulty_kernels(config, ops, rt):
         dist.all_gather_object(faults, faults[0])
     faults = {op: fault for found in faults for op, fault in found.items()}
     references = ",".join(f"{op}:torch" for op in faults if op in kernels.IMPLEMENTATIONS)
-    config = with_system(config, kernels=references or config.system.kernels,
+    config = with_knobs(config, kernels=references or config.system.kernels,
                          **{knob: False for knob in faults if knob not in kernels.IMPLEMENTATIONS})
     gpu = torch.cuda.get_device_name(rt.device) if rt.device.type == "cuda" else platform.machine()
     return config, [f"warning: on {gpu}, with PyTorch {torch.__version__} and Triton {kernels.triton.__version__}, the"

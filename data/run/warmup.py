@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import cu_seqlens, cu_seqlens_size, make_batch
-from data.run.errors import UserError
-from data.run.knobs import with_system
+from data.run.config import check_config, with_knobs
 from data.run.length import seconds_per_step, with_minutes
-from data.run.limits import check_config
+from data.run.program import UserError
 from data.run.start import survey_training_data
 
 
@@ -208,7 +207,7 @@ def run_steps(trainer, seen):
     if not (steps := steps_with_new_keys(trainer.plans[trainer.first_step:-1], seen)):
         return
     trainer.log.line(f"Sampling steps {steps} for warmup")
-    one_micro_step = with_system(trainer.config, micro_batches=trainer.rt.world)
+    one_micro_step = with_knobs(trainer.config, micro_batches=trainer.rt.world)
     loader = trainer.new_loader([trainer.plans[step] for step in steps], one_micro_step)
     for step in steps:
         trainer.step(loader, trainer.plans[step], 1)

@@ -1,0 +1,525 @@
+"""The config of a run: text -> values -> one pass of checks -> config, and back to text.
+
+A config is a frozen dataclass of sections, and a section is a frozen dataclass of knobs. A section may hold several
+items of one kind, counted from 1 (stages) or from 0 (layers). Each field of a stage is a knob, stage<n>.<field>. Each
+layer is a knob, layer<n>, whose text names the fields in which the layer differs from a default Layer;
+layer<n>.<field> changes one field. The numbers of stages and of layers are the knobs `stages` and `layers`.
+
+The type of a field says which values it takes: Literal, or Annotated with Bounds. Importing this file takes no torch,
+since other programs read their arguments by it.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import shlex
+from collections import deque
+from itertools import chain
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from data.run.length import FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, momentum_steps, stage_starts
+from data.run.program import UserError
+
+FIRST = {"layers": 0, "stages": 1}  # field that holds several items -> number of its first item
+# A config is read several times, and each call takes .1 ms.
+hints_of = functools.cache(functools.partial(get_type_hints, include_extras=True))
+# Knobs of Data and System that a resumed run has to keep, like all knobs of Model, Schedule and Optim.
+# The shards are compared with those of the checkpoint, wherever they are (`compare_shards`).
+KEPT_KNOBS = {"seed", "micro_batches", "dtype", "init_from"}
+# What a run is called, keeps and shows. A run that begins with the weights of another one has its own.
+OUTPUT_KNOBS = ("run_label", "log_dir", "plot", "profile", "save", "save_every", "keep", "resume", "init_from",
+                "other_data", "sample_tokens", "sample_prompt")
+# Names that other trainers have for knobs of ours.
+ELSEWHERE = {**dict.fromkeys(("lr", "learning_rate", "max_lr"), "--muon_lr and --adam_lr"),
+             **dict.fromkeys(("batch_size", "total_batch_size"), "--stage1.batch_tokens, in tokens"),
+             **dict.fromkeys(("max_iters", "num_iterations", "num_steps", "steps"), "--scheduled_steps or --minutes"),
+             "weight_decay": "--muon_wd and --adam_wd", "n_embd": "--model_dim", "n_head": "--num_heads",
+             "n_layer": "--depth"}
+
+
+# ---- Knobs: their names, types and texts -----------------------------------------------------------------------------
+
+class Bounds(NamedTuple):
+    """The numbers that a knob takes, from `low` to `high`; `below`: without `high` itself."""
+
+    low: float
+    high: float = 10**9
+    below: bool = False
+
+    def __contains__(self, value):
+        return self.low <= value <= self.high and not (self.below and value == self.high)
+
+    def __str__(self):
+        return f"from {self.low} to {'below ' * self.below}{self.high}"
+
+
+def knobs_of(config):
+    """Yields (name, value, type) of each knob, with the fields of each layer after the layer."""
+    for section in vars(config).values():
+        for key, value in vars(section).items():
+            yield key, len(value) if key in FIRST else value, int if key in FIRST else hints_of(type(section))[key]
+            for i, item in enumerate(value, FIRST[key]) if key in FIRST else ():
+                name = f"{key[:-1]}{i}"
+                if key == "layers":
+                    yield name, item, type(item)
+                yield from ((f"{name}.{field}", one, hints_of(type(item))[field]) for field, one in vars(item).items())
+
+
+def flatten(config) -> dict:
+    """{knob: value} of all knobs of the config; a layer is one knob."""
+    return {name: value for name, value, _ in knobs_of(config) if not ("." in name and name.startswith("layer"))}
+
+
+def with_knobs(config, **knobs):
+    """The config with other values for some fields of its sections."""
+    def changed(section):
+        return dataclasses.replace(section, **{key: knobs[key] for key in vars(section).keys() & knobs})
+    return dataclasses.replace(config, **{name: changed(section) for name, section in vars(config).items()})
+
+
+def demand(kind, value) -> str:
+    """What a value of this type must be, if it is something else; otherwise ""."""
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return "" if value in kinds else " or ".join(map(str, kinds))
+    if origin is Annotated:
+        optional = type(None) in get_args(kinds[0])
+        return "" if optional and value is None or value in kinds[1] else f"{kinds[1]}{', or none' * optional}"
+    if origin is tuple:
+        kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
+        count = f"{len(kinds)} numbers" * (len(kinds) != len(value))
+        return count or next(filter(None, map(demand, kinds, value)), "")
+    return ""
+
+
+def render(value) -> str:
+    """A knob's value as command-line text."""
+    if dataclasses.is_dataclass(value):
+        defaults = vars(type(value)())
+        words = [key if v is True else f"{key}={render(v)}" for key, v in vars(value).items() if v != defaults[key]]
+        return " ".join(words) or "default"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+READERS = {  # type -> what a text of it must be, and a function that reads the text; else a tuple of numbers
+    str: ("a text", str),
+    int: ("int", int),
+    float: ("float, a finite number", float),
+    bool: ("true or false", lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()]),
+    int | None: ("a number or none", lambda text: None if text.lower() == "none" else int(text)),
+    int | float: ("a number", lambda text: int(text) if text.strip("+- _0123456789") == "" else float(text))}
+
+
+def parse_value(key, text, kind, example):
+    """Converts `text` to the type `kind`. Raises UserError, whose message shows the example."""
+    if get_origin(kind) in (Annotated, Literal):
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else type(get_args(kind)[0])
+    expected, read = READERS.get(kind, ("comma-separated numbers", lambda text: tuple(map(float, text.split(",")))))
+    try:
+        if not dataclasses.is_dataclass(kind):
+            value = read(text)
+            if not all(math.isfinite(x) for x in (value if type(value) is tuple else [value]) if type(x) is float):
+                raise ValueError
+            return value
+        expected, hints, values = f"words that are fields of {kind.__name__}", hints_of(kind), vars(kind())
+        words = (word.partition("=") for word in text.split() if word != "default")
+        return kind(**{word: parse_value(f"{key}.{word}", value or "true", hints[word], values[word])
+                       for word, _, value in words})
+    except (ValueError, KeyError):
+        raise UserError(f"--{key}={text}: expected {expected}, for example --{key}={render(example)}") from None
+
+
+def read_arguments(argv) -> dict[str, str]:
+    """{key: value} of --key=value and --key value arguments; a later value replaces an earlier one. UserError for other
+    arguments, and for an empty value, as an empty variable of a shell makes it, of all but a text."""
+    values, arguments = {}, deque(argv)
+    while arguments:
+        argument = arguments.popleft()
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or not equals and (not arguments or arguments[0].startswith("--")):
+            near = difflib.get_close_matches(argument, ("test", "data"), 1)
+            raise UserError(f"argument '{argument}': write --key=value (see --help)"
+                            + "".join(f", or ./run.sh {word}" for word in near))
+        values[key] = text if equals else arguments.popleft()
+        if not values[key].strip() and key not in ("sample_prompt", "prompt"):
+            missing = "is there no checkpoint yet? --save=true makes one"
+            hint = missing if key in ("resume", "init_from", "sample") else "give it one, or leave it out"
+            raise UserError(f"--{key}= has no value: {hint}")
+    return values
+
+
+def read_options(argv, options, aliases, known):
+    """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own.
+
+    options: {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises
+    UserError for an unknown key.
+    """
+    values, knobs = dict(options), {}
+    for key, text in read_arguments(argv).items():
+        if key in options:
+            values[key] = parse_value(key, text, type(options[key]), options[key])
+        elif key in known or key in aliases or re.match(r"(stage|layer)\d", key):
+            knobs[aliases.get(key, key)] = text
+        else:
+            raise unknown_key(key, [*options, *aliases, *known])
+    return values, knobs
+
+
+def unknown_key(key, known) -> UserError:
+    """The error for a key that is not in `known`; it names the knob that other trainers call so, or the nearest key."""
+    near = [f"--{name}" for name in difflib.get_close_matches(key, known, 1)]
+    hint = f"; here it is {ELSEWHERE[key]}" if key in ELSEWHERE else f"; the nearest is {near[0]}" if near else ""
+    return UserError(f"unknown key --{key}{hint} (see --help)")
+
+
+def override(config, overrides):
+    """The config with the values of `overrides`, {knob: text}. Raises UserError for an unknown knob, a text that is not
+    of the type of its knob, and a --depth that differs from the number of layers."""
+    rest = dict(overrides)
+    depth = rest.pop("depth", None)
+
+    def parsed(name, old, kind):
+        return parse_value(name, rest.pop(name), kind, old) if name in rest else old
+
+    def resized(key, items):
+        """Added layers are default layers. Added stages repeat the last but one, since the last is the extension."""
+        count, end = parsed(key, len(items), int), int(key == "stages")
+        if not 1 + end <= count <= 1000:
+            raise UserError(f"--{key}={count}: must be {1 + end} or more, and at most 1000")
+        new = items[-2:-1] if end else (type(items[0])(),)
+        return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
+
+    def updated(item, prefix=""):
+        hints, new = hints_of(type(item)), {}
+        for key, old in vars(item).items():
+            if key in FIRST:
+                names = ((f"{key[:-1]}{i}", one) for i, one in enumerate(resized(key, old), FIRST[key]))
+                new[key] = tuple(updated(parsed(name, one, type(one)) if key == "layers" else one, f"{name}.")
+                                 for name, one in names)
+            else:
+                new[key] = parsed(prefix + key, old, hints[key])
+        return dataclasses.replace(item, **new)
+
+    changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
+    if depth is not None and parse_value("depth", depth, int, 11) != changed.model.depth:
+        raise UserError(f"--depth={depth}: --layers or a checkpoint gives the model {changed.model.depth} layers")
+    if rest:
+        key, known = next(iter(rest)), {name: value for name, value, _ in knobs_of(changed)}
+        if item := re.match(r"(layer|stage)(\d+)", key):
+            first, count = FIRST[item[1] + "s"], known[item[1] + "s"]
+            if not 0 <= int(item[2]) - first < count:
+                raise UserError(f"unknown key --{key}: this run has {item[1]}s {first} to {first + count - 1}")
+        raise unknown_key(key, [*known, "preset", "depth"])
+    return changed
+
+
+def config_from_dict(default, tree):
+    """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`.
+
+    Raises UserError for an unknown knob.
+    """
+    def section(old, values):
+        hints = hints_of(type(old))
+        values = {key: value for key, value in values.items() if key not in ("depth", "data_end")}  # of older ones
+        items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
+        return dataclasses.replace(old, **values | items)
+
+    try:
+        sections = {name: section(getattr(default, name), values) for name, values in tree.items()}
+        config = dataclasses.replace(default, **sections)
+        # Through text, so that a value of another type, from an older version, becomes one of today's or an error.
+        return override(default, {key: render(value) for key, value in flatten(config).items()})
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"these settings are those of another train_gpt.py: {error}") from None
+
+
+def help_page(manual, presets, argv, source) -> str:
+    """The manual, then all knobs with the values of the preset that `argv` names, or else of `record`: a line for each
+    with its name, its value (for stage<n> those of all stages), and its comment in `source`, the text of
+    train_gpt.py."""
+    preset = next((name for name in presets if {name, f"--preset={name}"} & {*argv}), "record")
+    config, lines = presets[preset].config, {}
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source.partition("class Config:")[0], re.M))
+    comments |= {"depth": "number of layers; another number makes them anew, by `wire`"}
+    for key, value in flatten(config).items():
+        name = re.sub(r"^stage\d+", "stage<n>", key)
+        if key == "layers":
+            lines["depth"] = f"  --depth={value}"
+        lines[name] = f"{lines[name]} {render(value)}" if name in lines else f"  --{name}={render(value)}"
+        if key == f"layer{config.model.depth - 1}":
+            lines |= {f"layer<n>.{field}": f"  --layer<n>.{field}=" for field in vars(value)}
+    knobs = "\n".join(f"{line:<46}  {comments.get(name.split('.')[-1], '')}".rstrip() for name, line in lines.items())
+    others = ", ".join(name for name in presets if name != preset)
+    return (f"{manual}\nKnobs with the values of --preset={preset} (others: {others}), before --train_tokens or"
+            f" --minutes changes batches, rates and steps:\n{knobs}")
+
+
+# ---- From arguments to a config --------------------------------------------------------------------------------------
+
+def read_config(argv, world, presets, gpu=None):
+    """Arguments --preset=name and --key=value -> config for `world` ranks, checked.
+
+    presets: {name: Preset of train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for
+    values that a run does not accept.
+    """
+    overrides = read_arguments(argv)
+    preset, first_step = overrides.pop("preset", None), 0
+    if preset not in (None, *presets):
+        raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
+    if "resume" in overrides:
+        config, first_step = resumed_config(overrides, preset, world, presets)
+    elif "init_from" in overrides:
+        config = begun_config(overrides, preset, world, presets)
+    else:
+        config = preset_config(preset or "record", overrides, world, presets, gpu)
+    check_config(config, world, first_step)
+    return config
+
+
+def left_open(argv, presets) -> tuple[bool, bool]:
+    """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
+    number of rows of n-grams, if there are any, is to suit the memory of the GPU).
+
+    argv must be valid. A preset of another size, or with layers of its own, keeps them.
+    """
+    overrides = read_arguments(argv)
+    preset = presets[overrides.get("preset", "record")]
+    model, has_length = preset.config.model, any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
+    continues = bool({"resume", "init_from"} & overrides.keys())
+    by_hand = any(key in SIZE_KNOBS or re.match("depth|layer", key) for key in overrides)
+    size_is_open = ((preset.sized == "always" or preset.sized == "given" and has_length)
+                    and model.is_wired and Size(model.model_dim, model.depth) in SIZES
+                    and not by_hand and not continues and overrides.get("device") != "cpu")
+    return size_is_open, "ngram_rows" not in overrides and not continues
+
+
+def preset_config(name, overrides, world, presets, gpu=None):
+    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it.
+
+    A --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number
+    of heads where layers are paired.
+    """
+    preset = presets[name]
+    config, model, width = preset.config, preset.config.model, overrides.get("model_dim", "")
+    if "num_heads" not in overrides and width.isdecimal() and int(width) and not int(width) % model.head_dim:
+        overrides = overrides | {"num_heads": str(int(width) // model.head_dim)}
+    heads, depth = (parse_value(key, overrides.get(key, str(old)), int, old)
+                    for key, old in (("num_heads", model.num_heads), ("depth", model.depth)))
+    if depth != model.depth or heads % 2 and model.layers_with("paired") and model.is_wired:
+        if not model.is_wired or not 3 <= depth <= 24:
+            raise UserError(f"--depth={depth}: " + (
+                "from 3 to 24 layers" if model.is_wired else "the layers of this preset are not those of `wire`; take"
+                " another preset, or change them with --layers and --layer<n>"))
+        layers = model.rewired(depth, heads % 2 == 0)
+        config = with_knobs(config, layers=layers, backout_layer=layers[-1].input_from)
+    return with_length(config, overrides, (preset.config.schedule, preset.gpus), world, gpu)
+
+
+def with_length(base, overrides, made_for, world, gpu=None):
+    """The config `base` with the overrides, with at least a micro-batch for each rank, and with the length that the
+    overrides ask for. The last three arguments are those of `fit_length`.
+
+    A setting is set by hand if the length would have given it another value. So no setting that says what the run has
+    anyway changes the run.
+    """
+    config, by_hand = override(base, overrides), set()
+    check_config(config)  # `fit_length` computes with the values
+    asked = config.schedule
+    if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
+        raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
+    wanted = {key: value for key, value in flatten(config).items() if key in overrides and FITTED.fullmatch(key)}
+    while True:
+        config = override(base, {key: overrides[key] for key in overrides.keys() - (wanted.keys() - by_hand)})
+        if 0 < config.system.micro_batches < world:
+            config = with_knobs(config, micro_batches=world)
+        config = with_knobs(config, **fit_length(config, by_hand, made_for, world, gpu))
+        found = flatten(config)
+        if not (others := {key for key, value in wanted.items() if found[key] != value}):
+            break
+        by_hand |= others
+    steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
+    if getattr(asked, knob) and "scheduled_steps" not in overrides and steps < SHORTEST_RUN:
+        raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
+                        f" {config.schedule.stages[0].batch_tokens} tokens; it needs {SHORTEST_RUN}, so make it longer")
+    return config
+
+
+def load_checkpoint(path) -> dict:
+    from data.run import checkpoint  # which imports torch
+    return checkpoint.load_checkpoint(path)
+
+
+def begun_config(overrides, preset, world, presets):
+    """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
+    the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
+    --minutes.
+
+    Raises UserError when an override changes the model, and for a preset.
+    """
+    path, default = overrides["init_from"], presets["record74"].config
+    if preset:
+        raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
+    # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
+    own = {key: getattr(default.system, key) for key in OUTPUT_KNOBS} | {"micro_batches": 0, "train_tokens": 0}
+    saved = with_knobs(config_from_dict(default, load_checkpoint(path)["config"]), **own)
+    config = override(saved, overrides)
+    if config.model != saved.model:
+        changed = (f"--{key}" for key in overrides if key.startswith("layer")
+                   or getattr(config.model, key, None) != getattr(saved.model, key, None))
+        raise UserError(f"--init_from={path}: that model is another one; leave out {', '.join(changed)}")
+    return with_length(saved, overrides, (saved.schedule, 1), world)
+
+
+def resumed_config(overrides, preset, world, presets):
+    """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
+    that are not in KEPT_KNOBS: machine, FP8, output, validation.
+
+    Raises UserError when an override or the preset changes another knob, and when the run is finished.
+    """
+    path = overrides["resume"]
+    state = load_checkpoint(path)
+    saved = with_knobs(config_from_dict(presets["record74"].config, state["config"]), profile="", other_data=False)
+    wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
+    free, new, old = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS, flatten(wanted), flatten(saved)
+    if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
+        new["micro_batches"] = old["micro_batches"]
+    if differing := [f"{key} is {render(new.get(key, 'missing'))} here, {render(old.get(key, 'missing'))} there"
+                     for key in new | old if key not in free and new.get(key) != old.get(key)]:
+        given = [f"--preset={preset}"] * bool(preset)
+        given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
+        advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
+        raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
+    step, total = state["step"], stage_starts(saved.schedule)[-1]
+    if step >= total:
+        raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
+                        " or start a longer run")
+    return override(saved, {key: text for key, text in overrides.items() if key in free}), step
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------------------
+
+def check_config(config, world=None, first_step=0):
+    """Raises UserError for the first knob whose value is never accepted. With the number of ranks, `world`, also when
+    values do not fit together. first_step: of the run; a resumed one begins later."""
+    for names, words in chain(bad_values(config), misfits(config, world, first_step) if world else ()):
+        values = {name: value for name, value, _ in knobs_of(config)}
+        given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
+        raise UserError(f"{given}: {words}" if given else words)
+
+
+def bad_values(config):
+    """Yields (name of a knob or several, what is wrong with the value), also for the knobs of one stage."""
+    for name, value, kind in knobs_of(config):
+        if wanted := demand(kind, value):
+            yield name, f"must be {wanted}"
+    system, schedule = config.system, config.schedule
+    if not re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile):
+        yield "profile", "must be START:COUNT, for example 20:4"
+    if {*"/\\"} & {*system.run_label}:
+        yield "run_label", "must be the name of a file, not of a folder"
+    for key in "muon_warmup", "muon_cooldown":
+        if (steps := getattr(schedule, key)) >= 1 and type(steps) is not int:
+            yield key, "must be a whole number of steps, or from 0 to below 1, a part of the run"
+    for i, stage in enumerate(schedule.stages, 1):
+        weights = f"stage{i}.mtp_start stage{i}.mtp_end"
+        if len(stage.mtp_start) != len(stage.mtp_end):
+            yield weights, "both need the same length"
+        if not stage.mtp_start[0] or not stage.mtp_end[0]:
+            yield weights, "the first weight, of the next token, must be above 0"
+    shares = [stage.share for stage in schedule.stages]
+    if not min(shares[:-1]) > 0 == shares[-1]:
+        yield "", (f"shares of the stages: {', '.join(map(render, shares))}; the share of the last stage, which is the"
+                   " extension, must be 0, all others above 0")
+
+
+def misfits(config, world, first_step):
+    """Yields (names of knobs, why their values do not fit together)."""
+    from data.loader import NGRAM_FACTORS  # which imports torch
+    model, schedule, system, data = config.model, config.schedule, config.system, config.data
+    layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
+    if model.model_dim % (8 * model.num_heads):
+        yield "model_dim num_heads", "the width of a head must be a multiple of 8"
+    if model.num_heads % 2 and (paired := tuple(model.layers_with("paired"))):
+        yield "num_heads", (f"the paired layers {render(paired)} need an even number of heads; --layer0.paired=false"
+                            " makes another layer of the first")
+    if len(model.ngram_rows) > orders or any(0 < count < 2 or count % 1 for count in model.ngram_rows):
+        yield "ngram_rows", f"up to {orders} whole numbers, each 0 or at least 2"
+    if min(rows) < 2:
+        yield "bigram_tables", "the table of bigrams needs two rows or more"
+    if sum(rows) >= 2**31:
+        yield "ngram_rows", "at most 2147483647 rows in all"
+    if model.vocab_size != 50257 and model.bigram_normal:
+        yield "vocab_size", ("--bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
+                             " --bigram_normal=false")
+    if model.mlp_dim < 16:
+        yield "mlp_ratio", f"an MLP of {model.mlp_dim} channels"
+    if model.backout_layer is not None and model.backout_layer >= len(layers):
+        yield "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
+    if not model.layers_with("attention"):
+        yield "", "all layers are without attention: at least one needs it"
+    for i, layer in enumerate(layers):
+        earlier, name = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}"
+        if not layer.attention and (layer.paired or layer.long or layer.value_embed):
+            yield name, "paired, long and value_embed need attention, which this layer lacks"
+        if layer.skip_from is not None and layer.skip_from >= i:
+            yield f"{name}.skip_from", earlier
+        if layer.input_from is not None and (layer.input_from >= i or not layer.attention):
+            yield f"{name}.input_from", f"{earlier}, in a layer with attention"
+        if layer.narrow and (layer.long or not layer.attention):
+            yield f"{name}.narrow", "only for a layer with attention that is not long"
+        if layer.xsa and (layer.paired or not layer.attention):
+            yield f"{name}.xsa", "only for a layer with attention that is not paired"
+        if layer.mix and not (layer.value_embed and model.backout_layer is not None and model.backout_layer < i
+                              and model.layers_with("mix") == [i]):
+            yield f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer"
+        if layer.dynamic and not model.dynamic_sizes[i]:
+            yield f"{name}.dynamic", "neither this layer nor those up to the next dynamic one have factors"
+        if i and layers[i - 1].two_lanes and not layer.two_lanes:
+            yield f"{name}.two_lanes", (f"layer {i - 1} has two lanes, so all later layers need two; add"
+                                        f" --{name}.two_lanes=true")
+    (*starts, total), (warmup, cooldown), stages = stage_starts(schedule), momentum_steps(schedule), schedule.stages
+    if total >= 10**6:
+        yield "scheduled_steps", "a run has at most 999999 steps, the extension included"
+    if any(a >= b for a, b in zip(starts, starts[1:])):
+        yield "scheduled_steps", "each stage needs at least one step"
+    if schedule.cooldown_frac * schedule.scheduled_steps < 1:
+        yield "cooldown_frac", "must cover a scheduled step"
+    if schedule.split_stage > len(stages):
+        yield "split_stage", f"there are {len(stages)} stages, so it must be 1 to {len(stages)}"
+    # A run may end within the warm-up, as short trials of record74 do. Both are rounded, so they may share one step.
+    if warmup < total < warmup + cooldown - 1:
+        yield "muon_warmup muon_cooldown", f"{warmup} and {cooldown} steps, but the run has only {total}"
+    steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)
+    if steps.stop > total:
+        yield "profile", f"the run has steps 0 to {total - 1}"
+    if any(step % every == 0 for step in steps[1:] for every in pauses):
+        yield "profile", ("a validation or a checkpoint comes in between; take other steps, or change"
+                          f" --val_every={system.val_every} or --save_every={system.save_every}")
+    if system.profile and steps.start < first_step:
+        yield "profile", f"the resumed run starts at step {first_step}; profile later steps"
+    has_kernel = not (system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels)
+    if has_kernel and system.dtype != "bfloat16":
+        yield "dtype", ("the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch, or"
+                        " --device=cpu")
+    for knob in "fp8_mlp", "fp8_qkv":
+        is_on = getattr(system, knob) and system.dtype == "bfloat16" and system.kernels != "torch"
+        if is_on and model.model_dim % 16:
+            yield "model_dim", f"--{knob} takes multiples of 16 channels; add --{knob}=false"
+    least = 32 if model.layers_with("narrow") else 16
+    if has_kernel and (not least <= model.head_dim <= 128 or model.head_dim & (model.head_dim - 1)):
+        yield "model_dim num_heads", (
+            f"the attention kernel takes heads of {least} to 128 channels, a power of two"
+            f"{', in models with narrow layers' * (least == 32)}; or add --kernels=attention:torch")
+    if data.val_batch_tokens % 16 or data.val_tokens % data.val_batch_tokens:
+        yield "val_tokens val_batch_tokens", ("the first must be a multiple of the second, and the second of 16; set"
+                                              " both, for example to the same number")
+    count = system.micro_batches  # 0: `fit_memory` chooses the number
+    if count % world:
+        yield "", (f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
+                   + ("" if system.resume else ", or a larger number"))
+    for i, stage in enumerate(stages if count else (), 1):
+        if stage.batch_tokens % (16 * count):
+            yield f"stage{i}.batch_tokens", (f"must be a multiple of 16 * --micro_batches={count}" + (
+                f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))
