@@ -193,26 +193,27 @@ def mix_cases():
                     return mixed.x, (mixed.normed.float() * 16).to(tk.E4M3) if reader.scale else mixed.normed
                 yield Case("mix", f"{name}{kind}, {N}", partial(function, tk.mix, reader),
                            {"compiled": partial(compiled(plain), lane, a, x0, ngram, rows)} if PEERS else {},
-                           bytes=(2 * streams + 4) * N * D)
+                           **needs("mix", N, D, streams + 2))
         for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4)))[:1 + FP8]:
             channel = tk.GradCodes(2.0**-6) if reader.scale else None
             mixed = after_mlp(tk.mix, reader, channel)
             outputs, inputs = (mixed.x, mixed.normed), (lane, a, number)
             yield Case("mix, backward", f"2 streams{kind}, {N}",
                        partial(torch.autograd.grad, outputs, inputs, [rand(N, D), rand(N, D)], True),
-                       bytes=12 * N * D)
+                       **needs("mix_backward", N, D, 6))
         outputs = places(tk.mix)
         yield Case("mix, backward", f"3 places that add 2 streams, {N}",
                    partial(torch.autograd.grad, outputs, (x0, ngram, *rows), [rand(N, D) for _ in outputs], True),
-                   bytes=2 * 7 * N * D)
+                   **needs("added_backward", N, D, 7))
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:
             kind, gate = f"{N}{', without values' if share is None else ''}", rand(N, H).sigmoid()
             if share is not None:
                 yield Case("exclude_values", kind, partial(tk.exclude_values, y, v, share),
-                           {"compiled": partial(compiled(tk.exclude_values_ref), y, v, share)}, bytes=6 * N * D)
+                           {"compiled": partial(compiled(tk.exclude_values_ref), y, v, share)},
+                           **needs("exclude_values", N, D))
             yield Case("output_grad", kind, partial(tk.output_grad, dz, y, v, share, gate),
-                       bytes=(4 if share is None else 10) * N * D)
+                       **needs("output_grad", N, D, share is not None))
 
 
 def transpose_cases():

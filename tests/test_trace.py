@@ -360,7 +360,8 @@ def test_rates_of_our_kernels(mlp, project, others):
         rec.play((f"step {step['step']}", *(partial(rec.kernel, *launch) for launch in launches)))
     result = trace.analyse(rec.trace(**run))
     rows = {name: rest for name, *rest in result["rates"]}
-    assert {name for names in rows for name in names.split()} == set(work.WORK) - others
+    sums = {"mix", "mix_backward", "added_backward", "exclude_values", "output_grad"}  # only bench_kernels.py knows them
+    assert {name for names in rows for name in names.split()} == set(work.WORK) - others - sums
     assert all(part == pytest.approx(0.25) for *_, part in rows.values())
     half = 1 if project == "project" else 0.5
     assert rows[project][0] == 6 and rows[project][1] == pytest.approx(6 * 4e3 * half * 6 * 64 * 256**2 / 1e12)
