@@ -26,23 +26,8 @@ Contents, top to bottom:
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
 whose rows are embeddings; a lane is a residual stream (in record74 the last layers have two); MTP is multi-token
-prediction; a micro-step is the forward and backward pass of one micro-batch.
-
-Quirks of record 74. They change what the model learns; the comments K1 to K12 mark the places in all files:
-    K1  Smear, n-grams, keys of long layers and MTP targets look across the border between two documents.
-    K2  The last target of a truncated document is the BOS token of the next document.
-    K3  The classes that pad the vocabulary take part in the softmax.
-    K4  A paired layer reinterprets memory: head h of token t becomes position 2t + h div (H/2) of head h mod (H/2).
-        Its rotary row is 2t + h mod 2, though: if H = 6, head 1 of token 3 has position 6 but turns by row 7.
-    K5  Token and bigram embeddings are not injected into lane 1, nor into a layer that has a skip but no attention.
-    K6  The forward pass rounds x0_lambdas, bigram_lambdas, resid_lambdas and post_lambdas to bf16 (1.1 ** 0.5 becomes
-        1.046875).
-    K7  NorMuon decays a weight whose update is zero; Adam does not.
-    K8  The bf16 weight of a bank is the upper half of an fp32 weight: truncated, not rounded.
-    K9  The two matrices of an MLP have different learning rates.
-    K10 The last validation uses a longer window than training, with the rotary frequencies of the last stage.
-    K11 The learning rate jumps where a stage begins, also inside the cool-down.
-    K12 The two gradients of one Adam update may come from different stages.
+prediction; a micro-step is the forward and backward pass of one micro-batch. The comments K1 to K12, in all files, mark
+quirks of record 74 that change what a model learns: records/record74.md.
 """
 
 import time
@@ -96,12 +81,13 @@ from data.run.length import momentum_steps, stage_starts
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    PATIENCE, all_come, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
+    PATIENCE, all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
     rank_from_env, require_equal_ranks)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
+from data.run.state import load_state, own_rows, whole_rows, whole_state
 from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import require_codes, warm_up
 from data.shards import inspect_all, run_shards
@@ -745,7 +731,7 @@ class LayerWeights(NamedTuple):
 
 
 class Factors:
-    """factors[place, name]: the factors of x0, bigram and mix (each (n,)) and of xsa (H,) at a layer or at the end; from
+    """factors[place, name]: the factors of x0, bigram and mix (each (n,)) and of xsa (H,) at a layer or the end; from
     the first dynamic layer on, whose network adds to them, a row for every token."""
 
     def __init__(self, model):
@@ -1080,12 +1066,6 @@ class GPT(nn.Module):
 # torch 2.13 renamed reduce_scatter_tensor and all_gather_into_tensor.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def all_reduce(x, rt, op=dist.ReduceOp.SUM):
-    """Replace x by its sum over the ranks, or by what another `op` makes of it."""
-    if rt.world > 1:
-        dist.all_reduce(x, op=op)
 
 
 @torch.no_grad()
@@ -1495,80 +1475,6 @@ class NorMuonAndAdam:
                     all_gather(self.buffers[label][0], self.shards[label])
         for name, copy in self.copies.items() if plan.tied else ():
             self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
-
-    def state_dict(self):
-        """{label: its entries of self.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
-
-        All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
-        parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table in
-        self.few_rows it has few rows, and "rows" are their numbers.
-        """
-        full = {}
-        for label, param in self.params.items():
-            if label in self.few_rows:
-                full[label] = self._rows_state(label)
-                continue
-            tensors = {key: self._unshard(label, part) for key, part in self.state[label].items()}
-            grad = param.grad.clone()
-            all_reduce(grad, self.rt, dist.ReduceOp.AVG)
-            tensors |= {"grad": grad} if grad.any() else {}
-            full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if self.rt.rank == 0}
-        return full
-
-    def joined(self, part, lengths):
-        """The parts of all ranks in one tensor on the CPU of rank 0, elsewhere an empty one; lengths: of the parts, one
-        for each rank. All ranks must call this."""
-        parts = [part.new_empty(0, *part.shape[1:], device="cpu")]
-        for rank, length in enumerate(lengths):  # one part at a time: a GPU may lack the memory for all
-            piece = part.contiguous() if rank == self.rt.rank else part.new_empty(length, *part.shape[1:])
-            if self.rt.world > 1:
-                dist.broadcast(piece, rank)
-            parts += [piece.cpu()] if self.rt.rank == 0 else []
-        return torch.cat(parts)
-
-    def whole_rows(self, label, part):
-        """`joined` parts of a tensor (R, ...), of which every rank has as many rows."""
-        return self.joined(part, [len(part)] * self.rt.world)[:self.table[label].shape[0]]
-
-    def own_rows(self, label, whole):
-        """This rank's part of a tensor (R, ...), padded with zeros."""
-        size = len(self.params[label])
-        part = whole[self.rt.rank * size:(self.rt.rank + 1) * size]
-        return torch.cat((part, part.new_zeros(size - len(part), *part.shape[1:]))) if len(part) < size else part
-
-    def _rows_state(self, label):
-        """`state_dict` of a table in self.few_rows."""
-        tensors = {key: self.whole_rows(label, part) for key, part in self.state[label].items()}
-        few, counts = self.few_rows[label], torch.zeros(self.rt.world, dtype=torch.int32, device=self.rt.device)
-        counts[self.rt.rank] = few.count[0]
-        all_reduce(counts, self.rt)
-        counts = counts.tolist()
-        waiting = slice(counts[self.rt.rank])
-        rows = self.joined(few.rows[waiting] + self.rt.rank * len(few.place), counts)
-        grad, order = self.joined(few.grad[waiting], counts), rows.argsort()  # the order of places varies
-        tensors |= {"rows": rows[order], "grad": grad[order]} if any(counts) else {}
-        return tensors if self.rt.rank == 0 else {}
-
-    @torch.no_grad()
-    def load_state_dict(self, full):
-        """Load the result of `state_dict`. A missing tensor becomes zero, so {} restores the state of step 0."""
-        for label, param in self.params.items():
-            tensors, targets = full.get(label, {}), self.state[label]
-            if label in self.few_rows:
-                rows = tensors.get("rows", torch.zeros(0)) - self.rt.rank * len(param)
-                mine = (rows >= 0) & (rows < len(param))
-                self.few_rows[label].load(rows[mine], tensors.get("grad", torch.zeros(0, param.size(1)))[mine])
-            else:
-                targets = targets | {"grad": param.grad}
-            for key, target in targets.items():
-                if (tensor := tensors.get(key)) is None:
-                    target.zero_()
-                elif label in self.few_rows:
-                    target.copy_(self.own_rows(label, tensor))
-                else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
-                    target.copy_(tensor if key == "grad" else self._shard(label, tensor))
-            if label in self.touched:
-                self.touched[label].copy_(param.grad.any(1))
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -1997,8 +1903,8 @@ class Trainer:
         self.whole = None  # an error in here would come again
         state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
-                 "loader": self.loader.state_dict(), "optimizer": self.optimizer.state_dict()}
-        whole = {label: self.optimizer.whole_rows(label, self.model.get_parameter(label).detach())
+                 "loader": self.loader.state_dict(), "optimizer": whole_state(self.optimizer)}
+        whole = {label: whole_rows(self.optimizer, label, self.model.get_parameter(label).detach())
                  for label in self.optimizer.few_rows}
         if self.rt.rank == 0:
             read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
@@ -2018,14 +1924,14 @@ class Trainer:
 
     def load_state_dict(self, state):
         """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_state(self.optimizer, state["optimizer"])
         self.load_weights(state)
         self.loader.load_state_dict(state["loader"])
         torch.set_rng_state(state["rng"])
 
     def load_weights(self, state):
         """Load the weights alone, and the scales of their FP8 codes."""
-        parts = {label: self.optimizer.own_rows(label, state["model"][label]) for label in self.optimizer.few_rows}
+        parts = {label: own_rows(self.optimizer, label, state["model"][label]) for label in self.optimizer.few_rows}
         self.model.load_state_dict(state["model"] | parts)
         self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
 

@@ -9,7 +9,7 @@ tensors. It gets bf16 matrix products and FP8 codes wrong, so operations with th
 
 Conventions
   Importing this file only defines functions, and registers operators with torch.library. Launch parameters are in
-  tables; nothing is autotuned. K1 to K12 are quirks of record 74, which the docstring of train_gpt.py lists.
+  tables; nothing is autotuned. K1 to K12 are quirks of record 74 (records/record74.md).
   Strides are in elements. Offsets into tensors of N·D elements or more are int64; offsets into smaller tensors
   (rotary tables, gates) may be int32.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.

@@ -1,7 +1,7 @@
 """Reads token shards, packs documents into micro-batches, and copies them to the device.
 
 Contents: Batch; training shards; Loader; ValidationData.
-Shape letters: N tokens of one forward pass, G ranks. train_gpt.py lists the quirks K1, K2.
+Shape letters: N tokens of one forward pass, G ranks. records/record74.md has the quirks K1, K2.
 """
 
 import copy

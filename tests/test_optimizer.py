@@ -16,6 +16,7 @@ import train_gpt as T
 import triton_kernels as kernels
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.machine import Runtime
+from data.run.state import load_state, whole_state
 
 CPU = torch.device("cpu")
 ONE_RANK = Runtime(0, 1, CPU)
@@ -373,7 +374,7 @@ class Steps:
             target += grad.to(target)
 
     def state(self):
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": whole_state(self.optimizer)}
 
 
 @pytest.mark.parametrize("ngrams", [False, True])
@@ -451,7 +452,7 @@ def train(rt, steps, saved=None, head_pairs=False):
     optimizer = T.NorMuonAndAdam(model.named_parameters(), config, rt, OPS)
     if saved is not None:
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        load_state(optimizer, saved["optimizer"])
     for plan in (T.make_plan(config, step) for step in steps):
         for part in (0, 1):
             generator = torch.Generator().manual_seed(2 * plan.step + part)
@@ -468,7 +469,7 @@ def train(rt, steps, saved=None, head_pairs=False):
     for label, buffers in optimizer.buffers.items():  # what is behind a parameter
         size = model.get_parameter(label).numel()
         assert not any(buffer.flatten()[size:].any() for buffer in buffers), label
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {"model": model.state_dict(), "optimizer": whole_state(optimizer)}
 
 
 def train_as_rank(rank, world, folder, steps, head_pairs):

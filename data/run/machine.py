@@ -106,6 +106,12 @@ def all_come(rt, place, seconds=10) -> bool:
     return count == rt.world
 
 
+def all_reduce(x, rt, op=dist.ReduceOp.SUM):
+    """Replace x by its sum over the ranks, or by what another `op` makes of it."""
+    if rt.world > 1:
+        dist.all_reduce(x, op=op)
+
+
 def capability(device) -> dict[str, str]:
     """Capabilities of the hardware, for the log and for the choice of kernels."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

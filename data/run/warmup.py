@@ -20,6 +20,7 @@ from data.run.config import check_config, with_knobs
 from data.run.length import seconds_per_step, with_minutes
 from data.run.program import UserError
 from data.run.start import survey_training_data
+from data.run.state import load_state
 
 
 def warm_up(trainer):
@@ -47,7 +48,7 @@ def warm_up(trainer):
     trainer.watch.lap("evaluation")
     trainer.log.line("Resetting Model")
     trainer.init_weights()
-    trainer.optimizer.load_state_dict({})
+    load_state(trainer.optimizer, {})
     trainer.quantise_weights()
 
 
