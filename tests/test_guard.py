@@ -160,8 +160,8 @@ def test_sums_by_kernels(corpus):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", [*T.PRESETS, "fp8"])
-@pytest.mark.parametrize("graphs", ["false", "true"])
-def test_gpu(corpus, name, graphs):
+@pytest.mark.parametrize("graphs, mix", [("false", "torch"), ("true", "torch"), ("true", "triton")])
+def test_gpu(corpus, name, graphs, mix):
     """All kernels, bf16 activations. An H200 (torch 2.11, triton 3.6) came within 3.3e-4, with the FP8 head within
     4.3e-4; up to step 1 within 2e-5 and 1.5e-4. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another
     rounding at random: 5e-4, 7e-4; 4e-5, 2e-4. Graphs launch the same kernels."""
@@ -169,7 +169,7 @@ def test_gpu(corpus, name, graphs):
         pytest.skip("this GPU has no FP8")
     if not stored(name):
         pytest.skip("its curve is that of another preset")
-    args = [*corpus, *GPU, f"--cuda_graphs={graphs}", *CURVES[name]]
+    args = [*corpus, *GPU, f"--cuda_graphs={graphs}", f"--kernels=mix:{mix}", *CURVES[name]]
     assert leaves(curve(args), name, "gpu_tolerance") is None
 
 

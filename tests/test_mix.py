@@ -1,9 +1,15 @@
 """Sums of streams with their norm and codes, against autograd in fp64; new tensors hold NaN."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import test_guard
+import train_gpt as T
 import triton_kernels as tk
+from data.run.log import Stopwatch
+from data.run.machine import Runtime
 from oracles import ON_GPU, assert_as_good, bf16
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -159,3 +165,30 @@ def test_exclude_values(per_token, dtype, device):
     assert dy is not None and torch.equal(dy, dz) and dv is dshare is None
     wanted = torch.where(gate > 0, (dz.double() * y.double()).sum(-1) / gate.double(), 0)
     assert_as_good(dgate, wanted.float(), wanted)
+
+
+def test_a_micro_step_in_fp8(tmp_path, device):
+    """All parts of a run in FP8: with the sums by kernels the same gradients as with plain sums, within the noise of
+    codes. A tensor without memory that somebody reads would make them NaN."""
+    def gradients(mix):
+        config = T.parse_config([
+            "--preset=cpu", *test_guard.GUARD, *corpus, "--model_dim=64", "--micro_batches=1", "--stage1.batch_tokens=96",
+            f"--device={device.type}", "--dtype=bfloat16", "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true",
+            f"--kernels=mix:{mix}"])
+        ops, _ = tk.choose_ops(device, config.system.kernels)
+        trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+        generator = torch.Generator(device).manual_seed(1)
+        for p in trainer.model.parameters():
+            if not p.any():  # what begins at zero passes no gradient on
+                p.detach().normal_(std=0.05, generator=generator)
+        for codes in trainer.head, trainer.model.fp8_mlps, trainer.model.fp8_projections:
+            codes.refresh()
+        batch, plan = trainer.loader.next_batch(), trainer.plans[0]
+        trainer.micro_step(batch, trainer.mtp_table[0, :len(plan.mtp_weights)], trainer.attn[0])
+        return {label: p.grad.float() for label, p in trainer.model.named_parameters() if p.grad is not None}
+    corpus = test_guard.make_corpus(tmp_path)
+    plain, fused = gradients("torch"), gradients("triton")
+    for label, wanted in plain.items():
+        assert fused[label].isfinite().all(), label
+        if wanted.numel() > 1000:
+            assert (fused[label] - wanted).norm() <= (0.15 if ON_GPU else 0.3) * wanted.norm(), label
