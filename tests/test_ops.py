@@ -64,8 +64,8 @@ def test_attention_ref(n, longest, windows, device):
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")  # naming a device needs none
 OPS = ("XXT", "XTX", "ba_plus_cAA", "transpose_copy", "transpose_add", "attention", "mlp", "pointer", "cross_entropy",
        "update_rows", "update_few_rows", "signed_rows", "embedding_grad", "fused_momentum", "normuon_update",
-       "adam_update", "replicated_update")
-FAST = dict.fromkeys(OPS, "triton")
+       "adam_update", "replicated_update", "mix")
+FAST = dict.fromkeys(OPS, "triton") | {"mix": "torch"}  # its kernels must be asked for
 
 
 @pytest.mark.parametrize("device, wanted, changed", [
