@@ -39,6 +39,8 @@ import functools
 import gc
 import hashlib
 import math
+import os
+import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
@@ -52,48 +54,17 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
+from data.run.config import Bounds, demand, help_page, left_open, read_config
 from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
-from data.run.program import keep_bytecode, keep_compiled, open_outputs, run_program
+from data.run.length import momentum_steps, stage_starts
+from data.run.program import (
+    NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, keep_compiled, one_line,
+    open_outputs, run_program, told)
 
-require_packages("numpy", "torch")
-if __name__ == "__main__":  # before torch is imported
+if __name__ == "__main__":
     open_outputs()
-    keep_bytecode()
-    keep_compiled()
     die_with_torchrun()
     die_at_ctrl_c()
-    choose_waiting(sys.argv[1:])
-
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-import triton_kernels as kernels
-from data.facts import facts_of_run
-from data.loader import Batch, Loader, ValidationData
-from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
-from data.run.config import Bounds, demand, help_page, left_open, read_config
-from data.run.graphs import MicroStepGraphs, UpdateGraphs
-from data.run.kept import KeptFunction
-from data.run.length import momentum_steps, stage_starts
-from data.run.log import (
-    Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
-from data.run.machine import (
-    PATIENCE, all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
-    rank_from_env, require_equal_ranks)
-from data.run.memory import most_few_rows, restart_with_more_micro_batches
-from data.run.program import NotFinite, UserError, claim_report, error_message, is_out_of_memory, one_line, told
-from data.run.sample import sample, sample_command
-from data.run.start import agree_on_shards, check_start, fit_size
-from data.run.state import load_state, own_rows, whole_rows, whole_state
-from data.run.trial import is_tested, replace_faulty_kernels
-from data.run.warmup import require_codes, warm_up
-from data.shards import inspect_all, run_shards
-from data.tokenizer import normalised_ids, text_codec
-
-IMPORT_SECONDS = time.perf_counter() - started
 
 
 # ---- Config: edit a default, or set a knob with --name=value (--stage1.batch_tokens=..., --layer6.attention=...) -----
@@ -485,6 +456,54 @@ def parse_config(argv, world=1, gpu=None) -> Config:
     gpu: what the GPU can do, where the length of the run chooses the size (None: not measured yet).
     """
     return read_config(argv, world, PRESETS, gpu)
+
+
+def first_answer(argv) -> int | None:
+    """The exit status of --help. None: the run needs PyTorch, whose import takes seconds. Raises UserError for arguments
+    that no run accepts; those that need a checkpoint are read later."""
+    if {"--help", "-h"} & {*argv}:
+        print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
+        return 0
+    if not re.search(r"^--(sample|resume|init_from)\b", "\n".join(argv), re.M):
+        parse_config([arg for arg in argv if arg != "--check"])
+    return None
+
+
+if __name__ == "__main__":
+    if "WORLD_SIZE" not in os.environ:  # of several processes, `main` lets one speak
+        run_program(first_answer)
+    keep_bytecode()
+    keep_compiled()
+    choose_waiting(sys.argv[1:])
+require_packages("numpy", "torch")  # the rest of this file needs them
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triton_kernels as kernels
+from data.facts import facts_of_run
+from data.loader import Batch, Loader, ValidationData
+from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
+from data.run.graphs import MicroStepGraphs, UpdateGraphs
+from data.run.kept import KeptFunction
+from data.run.log import (
+    Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
+from data.run.machine import (
+    PATIENCE, all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
+    rank_from_env, require_equal_ranks)
+from data.run.memory import most_few_rows, restart_with_more_micro_batches
+from data.run.sample import sample, sample_command
+from data.run.start import agree_on_shards, check_start, fit_size
+from data.run.state import load_state, own_rows, whole_rows, whole_state
+from data.run.trial import is_tested, replace_faulty_kernels
+from data.run.warmup import require_codes, warm_up
+from data.shards import inspect_all, run_shards
+from data.tokenizer import normalised_ids, text_codec
+
+IMPORT_SECONDS = time.perf_counter() - started
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -2101,8 +2120,7 @@ def main(argv) -> int:
     """Train, or do what --help, --check or --sample asks for; returns the exit status."""
     watch = Stopwatch(IMPORT_SECONDS)
     if {"--help", "-h"} & {*argv}:
-        print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
-        return 0
+        return first_answer(argv)
     rank = local = 0
     log = None
     try:

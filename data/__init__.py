@@ -7,6 +7,9 @@ ADVICE = "activate .venv (source .venv/bin/activate), or start with ./run.sh"
 if sys.version_info < (3, 10):  # before imports that an older Python cannot read
     sys.exit("error: this is Python %d.%d, but 3.10 or newer is needed: " % sys.version_info[:2] + ADVICE)
 
+# One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
+NGRAM_FACTORS = 36313, 27191, 51637, 44987, 58379, 40507, 62539, 33941
+
 
 def require_packages(*names):
     """End the program with one line if this Python lacks a package."""

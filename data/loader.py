@@ -18,12 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data import NGRAM_FACTORS
 from data.run.program import UserError
 from data.shards import Shards, read_shard
-
-
-# One factor for each token of an n-gram, the last token first. The first two are those of PR 201 (classiclarryd).
-NGRAM_FACTORS = 36313, 27191, 51637, 44987, 58379, 40507, 62539, 33941
 
 
 def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:

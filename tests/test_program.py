@@ -44,7 +44,8 @@ def run(home):
 
 def test_a_run_in_an_odd_shell(run, home):
     assert run.returncode == 0, run.stderr
-    ours = [line for line in run.stderr.splitlines() if str(ROOT) in line and sys.prefix not in line]  # .venv is in ROOT
+    # .venv may lie in ROOT.
+    ours = [line for line in run.stderr.splitlines() if str(ROOT) in line and sys.prefix not in line]
     assert not [line for line in ours if "EncodingWarning" in line]
     log, = home.glob("logs/*.txt")
     assert re.search("^final_val_loss: ", log.read_text(encoding="utf-8"), re.M)
@@ -85,6 +86,17 @@ def test_a_pipe_that_nobody_reads_ends_every_program_without_a_word(home):
     assert {status for status, _ in found.values()} <= {0, 1, 141}  # argparse looks away
     assert {name: words for name, (_, words) in found.items() if words} == {
         "records/repeat.py --repeat 1": "error: --label and a name for the runs are missing\n"}
+
+
+def test_what_needs_no_torch(tmp_path):
+    """--help and wrong arguments are answered before PyTorch is imported, which takes seconds."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    for argument, status, words in (
+            ("--help", 0, "Knobs with the values of "), ("--muon_lrr=1", 1, "nearest is --muon_lr "),
+            ("--model_dim=100", 1, "a multiple of 8"), ("--seed=2", 1, "torch is imported")):
+        done = subprocess.run([sys.executable, str(ROOT / "train_gpt.py"), argument], capture_output=True, text=True,
+                              env=ENV | {"PYTHONPATH": str(tmp_path)})
+        assert done.returncode == status and re.search(words, done.stdout + done.stderr), argument
 
 
 def test_a_run_that_nobody_reads_says_what_helps(home):

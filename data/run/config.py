@@ -19,6 +19,7 @@ from collections import deque
 from itertools import chain
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from data import NGRAM_FACTORS
 from data.run.length import FITTED, SHORTEST_RUN, SIZE_KNOBS, SIZES, Size, fit_length, momentum_steps, stage_starts
 from data.run.program import UserError
 
@@ -436,7 +437,6 @@ def bad_values(config):
 
 def misfits(config, world, first_step):
     """Yields (names of knobs, why their values do not fit together)."""
-    from data.loader import NGRAM_FACTORS  # which imports torch
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
     if model.model_dim % (8 * model.num_heads):

@@ -175,8 +175,8 @@ def open_outputs():
 
 
 def run_program(main):
-    """Calls main(argv) and ends the process with the status that it returns. Waits for no thread and no other process,
-    which may hang after an error. A UserError ends it with one line, a closed pipe (`| head`) without a word."""
+    """Calls main(argv) and ends the process with the status that it returns; None: the process goes on. Waits for no
+    thread and no other process, which may hang after an error. A UserError ends it with one line, a closed pipe (`| head`) without a word."""
     open_outputs()
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     status = 1
@@ -192,4 +192,5 @@ def run_program(main):
     except Exception:
         with suppress(OSError):
             traceback.print_exc()
-    os._exit(status)
+    if status is not None:
+        os._exit(status)
