@@ -2390,7 +2390,7 @@ class _MlpFp8(torch.autograd.Function):
         dx, dW1, dW2 = _mlp_fp8_backward(*codes, factor, *kept, ctx.dpre_max, ctx.i)
         dfactor = None
         if factor is not None:
-            dfactor = (dW2.float() * W2.float()).sum().to(factor.dtype)
+            dfactor = (dW2 * W2).sum(dtype=torch.float32).to(factor.dtype)
             dW2 = dW2 * factor
         return dx, dW1, dW2, dfactor, *[None] * 9
 
