@@ -742,7 +742,8 @@ class LayerWeights(NamedTuple):
     W2: Tensor  # (mlp_dim, D)
     resid: tuple[Tensor, Tensor]  # 0-D factors of what a lane carries past attention and past the MLP
     post: dict[str, Tensor]  # 0-D factors of the outputs of attention and MLP in each lane: attn0, attn1, mlp0, mlp1
-    qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k; times a lambda
+    qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k; times a lambda, unless it has
+    qkv_factor: Tensor | None = None  # this lambda, 0-D, which FP8 codes contain
     out: Tensor | None = None  # (D, H d), times a lambda
     gate: Tensor | None = None  # (H, GATE_CHANNELS), of the output of attention
     value_gate: Tensor | None = None  # (H, GATE_CHANNELS)
@@ -913,14 +914,18 @@ class GPT(nn.Module):
         product scales the weights of many layers, so that one product also makes the gradients of their lambdas.
         """
         config, dtype = self.config, self.dtype
+        lambdas = [column.unbind(0) for column in self.sa_lambdas.unbind(1)]
+
         def scaled(weights, layers, column):
-            lambdas = torch.stack([self.sa_lambdas[i, column] for i in layers])
-            return zip(layers, (lambdas[:, None, None] * weights).to(dtype).unbind(0))
+            factors = torch.stack([lambdas[column][i] for i in layers])
+            return zip(layers, (factors[:, None, None] * weights).to(dtype).unbind(0))
 
         vs, os = self.vo_bank.to(dtype).unbind(1)
-        found = {"out": dict(scaled(os, self.with_attention, 1)), "qkv": {}}
+        found, in_codes = {"out": dict(scaled(os, self.with_attention, 1)), "qkv": {}}, False
+        if self.is_fused and self.fp8_projections and torch.is_grad_enabled():
+            in_codes, found["qkv_factor"] = True, dict(enumerate(lambdas[0]))
         for layers, weights in self.projections(vs.unbind(0)):
-            found["qkv"].update(scaled(weights, layers, 0))
+            found["qkv"].update(zip(layers, weights.unbind(0)) if in_codes else scaled(weights, layers, 0))
         matrices = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, config.model_dim).unbind(0)
         found["W1"], found["W2"] = (dict(enumerate(matrices[k::2])) for k in (0, 1))
         found["gate"] = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
@@ -945,7 +950,7 @@ class GPT(nn.Module):
         layer, codes = self.config.layers[i], stream.codes
         rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
         codes = codes and self.fp8_projections(i, codes, self.sa_lambdas[i, 0])
-        options = dict(first=stream.first, share=xsa) if self.is_fused else {}
+        options = dict(first=stream.first, share=xsa, factor=w.qkv_factor) if self.is_fused else {}
         y, v = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
                                   attn.long_window if layer.long else attn.short_window, scale, layer.paired,
                                   layer.long, layer.narrow, codes, layer.xsa, **options)

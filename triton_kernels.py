@@ -1610,13 +1610,14 @@ def _(dy, dv, dgate, x, weight, rotary, ve, w_ve, w_out, *others):
 
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, with_values, first, share, x, weight, rotary, ve, w_ve, w_out, *others):
+    def forward(ctx, with_values, first, share, factor, x, weight, rotary, ve, w_ve, w_out, *others):
         """others: start, end, window, scale, paired, offset, narrow and, in FP8, ProjectionCodes."""
-        codes = others[7:]
+        codes, whole = others[7:], None if factor is None else weight
         if codes:  # of x, the op reads only the columns of the gates; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous() if first is None else first, codes[1]
         y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others[:7], list(codes[:4]))
-        ctx.save_for_backward(y, gates, share, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept, *codes[2:])
+        ctx.save_for_backward(y, gates, share, factor, whole, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept,
+                              *codes[2:])
         ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
         if share is not None:
             return exclude_values(y, v, share)
@@ -1625,22 +1626,26 @@ class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dv=None):
-        y, gates, share, *saved = ctx.saved_tensors
+        y, gates, share, factor, whole, *saved = ctx.saved_tensors
         if torch.compiler.is_compiling():
             dshare, dgate = None, out_gate_grad(dy, y, gates[0])
         else:
             dy, dv_here, dshare, dgate = output_grad(dy, y, saved[10], share, gates[0])
             dv = dv if share is None else dv_here
+        if factor is not None:
+            saved[14] = saved[14] * factor  # the scale of x, in the gradient of the weight
         dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, dgate, *saved[:14], gates, ctx.paired,
                                                                     ctx.offset, saved[14:])
         dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-        return (None, None, dshare, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out,
+        dfactor = None if factor is None else _grad_of_scale(dweight, whole, factor)
+        return (None, None, dshare, dfactor, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out,
                 *[None] * ctx.others)
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                        codes=None, with_values=True, first=None, share=None):
+                        codes=None, with_values=True, first=None, share=None, factor=None):
     """y and v, both (N, H, d), or y and None; see the banner above."""
+    weight = weight if factor is None else factor * weight
     out_gate, ve_gate = head_gates_ref(x if first is None else first, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, codes)
     N, H = out_gate.shape
@@ -1658,7 +1663,7 @@ BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "
 
 
 def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                 codes=None, with_values=True, first=None, share=None):
+                 codes=None, with_values=True, first=None, share=None, factor=None):
     """What the texts of the contract cannot say: the first fault in words, or None."""
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
@@ -1687,13 +1692,14 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
            weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
-           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided")
+           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided", factor="?: bf16 fp32")
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                    codes=None, with_values=True, first=None, share=None):
+                    codes=None, with_values=True, first=None, share=None, factor=None):
     """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
 
     first: with codes, the first channels of x, which the gates read; x itself is then not read. share: if given, the
-    result is exclude_values(y, v, share), differentiable in share, and without v.
+    result is exclude_values(y, v, share), differentiable in share, and without v. factor: with codes, the 0-D factor that
+    they contain; the gradients of it and of the weight without it follow.
     """
     N = len(x)
     # Outside the opaque op, so that the compiler does this once for all layers.
@@ -1702,8 +1708,8 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
     weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (weight, w_ve, w_out))
     x = x.contiguous() if first is None else x
     with_values = with_values and share is None
-    outputs = _AttentionBlock.apply(with_values, first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window,
-                                    scale, paired, offset, narrow, *(codes or ()))
+    outputs = _AttentionBlock.apply(with_values, first, share, factor, x, weight, rotary, ve, w_ve, w_out, start, end,
+                                    window, scale, paired, offset, narrow, *(codes or ()))
     return outputs if with_values else (outputs, None)
 
 
@@ -1769,6 +1775,12 @@ def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16):
     if _takes_ref(a):
         return (a.float() @ b.float().mT * (scale_a * scale_b)).to(dtype)
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _grad_of_scale(dW, W, factor):
+    """Gradient of a 0-D factor of weights W, from their gradient dW, which a product has scaled by the factor."""
+    dot = (dW * W).sum(dtype=torch.float32)
+    return torch.where(factor == 0, 0.0, dot / factor).to(factor.dtype)
 
 
 def _saturated(x, DTYPE: tl.constexpr):
@@ -2280,13 +2292,13 @@ def mlp(x, W1, W2):
 #   product           operands (scale)                         result
 #   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)            post = relu(bf16(pre))², e4m3 codes (delayed)
 #   y = post W2       post, W2 e4m3 (exact, times factor)      bf16, with fast accumulation
-#   dW2 = postᵀ g     post, g e5m2 (static)                       bf16, then times factor
+#   dW2 = postᵀ g     post, g e5m2 (static, times factor)         bf16
 #   dpost = g W2ᵀ     g, W2                                    dpre = 2 dpost √post, e5m2 codes (delayed)
 #   dW1 = dpreᵀ x     dpre, x                                  bf16
 #   dx = dpre W1      dpre, W1                                 bf16
 #
 #   N, D and F are multiples of 16; x is RMS-normed; W1 and W2 are the matrices i of the bank. Gradient of the factor:
-#   the sum of dW2, before the factor, times W2.
+#   see `_grad_of_scale`.
 #
 # Sums are in fp32, of which Hopper keeps about 14 bits, in the library only with fast accumulation. That is enough for
 # post and dpre, because their sums have only D terms and are then rounded to codes of 3 or 4 significant bits. The
@@ -2359,9 +2371,9 @@ def _(x8, factor, codes, codes_t, scales, post_max, i):
 def _mlp_fp8_backward(g: Tensor, g_t: Tensor, factor: Tensor | None, x8_t: Tensor, post: Tensor, post_t: Tensor,
                       codes: Tensor, codes_t: Tensor, scales: Tensor, dpre_max: Tensor,
                       i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dW1, and dW2 before the factor. g, g_t: codes of the gradient of y."""
+    """dx, dW1, dW2. g, g_t: codes of the gradient of y."""
     x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = _mlp_scales(scales[i], factor)
-    dW2 = scaled_product(post_t, g_t, post_scale, g_scale)
+    dW2 = scaled_product(post_t, g_t, post_scale, g_scale if factor is None else g_scale * factor)
     dpre, dpre_t = relu_square_codes(g, codes[i, 1], g_scale, w2_scale, dpre_scale, dpre_max[i], post, post_scale)
     return (scaled_product(dpre, codes_t[i, 0], dpre_scale, w1_scale),
             scaled_product(dpre_t, x8_t, dpre_scale, x_scale), dW2)
@@ -2390,8 +2402,7 @@ class _MlpFp8(torch.autograd.Function):
         dx, dW1, dW2 = _mlp_fp8_backward(*codes, factor, *kept, ctx.dpre_max, ctx.i)
         dfactor = None
         if factor is not None:
-            dfactor = (dW2 * W2).sum(dtype=torch.float32).to(factor.dtype)
-            dW2 = dW2 * factor
+            dfactor = _grad_of_scale(dW2, W2, factor)
         return dx, dW1, dW2, dfactor, *[None] * 9
 
 

@@ -183,6 +183,21 @@ def test_kernels_of_the_projection(kind, N, tma, device, monkeypatch):
     torch.testing.assert_close(dqkv.double(), wanted, rtol=step, atol=step * 1e-2 * wanted.abs().max().item())
 
 
+@pytest.mark.parametrize("kind", ["long+value", "narrow"])
+def test_a_factor_beside_the_weight(kind, device, unrounded):
+    """The gradients of the factor and of the weight without it, in place of that of their product."""
+    (x, weight, *others), _, codes = block_inputs(kind, 48, device, DTYPE)
+    factor = torch.tensor(FACTOR, device=device, dtype=torch.float32).requires_grad_()
+    inner, both = (weight / FACTOR).requires_grad_(), weight.detach().requires_grad_()
+    dy = upstream((x, weight, *others))[0]
+    y, _ = tk.attention_block(x, inner, *others, codes, False, factor=factor)
+    dinner, dfactor = torch.autograd.grad(y, (inner, factor), dy)
+    dboth, = torch.autograd.grad(tk.attention_block(x, both, *others, codes, False)[0], both, dy)
+    torch.testing.assert_close(dinner, FACTOR * dboth, rtol=2**-7, atol=0)
+    wanted = (dboth.double() * inner.detach().double()).sum()
+    assert abs(dfactor - wanted) <= 2**-7 * (dboth.norm() * inner.norm())
+
+
 @pytest.mark.parametrize("kind", ["value", "narrow+paired"])
 def test_codes_that_need_no_rounding(kind, device):
     """The real format: gradients of v that e5m2 holds, in both layouts, and zeros for q and k."""

@@ -109,7 +109,7 @@ def make_trainer(tmp_path, monkeypatch):
         *(f"--stage{i}.{key}={value}" for i, stage in enumerate(stages, 1) for key, value in zip(keys, stage))])
     # In place of the opaque operators, which take minutes in the interpreter: all around them is traced as it is.
     monkeypatch.setattr(tk, "_mlp", lambda x, W1, W2: (tk.mlp_ref(x, W1, W2),))
-    monkeypatch.setattr(tk, "_AttentionBlock", SimpleNamespace(apply=lambda with_values, first, share, x, weight, *args: (
+    monkeypatch.setattr(tk, "_AttentionBlock", SimpleNamespace(apply=lambda with_values, first, share, factor, x, weight, *args: (
         x @ weight[:x.size(1)]).view(x.size(0), args[3].size(0), -1) * args[7]))
     ops, _ = tk.choose_ops(CPU, config.system.kernels)
     compile = torch.compile
