@@ -3697,9 +3697,10 @@ def _without_memory(x):
 def mix_ref(terms, reader=None, added=None, grad_codes=None):
     """mix in plain PyTorch, rounded after each operation. grad_codes: not used."""
     terms = [(factor.to(s.dtype) if isinstance(factor, Tensor) else factor, s) for factor, s in terms]
-    x = sum(s if factor is None else factor * s for factor, s in terms)
+    x = functools.reduce(torch.add, (s if factor is None else factor * s for factor, s in terms))
     if added:
-        x = x + sum(f.to(s.dtype) * s for f, s in zip(added.factors, added.streams) if f is not None)
+        pairs = zip(added.factors, added.streams)
+        x = x + functools.reduce(torch.add, (f.to(s.dtype) * s for f, s in pairs if f is not None))
     if reader is None:
         return Mixed(x)
     normed = rms_norm(x)
