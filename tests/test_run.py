@@ -569,7 +569,7 @@ def test_bytecode_is_kept_where_pytorch_has_none(tmp_path, translated):
     """The PyTorch of this test tells where Python keeps bytecode, and ends the script."""
     (tmp_path / "data/run").mkdir(parents=True)
     for name in "train_gpt.py", *(f"data/{name}.py" for name in (
-            "__init__", "run/launch", "run/program")):
+            "__init__", "run/config", "run/launch", "run/length", "run/program")):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     fake = tmp_path / "torch.py"
     fake.write_text("import sys; sys.exit(f'{sys.pycache_prefix} {sys.dont_write_bytecode}')")
