@@ -28,14 +28,14 @@ Banners give the time of an operation at 49152 tokens on this GPU, and how much 
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     330
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     725
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     720
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
   5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 540
   6   pointer                               attention on earlier copies of the target (not in record 74)      230
   7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             285
-  10  mix, mix_ref                          sums of streams with their norm and its FP8 codes                     430
+  10  mix, mix_ref                          sums of streams with their norm and its FP8 codes                     380
   11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
 """
 
@@ -221,6 +221,19 @@ def _matrix_tile(X, m, k, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         columns = k + tl.arange(0, COLUMNS)
         return tl.load(X + rows.to(tl.int64)[:, None] * K + columns[None, :],
                        mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile(X, n, d, N, D):
+    """fp32 tile (rows n, columns d) of X (N, D)."""
+    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :],
+                   other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(X, x, n, d, N, D):
+    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
+             mask=(n < N)[:, None] & (d < D)[None, :])
 
 
 def _matrix_tiles(x, rows, columns):
@@ -1192,19 +1205,6 @@ def exclude_values_ref(y, v, share):
 
 
 @triton.jit
-def _heads(X, r, rows, D: tl.constexpr):
-    """fp32 (heads, D) of the heads r of X (rows, D)."""
-    return tl.load(X + r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], mask=(r < rows)[:, None],
-                   other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_heads(X, x, r, rows, D: tl.constexpr):
-    tl.store(X + r.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :], x.to(X.dtype.element_ty),
-             mask=(r < rows)[:, None])
-
-
-@triton.jit
 def _tanh_of_heads(Share, r, rows, H):
     pointer, stride_n, stride_h = Share
     share = tl.load(pointer + r // H * stride_n + r % H * stride_h, mask=r < rows, other=0.0).to(tl.float32)
@@ -1214,28 +1214,30 @@ def _tanh_of_heads(Share, r, rows, H):
 @triton.jit
 def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y, v = _heads(Y, r, rows, D), _heads(V, r, rows, D)
+    d = tl.arange(0, D)
+    y, v = _tile(Y, r, d, rows, D), _tile(V, r, d, rows, D)
     part = _tanh_of_heads(Share, r, rows, H) * tl.sum(y * v, 1) / tl.maximum(tl.sum(v * v, 1), _VALUE_FLOOR)
-    _store_heads(Z, y - part[:, None] * v, r, rows, D)
+    _store(Z, y - part[:, None] * v, r, d, rows, D)
 
 
 @triton.jit
 def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D: tl.constexpr, BLOCK: tl.constexpr):
     # Gradients of y, v and share, and of the output gate, which has multiplied y. Without Share, dY is dZ.
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    dy, y = _heads(dZ, r, rows, D), _heads(Y, r, rows, D)
+    d = tl.arange(0, D)
+    dy, y = _tile(dZ, r, d, rows, D), _tile(Y, r, d, rows, D)
     if Share is not None:
-        dz, v, tanh = dy, _heads(V, r, rows, D), _tanh_of_heads(Share, r, rows, H)
+        dz, v, tanh = dy, _tile(V, r, d, rows, D), _tanh_of_heads(Share, r, rows, H)
         square = tl.sum(v * v, 1)
         cosine = tl.sum(y * v, 1) / tl.maximum(square, _VALUE_FLOOR)
         along = tl.sum(dz * v, 1)
         scaled = tanh * along / tl.maximum(square, _VALUE_FLOOR)
         dy = (dz - scaled[:, None] * v).to(dY.dtype.element_ty)
-        _store_heads(dY, dy, r, rows, D)
+        _store(dY, dy, r, d, rows, D)
         dy = dy.to(tl.float32)
         back = tl.where(square > _VALUE_FLOOR, 2 * scaled * cosine, 0.0)
         dv = back[:, None] * v - scaled[:, None] * y - (tanh * cosine)[:, None] * dz
-        _store_heads(dV, dv, r, rows, D)
+        _store(dV, dv, r, d, rows, D)
         tl.store(dShare + r, -along * cosine * (1 - tanh * tanh), mask=r < rows)
     gate = tl.load(Gate + r, mask=r < rows, other=0.0).to(tl.float32)
     dgate = tl.where(gate > 0, tl.sum(dy * y, 1) / gate, 0.0)  # a sigmoid that underflowed passes no gradient on
@@ -3726,19 +3728,6 @@ def _times(Factor, x, n, N):
 
 
 @triton.jit
-def _tile(X, n, d, N, D):
-    """fp32 tile (tokens n, channels d) of X (N, D)."""
-    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :],
-                   other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(X, x, n, d, N, D):
-    tl.store(X + n.to(tl.int64)[:, None] * D + d[None, :], x.to(X.dtype.element_ty),
-             mask=(n < N)[:, None] & (d < D)[None, :])
-
-
-@triton.jit
 def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
     """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
     codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
@@ -3888,7 +3877,7 @@ class _Mix(torch.autograd.Function):
             codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if reader.scale else codes
             first = new(N, reader.channels) if reader.channels else None
             normed = new(N, D) if reader.whole or not reader.scale else None
-        terms = [(f, s) for f, s in zip(factors, streams)]
+        terms = list(zip(factors, streams))
         if added:
             terms += [(f, s) for f, s in zip(added.factors, added.streams) if f is not None]
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])

@@ -81,6 +81,7 @@ def claim_report(local) -> bool:
         return not isinstance(error, FileExistsError)
     return True
 
+
 def user_path(text) -> Path:
     """A path that the user has written; ~ is the home folder, also where no shell has replaced it."""
     return Path(os.path.expanduser(text))
