@@ -334,9 +334,6 @@ class System:
     micro_batches: Whole = 8  # forward passes per step of all ranks, at least one each (0: the fewest for GPU and data)
     val_every: Whole = 250  # steps between validations (0: one at the end)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of activations: bfloat16 or float32
-    # torch.compile, and warm-up before the clock starts; without it, --kernels=mix:triton fuses the sums of streams
-    compile: bool = True
-    combo_kernels: bool = False  # the compiler joins small kernels; an option that the public track does not allow
     fp8: bool = True  # FP8 training head, if the GPU has FP8
     fp8_mlp: bool = False  # FP8 MLPs in training, if the GPU has FP8, in bfloat16, with our kernels (PR 349)
     fp8_qkv: bool = False  # FP8 projections to queries, keys and values in training, under the same conditions
@@ -406,7 +403,7 @@ SHORT = Config(
           slow_momentum=0.56, polar_steps=4, average_blend=0.5),
     # A smaller validation forward pass cuts more documents, so its loss is a little higher (records/guide.md).
     Data(val_batch_tokens=65536),
-    System(combo_kernels=True, micro_batches=0, fp8_mlp=True, fp8_qkv=True))
+    System(micro_batches=0, fp8_mlp=True, fp8_qkv=True))
 PRESETS = {
     "record74": Preset(RECORD74, gpus=8),  # never changes, so that later runs can be compared with it
     # This is our best run for 8 GPUs. Its 1310 steps should reach 3.28, but no run has shown this (records/guide.md).
@@ -445,7 +442,7 @@ PRESETS = {
         Optim(adam_lr=0.012, adam_every=1, table_beta2=0.98, muon_beta2=0.9, average_blend=0.5),
         Data(train_files="data/stdlib/stdlib_train_*.bin", val_files="data/stdlib/stdlib_val_*.bin", val_tokens=65536,
              val_batch_tokens=8192),
-        System(device="cpu", micro_batches=1, dtype="float32", compile=False, fp8=False, val_every=440,
+        System(device="cpu", micro_batches=1, dtype="float32", fp8=False, val_every=440,
                sample_tokens=200, sample_prompt="def "))),
 }
 
@@ -488,7 +485,6 @@ from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
 from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
 from data.run.graphs import MicroStepGraphs, UpdateGraphs
-from data.run.kept import KeptFunction
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
@@ -695,35 +691,31 @@ def rotary_table(frequencies: np.ndarray, rows: int, device, dtype) -> Tensor:
 
 
 class AttentionSettings(NamedTuple):
-    """The part of the forward pass that changes between stages. Windows and scale are 0-D CPU tensors, so that one
-    compiled graph serves all stages; they are Python numbers where the compiler traces the attention itself."""
+    """The part of the forward pass that changes between stages."""
 
     rotary: Tensor  # (>= 2N, d / 4, 2)
-    short_window: Tensor | int
-    long_window: Tensor | int
-    scale: Tensor | float
+    short_window: int
+    long_window: int
+    scale: float
     pointer_window: int  # tokens that the pointer head looks back
     narrow_rotary: Tensor | None = None  # rotary and scale of the narrow layers; None: there are none
-    narrow_scale: Tensor | float | None = None
+    narrow_scale: float | None = None
 
 
-def attention_settings(config, device, dtype, number=torch.tensor) -> list[AttentionSettings]:
-    """The AttentionSettings of every stage, and then those of the final validation (K10).
-
-    number: makes windows and scale from Python numbers.
-    """
+def attention_settings(config, device, dtype) -> list[AttentionSettings]:
+    """The AttentionSettings of every stage, and then those of the final validation (K10)."""
     stages = config.schedule.stages
     tokens = max(config.data.val_batch_tokens, *(s.batch_tokens // config.system.micro_batches for s in stages))
     rows = 2 * 128 * -(-tokens // 128)  # evaluations pad a forward pass to a multiple of 128 tokens
     states = rotary_states(config.model.head_dim, [s.long_window for s in stages])
-    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), number(stage.short_window),
-                                  number(stage.long_window), number(scale), stage.max_doc_len)
+    settings = [AttentionSettings(rotary_table(frequencies, rows, device, dtype), stage.short_window,
+                                  stage.long_window, scale, stage.max_doc_len)
                 for stage, (frequencies, scale) in zip(stages, states)]
     if config.model.layers_with("narrow"):
         states = rotary_states(config.model.head_dim, [s.short_window for s in stages], NARROW_SCALE)
         settings = [each._replace(narrow_rotary=rotary_table(frequencies, rows, device, dtype),
-                                  narrow_scale=number(scale)) for each, (frequencies, scale) in zip(settings, states)]
-    return [*settings, settings[-1]._replace(long_window=number(config.schedule.final_window))]
+                                  narrow_scale=scale) for each, (frequencies, scale) in zip(settings, states)]
+    return [*settings, settings[-1]._replace(long_window=config.schedule.final_window)]
 
 
 class Output(NamedTuple):
@@ -739,14 +731,15 @@ class LayerWeights(NamedTuple):
     the lambdas of skip (fp32), resid and post (bf16)."""
 
     W1: Tensor  # (mlp_dim, D)
-    W2: Tensor  # (mlp_dim, D)
+    W2: Tensor  # (mlp_dim, D), with one lane times the factor mlp0
     resid: tuple[Tensor, Tensor]  # 0-D factors of what a lane carries past attention and past the MLP
-    post: dict[str, Tensor]  # 0-D factors of the outputs of attention and MLP in each lane: attn0, attn1, mlp0, mlp1
-    qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k; times a lambda, unless it has
-    qkv_factor: Tensor | None = None  # this lambda, 0-D, which FP8 codes contain
+    qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k, times a lambda
+    qkv_scales: tuple[Tensor, Tensor] | None = None  # see Fp8Projections; the codes contain the lambda, qkv does not
+    mlp_scales: tuple[Tensor, Tensor] | None = None  # see Fp8Mlps; the codes contain the factor mlp0, W2 does not
     out: Tensor | None = None  # (D, H d), times a lambda
     gate: Tensor | None = None  # (H, GATE_CHANNELS), of the output of attention
     value_gate: Tensor | None = None  # (H, GATE_CHANNELS)
+    post: dict | None = None  # with two lanes: factors of the outputs of attention and MLP in each: attn0 ... mlp1
     skip: tuple[Tensor, Tensor] | None = None  # 0-D lambda and gate (1, GATE_CHANNELS) of the skip
 
 
@@ -756,9 +749,10 @@ class Factors:
 
     def __init__(self, model):
         config, dtype = model.config, model.dtype
-        self.factors = {(i, name): factor for name, row in (
-            ("x0", model.x0_lambdas), ("bigram", model.bigram_lambdas)) for i, factor in enumerate(
-                row.bfloat16().split(1))}  # K6
+        self.factors = {}
+        for name, row in ("x0", model.x0_lambdas), ("bigram", model.bigram_lambdas):
+            apart = F.pad(row.bfloat16().float()[:, None], (0, 3))[:, 0]  # K6; 16 bytes apart, as in kernels.numbers
+            self.factors |= {(i, name): factor for i, factor in enumerate(apart.split(1))}
         if model.with_xsa:
             self.factors |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
         if sizes := config.mix_sizes:
@@ -826,11 +820,6 @@ class GPT(nn.Module):
         if config.bigram_normal:  # checkpoints contain this table, so they need no tokenizer
             self.register_buffer("hash_ids", torch.arange(config.padded_vocab, dtype=torch.int32, device=device))
 
-    @property
-    def is_fused(self):
-        """Whether our kernels make the sums of streams; else PyTorch does, compiled or not."""
-        return self.ops.mix is kernels.mix
-
     @torch.no_grad()
     def init_weights(self, seed: int):
         """Draw the weights of attention first, then the others in the order of `param_table`. The embedding begins as
@@ -874,7 +863,7 @@ class GPT(nn.Module):
         """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings.
 
         A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
-        tables. This is a side effect, so `lookup` is not compiled.
+        tables.
         """
         def rows(table, count, ids, *n_grams):
             if table in self.shared_rows:
@@ -910,60 +899,68 @@ class GPT(nn.Module):
         """The weights of every layer, in the dtype of the activations.
 
         Each bank is unbound once, so that its gradient is one torch.stack. Indexing the bank in each layer would add a
-        bank of zeros per layer (PR 233). The lambdas scale the weights, which is cheaper than to scale x (PR 166). One
-        product scales the weights of many layers, so that one product also makes the gradients of their lambdas.
+        bank of zeros per layer (PR 233).
         """
-        config, dtype = self.config, self.dtype
-        lambdas = [column.unbind(0) for column in self.sa_lambdas.unbind(1)]
+        config, dtype, mix, count = self.config, self.dtype, self.ops.mix, len(self.config.layers)
+        trains = torch.is_grad_enabled()
+        of_qkv, of_out = (column.unbind(0) for column in self.sa_lambdas.unbind(1))
 
-        def scaled(weights, layers, column):
-            factors = torch.stack([lambdas[column][i] for i in layers])
-            return zip(layers, (factors[:, None, None] * weights).to(dtype).unbind(0))
+        def scaled(weights, layers, factors, in_codes=False):
+            matrices = mix.scaled_weights(weights[:, None], torch.stack([factors[i] for i in layers]), in_codes)
+            return {i: matrix for i, [matrix] in zip(layers, matrices)}
 
         vs, os = self.vo_bank.to(dtype).unbind(1)
-        found, in_codes = {"out": dict(scaled(os, self.with_attention, 1)), "qkv": {}}, False
-        if self.is_fused and self.fp8_projections and torch.is_grad_enabled():
-            in_codes, found["qkv_factor"] = True, dict(enumerate(lambdas[0]))
+        found, in_fp8 = {"qkv": {}}, bool(trains and self.fp8_projections)
+        if in_fp8:
+            found["qkv_scales"] = self.fp8_projections.scales(of_qkv)
         for layers, weights in self.projections(vs.unbind(0)):
-            found["qkv"].update(zip(layers, weights.unbind(0)) if in_codes else scaled(weights, layers, 0))
-        matrices = self.mlp_bank.to(dtype).view(-1, config.mlp_dim, config.model_dim).unbind(0)
-        found["W1"], found["W2"] = (dict(enumerate(matrices[k::2])) for k in (0, 1))
+            found["qkv"] |= scaled(weights, layers, of_qkv, in_fp8)
+        found["out"] = scaled(os, self.with_attention, of_out)
+
+        # Columns are unbound before rows, so that a column that no layer uses has one gradient of zeros, not one per
+        # layer. With one lane, the factor of the MLP scales W2, which saves two passes over (N, D) in the backward
+        # pass.
+        one_lane = min(config.layers_with("two_lanes"), default=count)  # so many layers have one lane
+        names = ("attn0", "attn1", "mlp0", "mlp1") if one_lane < count else ("mlp0",)
+        columns = dict(zip(names, self.post_lambdas.bfloat16().view(count, -1).unbind(1)))
+        factors = F.pad(columns["mlp0"][:one_lane], (0, count - one_lane), value=1.0)
+        in_fp8 = bool(trains and self.fp8_mlps)
+        if in_fp8:
+            found["mlp_scales"] = dict(enumerate(self.fp8_mlps.factored(factors)))
+        mlps = mix.scaled_weights(self.mlp_bank.to(dtype), factors, in_fp8)
+        found["W1"], found["W2"] = (dict(enumerate(matrices)) for matrices in zip(*mlps))
+        if one_lane < count:
+            rows = zip(*(column.unbind(0) for column in columns.values()))
+            found["post"] = {i: dict(zip(columns, row)) for i, row in enumerate(rows)}
+
         found["gate"] = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
         if self.with_values:
             found["value_gate"] = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
         if self.with_skip:
             skips = zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))
             found["skip"] = dict(zip(self.with_skip, skips))
-        resid = self.resid_lambdas.bfloat16().view(-1).unbind(0)  # K6
+        resid = mix.numbers(self.resid_lambdas.bfloat16().view(-1))  # K6
         found["resid"] = dict(enumerate(zip(resid[0::2], resid[1::2])))
-        # Columns are unbound before rows, so that a column that no layer uses has one gradient of zeros, not one per
-        # layer.
-        columns = self.post_lambdas.bfloat16().view(len(config.layers), -1).unbind(1)
-        names = ("attn0", "attn1", "mlp0", "mlp1") if len(columns) == 4 else ("mlp0",)
-        found["post"] = dict(enumerate(dict(zip(names, row)) for row in zip(*(column.unbind(0) for column in columns))))
         return [LayerWeights(**{name: by_layer[i] for name, by_layer in found.items() if i in by_layer})
-                for i in range(len(config.layers))]
+                for i in range(count)]
 
-    def attention(self, i, w: LayerWeights, stream: kernels.Mixed, ve, cu_seqlens, attn: AttentionSettings, xsa):
+    def attention(self, i, w: LayerWeights, stream: kernels.Mixed, ve, cu_seqlens, attn: AttentionSettings, xsa,
+                  documents):
         """Output of the attention of layer i (N, D). ve (N, D) or None: value embeddings; xsa: the factors of the
-        heads, or None. y, and with xsa the values v that attention has read, are (N, H, d)."""
+        heads, or None; documents: {paired: document_of_tokens}."""
         layer, codes = self.config.layers[i], stream.codes
         rotary, scale = (attn.narrow_rotary, attn.narrow_scale) if layer.narrow else (attn.rotary, attn.scale)
-        codes = codes and self.fp8_projections(i, codes, self.sa_lambdas[i, 0])
-        options = dict(first=stream.first, share=xsa, factor=w.qkv_factor) if self.is_fused else {}
-        y, v = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
-                                  attn.long_window if layer.long else attn.short_window, scale, layer.paired,
-                                  layer.long, layer.narrow, codes, layer.xsa, **options)
-        if layer.xsa and not self.is_fused:
-            y, v = (u.to(torch.promote_types(self.dtype, torch.float32)) for u in (y, v))
-            y = kernels.exclude_values_ref(y, v, xsa).to(self.dtype)
+        codes = codes and self.fp8_projections(i, codes, w.qkv_scales)
+        y = self.ops.attention(stream.normed, w.qkv, rotary, ve, w.value_gate, w.gate, cu_seqlens,
+                               attn.long_window if layer.long else attn.short_window, scale, layer.paired, layer.long,
+                               layer.narrow, codes, stream.first if codes else None, xsa, documents[layer.paired])
         return F.linear(y.flatten(1), w.out)
 
-    def mlp(self, i, w: LayerWeights, stream: kernels.Mixed, factor=None, grad_codes=None):
-        """Output of the MLP of layer i (N, D), times a 0-D factor. grad_codes: as in `kernels.mix`."""
+    def mlp(self, i, w: LayerWeights, stream: kernels.Mixed, grad_codes=None):
+        """Output of the MLP of layer i (N, D). grad_codes: as in `kernels.mix`."""
         if self.fp8_mlps and torch.is_grad_enabled():
-            return self.fp8_mlps(i, stream.normed, w.W1, w.W2, factor, stream.codes, grad_codes)
-        return self.ops.mlp(stream.normed, w.W1, w.W2 if factor is None else factor * w.W2)
+            return self.fp8_mlps(i, stream.normed, w.W1, w.W2, w.mlp_scales, stream.codes, grad_codes)
+        return self.ops.mlp(stream.normed, w.W1, w.W2)
 
     def read(self, stream: kernels.Mixed, reader) -> kernels.Mixed:
         """The stream with what the reader of its norm needs."""
@@ -977,19 +974,21 @@ class GPT(nn.Module):
                 kernels.Reader(kernels.X_SCALE if trains and self.fp8_head else None, whole=True))
 
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The compiled part of the forward pass: the result of `lookup` -> (final stream after its norm, its codes
+        """The forward pass without lookup and pointer: the result of `lookup` -> (final stream after its norm, its codes
         for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
         by_attention, by_mlp, by_head = self.readers()
+        documents = {paired: kernels.document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * len(e))
+                     for paired in {False, *(layer.paired for layer in layers)}}
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
         gate = torch.sigmoid(F.linear(e[:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
-        smeared = mix([(None, e), (self.smear_lambda[0] * gate, F.pad(e[:-1], (0, 0, 1, 0)))],
+        smeared = mix([(None, e), (self.smear_lambda[0] * gate, kernels.Previous(e))],
                       kernels.Reader(channels=GATE_CHANNELS))
-        x0, first = smeared.normed, smeared.first
-        del embeddings, e, gate, smeared  # what has a name takes memory where the layers are not compiled
+        first, lane0, lane1 = smeared.first, kernels.Mixed(smeared.normeds), None  # lane 1: where a layer has two lanes
+        del embeddings, e, gate, smeared  # what has a name takes memory
 
         def reader(i):
             """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong answer costs time only."""
@@ -998,9 +997,9 @@ class GPT(nn.Module):
             return by_attention if layers[i].attention else None if layers[i].embeds else by_mlp
         changing = {0, *self.with_skip, *config.layers_with("mix")}  # layers that change lane 0 before attention
 
-        lane0, lane1 = kernels.Mixed(x0), None  # lane 1 begins where a layer has two lanes
         embedded = backout = before_mix = first_ve = None  # streams for mixtures and for the end
         skip_sources, input_sources = {layer.skip_from for layer in layers}, {layer.input_from for layer in layers}
+        at_end = []  # the part of the last sum that a mixture has begun
         skips, inputs = {}, {}  # layer -> lane 0 before its MLP; input of attention, from lane 0 after it
         added = {}  # layer -> what it adds of x0 and of the n-grams
         for i, (layer, w) in enumerate(zip(layers, self.weights_of_layers())):
@@ -1011,23 +1010,30 @@ class GPT(nn.Module):
             if layer.dynamic or i == 0:
                 end = min([j for j in self.with_dynamic if j > i], default=last + 1)
                 places = [j for j in range(i, end) if layers[j].embeds]
-                (x0, ngram), sums = mix.add_later([x0, ngram], [
-                    [factors[j, "x0"], factors[j, "bigram"] if j else None] for j in places])
-                added.update(zip(places, sums))
-            if i == 0:  # later layers add n-grams before their MLPs
-                lane0 = mix([(None, x0), (factors[0, "bigram"], ngram)], reader(0))
-                embedded = lane0.x
+                rows = [[factors[j, "x0"], factors[j, "bigram"] if j else None] for j in places]
+                if i == 0:  # later layers add n-grams before their MLPs
+                    rows, x0 = [[None, factors[0, "bigram"]], *rows], lane0.x
+                (x0, ngram), sums = mix.add_later([x0, ngram], rows)
+                added.update(zip(reversed(places), reversed(sums)))
+                if i == 0:
+                    lane0 = mix([(None, lane0.x)], reader(0), [sums[0]])
+                    embedded = lane0.x
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = w.skip
                 gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(first, skip_gate))
-                lane0 = mix([(None, lane0.x), (gate, skips[layer.skip_from])], reader(i))
+                lane0 = mix([(None, lane0.x), (gate, skips[layer.skip_from].x)], reader(i))
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.mix:
-                before_mix, sources, (for_value, for_lane) = lane0.x, (embedded, backout, lane0.x), (
-                    factors[i, "mix"].chunk(2, -1))  # three factors each
-                ve = mix([(None, ve), *terms(for_value, sources)]).x
-                lane0 = mix([(None, lane0.x), *terms(for_lane, sources)], reader(i))
+                places = [*factors[i, "mix"].chunk(2, -1)]  # three factors each
+                if i >= max(self.with_dynamic, default=0):  # the factors of the end will not change
+                    of_mixture, of_others = factors[last + 1, "mix"].split([3, config.mix_sizes[last + 1] - 3], -1)
+                    places.append(of_mixture)
+                (embedded, backout, before_mix), (for_value, for_lane, *at_end) = mix.add_later(
+                    [embedded, backout, lane0.x], [factor.split(1, -1) for factor in places])
+                mixed = mix([(None, ve)], None, [for_value])
+                ve, first_ve = mixed.x, mixed.x if first_ve is None else first_ve
+                lane0 = mix([(None, before_mix)], reader(i), [for_lane])
             if first_ve is None:
                 first_ve = ve
 
@@ -1035,54 +1041,58 @@ class GPT(nn.Module):
             resid_attn, resid_mlp = w.resid
             if layer.attention:
                 source = self.read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
-                a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"] if layer.xsa else None)
-                lane0 = mix([(resid_attn, lane0.x), (None if lane1 is None else w.post["attn0"], a)],
-                            by_mlp if lane1 is None else None, added.pop(i))  # K5: x0 and n-grams into lane 0 only
-                if lane1 is not None:
-                    lane1 = mix([(resid_attn, lane1.x), (w.post["attn1"], a)], by_mlp)
+                a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"] if layer.xsa else None,
+                                   documents)
+                if lane1 is None:
+                    lane0 = mix([(resid_attn, lane0.x), (None, a)], by_mlp, [added.pop(i)])
+                else:  # K5: x0 and n-grams into lane 0 only
+                    at = mix.add_later([a], [[w.post["attn0"]], [w.post["attn1"]]])[1]
+                    lane0 = mix([(resid_attn, lane0.x)], None, [at[0], added.pop(i)])
+                    lane1 = mix([(resid_attn, lane1.x)], by_mlp, [at[1]])
+                    del at
                 del source, a
             elif layer.embeds:
-                lane0 = mix([(resid_attn, lane0.x)], by_mlp if lane1 is None else None, added.pop(i))
+                lane0 = mix([(resid_attn, lane0.x)], by_mlp if lane1 is None else None, [added.pop(i)])
             if i in skip_sources:
-                skips[i] = lane0.x
+                skips[i] = kernels.Mixed(lane0.xs)
 
-            # MLP. With one lane, the factor scales W2, which saves two passes over (N, D) in the backward pass.
+            # With one lane, W2 contains the factor of the output of the MLP.
             next_reader = by_attention if i in input_sources else None if i + 1 in changing else reader(i + 1)
             if lane1 is None:
-                grad_codes = self.fp8_mlps.new_grad_codes() if self.fp8_mlps and self.is_fused else None
-                m = self.mlp(i, w, self.read(lane0, by_mlp), w.post["mlp0"], grad_codes)
-                lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, grad_codes=grad_codes)
+                grad_codes = self.fp8_mlps and self.fp8_mlps.new_grad_codes()
+                m = self.mlp(i, w, self.read(lane0, by_mlp), grad_codes)
+                lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, (), grad_codes)
             else:
                 m = self.mlp(i, w, self.read(lane1, by_mlp))
-                lane0 = mix([(resid_mlp, lane0.x), (w.post["mlp0"], m)], next_reader)
-                lane1 = mix([(resid_mlp, lane1.x), (w.post["mlp1"], m)])
+                at = mix.add_later([m], [[w.post["mlp0"]], [w.post["mlp1"]]])[1]
+                lane0 = mix([(resid_mlp, lane0.x)], next_reader, [at[0]])
+                lane1 = mix([(resid_mlp, lane1.x)], None, [at[1]])
+                del at
             del m
             if i in input_sources:
-                inputs[i] = lane0._replace(x=None)
+                inputs[i] = lane0._replace(xs=None)
             if i == config.backout_layer:
                 backout = lane0.x
 
         ends = [(None, lane0.x)] if lane1 is None else [(0.5, lane0.x), (0.5, lane1.x)]
         if config.backout_layer is not None:
             ends.append((-self.backout_lambda[0], backout))
-        if config.mix_sizes:
-            ends += terms(factors[last + 1, "mix"], (embedded, backout, before_mix, first_ve, *skips.values()))
-        x = mix(ends, by_head)
-        return x.normed, x.codes, self.pointer_inputs(x.normed, cu_seqlens) if config.pointer else None
+        if at_end:
+            ends += terms(of_others, (first_ve, *(skip.x for skip in skips.values())))
+        elif config.mix_sizes:
+            ends += terms(factors[last + 1, "mix"], (embedded, backout, before_mix, first_ve,
+                                                     *(skip.x for skip in skips.values())))
+        x = mix(ends, by_head, at_end)
+        return x.normed, x.codes, self.pointer_inputs(x.normed, documents) if config.pointer else None
 
-    def pointer_inputs(self, x, cu_seqlens):
+    def pointer_inputs(self, x, documents):
         """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
 
-        The key of a token also tells what came before it, but nothing of another document. Without the norms, the
-        scores of some seeds grew without bound (PR 379).
+        The key of a token also tells what came before it, but nothing of another document.
         """
-        start, end = kernels.document_of_tokens(cu_seqlens, len(x))
-        q, k, next_k = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype)).chunk(3, 1)
-        has_previous = (start < torch.arange(len(x), dtype=start.dtype, device=x.device))[:, None]
-        k = k + F.pad(next_k[:-1], (0, 0, 1, 0)) * has_previous
-        q, k = self.pointer_gain[0] * kernels.rms_norm(q), kernels.rms_norm(k)
-        sink = POINTER_WIDTH**-0.5 * (q * self.pointer_sink).sum(1)
-        return q.contiguous(), k.contiguous(), sink, start, end
+        start, end = documents[False]
+        projected = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype))
+        return *self.ops.pointer_inputs(projected, self.pointer_gain, self.pointer_sink, start), start, end
 
 
 # ---- Optimizer: state and communication between ranks (triton_kernels.py has the rules of the updates) --------------
@@ -1632,12 +1642,6 @@ def wait_for(event, world, limit=PATIENCE):
         time.sleep(0.0002)
 
 
-def may_keep_layers(config, rt, ops) -> bool:
-    """Whether a KeptFunction, which checks no guards, may serve the layers. Plain attention has a graph for each stage,
-    which only guards tell apart."""
-    return config.system.compile and rt.device.type == "cuda" and ops.attention is kernels.attention_block
-
-
 def add_gradients(loss, leaves):
     """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
 
@@ -1669,9 +1673,6 @@ class Trainer:
         self.rt, self.log, self.watch, self.sources = rt, log, watch, sources
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
-        options = {"combo_kernels": True} if config.system.combo_kernels else None
-        compiler = functools.partial(torch.compile, dynamic=False, fullgraph=True, options=options)
-        compiler = compiler if config.system.compile else lambda f: f
         self.micro_steps = config.system.micro_batches // rt.world
         self.losses = deque()  # (step, event after the copy of its loss, loss on the host, seconds), not yet logged
 
@@ -1687,12 +1688,6 @@ class Trainer:
         if config.model.bigram_normal:
             self.model.hash_ids.copy_(torch.from_numpy(self.hash_ids))
         self.init_weights()
-        self.compiled_layers, self.kept = compiler(self.model.layers), None
-        if sources and may_keep_layers(config, rt, ops):
-            system = [getattr(config.system, name) for name in ("dtype", "fp8", "fp8_mlp", "fp8_qkv", "combo_kernels")]
-            chosen = {name: op.__qualname__ for name, op in vars(ops).items()}
-            self.kept = KeptFunction(GPT.layers, (sources, config.model, system, chosen, self.micro_steps), options)
-            self.compiled_layers = functools.partial(self.kept, self.model)
         self.head = kernels.HeadLoss(self.model.lm_head, self.dtype, config.system.fp8, ops.cross_entropy,
                                      self.model.embed, ops.pointer, config.model.gate_id)
         has_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
@@ -1710,9 +1705,7 @@ class Trainer:
         if config.system.fp8_qkv:
             self.model.fp8_projections = kernels.Fp8Projections(
                 lambda: self.model.projections(self.model.vo_bank.detach()[:, 0]), 1 / self.micro_steps)
-        # The Triton attention is opaque to the compiler. The compiler traces the plain attention, with Python numbers.
-        make = torch.tensor if ops.attention is kernels.attention_block else lambda x: x
-        self.attn = attention_settings(config, rt.device, self.dtype, make)
+        self.attn = attention_settings(config, rt.device, self.dtype)
         self.profiler = profiler and profiler(self)
         self.synchronize()
         watch.lap("model")
@@ -1739,7 +1732,7 @@ class Trainer:
         self.loader.ready.exception()  # waits for the first batch; next_batch raises its error
         self.sync_ranks()
         cores = FreeCores(torch.get_num_threads()) if self.rt.device.type == "cpu" and self.rt.world == 1 else None
-        clock = Clock(self.seconds_before)  # the first batch is ready and, with --compile, all graphs
+        clock = Clock(self.seconds_before)  # the first batch is ready and, on a GPU, all graphs
         for step, plan in enumerate(self.plans[self.first_step:], self.first_step):
             if step in (system.profiled.start, system.profiled.stop):
                 self.log_losses(keep=0)
@@ -1828,27 +1821,17 @@ class Trainer:
             with trace_range("update projection codes"):
                 self.model.fp8_projections.refresh()
 
-    def micro_step(self, batch: Batch, mtp_weights, attn, forward=None):
-        """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`.
-
-        forward: `GPT.forward` (None: with its layers compiled). Returns the loss, 0-D: the sum over the tokens / number
-        of micro-steps.
-        """
+    def micro_step(self, batch: Batch, mtp_weights, attn):
+        """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`. Returns the loss,
+        0-D: the sum over the tokens / number of micro-steps."""
         with trace_range("forward"):
-            out = (forward or self.forward)(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
+            out = self.model(batch.tokens, batch.cu_seqlens, batch.row_ids, attn, batch.pieces)
         with trace_range("loss"):
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
         with trace_range("backward"):
             add_gradients(loss, [*self.model.parameters(), *(each.rows for each in self.model.shared_rows.values())])
         return loss.detach()
-
-    def forward(self, tokens, cu_seqlens, row_ids, attn, pieces=None):
-        """`GPT.forward`, with its layers compiled, for training."""
-        embeddings = self.model.lookup(tokens, row_ids, pieces)
-        for x in (*embeddings, cu_seqlens) if self.config.system.compile else ():
-            torch._dynamo.mark_dynamic(x, 0)  # one compiled graph serves all lengths
-        return self.model.output(self.compiled_layers(embeddings, cu_seqlens, attn), tokens, attn)
 
     def fetch_rows(self, batch):
         """Bring the rows of n-grams that this rank reads in a micro-batch. All ranks must call this."""
@@ -1862,9 +1845,7 @@ class Trainer:
                 shared.start(exchange)
 
     def summed_loss(self, batch, attn):
-        """Summed loss of a validation batch. Its layers are not compiled: a graph without gradients would take 10 s of
-        a cold start, and validations are outside the clock. In bf16, the loss of compiled layers differs by rounding
-        (records/2026-11-27_start)."""
+        """Summed loss of a validation batch."""
         self.fetch_rows(batch)
         return summed_loss(self.model, self.head, batch, attn)
 
@@ -2029,7 +2010,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
             log.line(line)
         for warning in shards["train"].warnings + shards["val"].warnings:
             log.line(f"warning: {warning}")
-        inspect_all(shards)  # while the model compiles
+        inspect_all(shards)  # while kernels compile
     stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
     resumed = load_checkpoint(system.resume) if system.resume else None
     initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
@@ -2037,18 +2018,19 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
     try:
         trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
         ready = time.perf_counter()
-        if system.compile:
-            log.line("Compiling model and warming up kernels (minutes on first execution)")
+        on_gpu = rt.device.type == "cuda"
+        if on_gpu:
+            log.line("Compiling kernels and capturing graphs")
         if seconds:
-            end = datetime.now() + timedelta(seconds=seconds + 90 * system.compile)  # a start with empty caches
+            end = datetime.now() + timedelta(seconds=seconds + 20 * on_gpu)  # a start with empty caches
             length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
             log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
-        if system.compile or config.schedule.minutes:
-            doing = ("compiling for {:.0f} s; 10 to 20 s is usual, 1 to 2 minutes with empty caches"
-                     if system.compile else "timing steps for {:.0f} s")
+        if on_gpu or config.schedule.minutes:
+            doing = ("compiling for {:.0f} s; 5 s is usual, 20 s with empty caches" if on_gpu else
+                     "timing steps for {:.0f} s")
             with log.moving(lambda: doing.format(time.perf_counter() - ready)):
                 warm_up(trainer)
-        if rt.device.type == "cuda":
+        if on_gpu:
             require_codes(trainer)
     except RuntimeError as error:
         if automatic and is_out_of_memory(error):

@@ -8,8 +8,8 @@ a GPU. If TRITON_INTERPRET=1 is set before the import, as the tests do, Triton's
 tensors. It gets bf16 matrix products and FP8 codes wrong, so operations with these take the reference.
 
 Conventions
-  Importing this file only defines functions, and registers operators with torch.library. Launch parameters are in
-  tables; nothing is autotuned. K1 to K12 are quirks of record 74 (records/record74.md).
+  Importing this file only defines functions. Launch parameters are in tables; nothing is autotuned. K1 to K12 are
+  quirks of record 74 (records/record74.md).
   Strides are in elements. Offsets into tensors of N·D elements or more are int64; offsets into smaller tensors
   (rotary tables, gates) may be int32.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
@@ -31,11 +31,11 @@ Banners give the time of an operation at 49152 tokens on this GPU, and how much 
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     720
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
   5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 540
-  6   pointer                               attention on earlier copies of the target (not in record 74)      230
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      345
   7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             285
-  10  mix, mix_ref                          sums of streams with their norm and its FP8 codes                     380
+  10  mix, scaled_weights                   sums of streams, their norm and its FP8 codes; factors                600
   11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
 """
 
@@ -675,7 +675,7 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
-#   window and scale > 0 are 0-D CPU tensors, so that one compiled graph serves every stage, or numbers.
+#   window, an integer, and scale are > 0.
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 #
 # Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
@@ -688,8 +688,8 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. Plain operations
-# compute s, so the compiler does it in the pass that makes dy. Then one launch has one program per tile of queries for
+# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. s comes from
+# output_grad of section 3. One launch has one program per tile of queries for
 # dq and one per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a
 # single sweep would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in
 # memory.
@@ -727,7 +727,6 @@ def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
     A block of queries sees its own key block and the few blocks before it.
     """
     N, H = q.shape[:2]
-    window, scale = int(window), float(scale)
     block = min(128, N)
     preceding = min(-(-window // block), -(-N // block) - 1)  # key blocks before its own that the window can reach
     pad = -N % block
@@ -959,24 +958,18 @@ def attend(q, k, v, gate, start, end, window, scale):
     q, k, v = (_aligned_for_tma(x) for x in (q, k, v))
     _attention_kernel[(triton.cdiv(N, launch["BLOCK_M"]) * H,)](
         _strided(q), *(_head_tiles(x, launch["BLOCK_N"]) for x in (k, v)), (gate, *gate.stride()), y, _strided(lse),
-        start, N, H, int(window), float(scale), D=D, DV=v.size(2), **launch)
+        start, N, H, window, scale, D=D, DV=v.size(2), **launch)
     return y, lse
 
 
-def out_gate_grad(dy, y, gate):
-    """Gradient of the output gate (N, H) fp32: the sums of dy · y / gate over the channels; dy and y (N, H, dv)."""
-    sums = (_at_least_fp32(dy) * y).sum(-1) / gate
-    return torch.where(gate > 0, sums, 0.0)  # a sigmoid that underflowed to zero passes no gradient on
-
-
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv). The caller has checked the arguments; lse is a result of attend, dgate of out_gate_grad.
+    """Gradients (dq, dk, dv). The caller has checked the arguments; lse is a result of attend, dgate of
+    output_grad.
 
     dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
     (N, H, dv), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
     """
     N, H, D = q.shape
-    window, scale = int(window), float(scale)
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
     row_dot = _empty_row_scalars(q).copy_(dgate.t())
@@ -997,8 +990,8 @@ def document_of_tokens(cu_seqlens, N):
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
 #
-#   y, v = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
-#                          with_values)
+#   y = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
+#                       first, share, documents)
 #
 #   x           (N, D)               normalised input, one row per token
 #   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
@@ -1006,13 +999,15 @@ def document_of_tokens(cu_seqlens, N):
 #   ve          (N, H d) or None     value embeddings
 #   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
 #   w_out       (H, C)               weights of the output gate, C even
-#   cu_seqlens, window, scale        as in section 2, but no numbers; in paired layers window counts positions of the 2N
+#   cu_seqlens, window, scale        as in section 2; in paired layers window counts positions of the 2N
 #   paired      bool                 heads of a token become consecutive positions (K4)
 #   offset      bool                 the second half of a key comes from the token before (K1)
 #   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
 #   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
+#   first       None                 or, with codes, first channels of x, (N, C), which the gates read; x is not read
+#   share       None                 or (H,), (N, H): how much of its value a token loses from its result (below)
+#   documents   None                 or document_of_tokens of the (2) N positions
 #   y           (N, H, d)            gated result of attention, before the output projection
-#   v           (N, H, d)            with with_values: the values that attention reads
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
@@ -1554,100 +1549,53 @@ def _pair_heads(qk, v, paired):
     return (u.view(2 * u.size(0), u.size(1) // 2, u.size(2)) for u in (q, k, v)) if paired else (q, k, v)
 
 
-@torch.library.custom_op("speedrun::attention_block", mutates_args=())
-def _attention_block(x: Tensor, weight: Tensor, rotary: Tensor, ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor,
-                     start: Tensor, end: Tensor, window: Tensor, scale: Tensor, paired: bool, offset: bool,
-                     narrow: bool, codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """codes: the first four ProjectionCodes, or none."""
-    gates = head_gates(x, ve, w_ve, w_out, paired)
-    # The kernel reads the gate only if there is a ve.
-    qk, values, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, codes)
-    q, k, v = _pair_heads(qk, values, paired)
-    y, lse = attend(q, k, v, gates[0].view(q.shape[:2]), start, end, window, scale)
-    return y.view(values.shape), values, lse, qk, rstd, gates
-
-
-@_attention_block.register_fake
-def _(x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow, codes):
-    N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
-    lse = _empty_row_scalars(x.new_empty((2 * N, H // 2) if paired else (N, H)))
-    return (x.new_empty(N, H, d), x.new_empty(N, H, d), lse, x.new_empty(2, N + 1, H, width),
-            x.new_empty(2, N, H, dtype=torch.float32), x.new_empty(1 if ve is None else 2, N, H))
-
-
-@torch.library.custom_op("speedrun::attention_block_backward", mutates_args=())
-def _attention_block_backward(dy: Tensor, dv: Tensor | None, dgate: Tensor, x: Tensor, weight: Tensor, rotary: Tensor,
-                              ve: Tensor | None, w_ve: Tensor | None, w_out: Tensor, start: Tensor, end: Tensor,
-                              window: Tensor, scale: Tensor, v: Tensor, lse: Tensor, qk: Tensor, rstd: Tensor,
-                              gates: Tensor, paired: bool, offset: bool,
-                              codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes: the last five ProjectionCodes, or none."""
-    (N, H, d), rows = v.shape, weight.size(0)
-    dqkv = x.new_empty(N, rows, dtype=E5M2 if codes else x.dtype)
-    x_scale, w_scale, x8_t, w8_t, grad_scale = codes or [None] * 5
-    dqkv_t = dqkv.new_empty(rows, N) if codes else None
-    q, k, v = _pair_heads(qk, v, paired)
-    dq_dk_dv = attend_backward(
-        dy.reshape(v.shape), q, k, v, dgate.view(q.shape[:2]), lse, start, end, window, scale,
-        dv=None if paired or codes else dqkv[:, -H * d:].view(N, H, d),
-        dv_upstream=None if dv is None else dv.contiguous().view(v.shape))
-    dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in dq_dk_dv), qk, rstd, rotary, ve, gates[-1], paired,
-                                     offset, dqkv, dqkv_t, grad_scale)
-    if codes:
-        dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
-        dweight = scaled_product(dqkv_t, x8_t, grad_scale, x_scale).to(x.dtype)
-    else:
-        dx, dweight = dqkv @ weight, dqkv.t() @ x
-    dgate_weights = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
-    dve = x.new_empty(0) if ve is None else dve  # an op must return tensors
-    return dx, dweight, dve, dgate_weights
-
-
-@_attention_block_backward.register_fake
-def _(dy, dv, dgate, x, weight, rotary, ve, w_ve, w_out, *others):
-    return (x.new_empty(x.size(0), weight.size(1)), x.new_empty(weight.shape),
-            x.new_empty(0 if ve is None else ve.shape),
-            x.new_empty(1 if ve is None else 2, *w_out.shape, dtype=torch.float32))
-
-
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, with_values, first, share, factor, x, weight, rotary, ve, w_ve, w_out, *others):
-        """others: start, end, window, scale, paired, offset, narrow and, in FP8, ProjectionCodes."""
-        codes, whole = others[7:], None if factor is None else weight
-        if codes:  # of x, the op reads only the columns of the gates; of the weight, only the shape
+    def forward(ctx, first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow,
+                *codes):
+        if codes:  # of x, only the columns of the gates are read; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous() if first is None else first, codes[1]
-        y, v, *kept, gates = _attention_block(x, weight, rotary, ve, w_ve, w_out, *others[:7], list(codes[:4]))
-        ctx.save_for_backward(y, gates, share, factor, whole, x, weight, rotary, ve, w_ve, w_out, *others[:4], v, *kept,
-                              *codes[2:])
-        ctx.paired, ctx.offset, ctx.others = *others[4:6], len(others)
-        if share is not None:
-            return exclude_values(y, v, share)
-        return (y, v) if with_values else y
+        gates = head_gates(x, ve, w_ve, w_out, paired)
+        # The kernel reads the gate only if there is a ve.
+        qk, v, rstd = project(x, weight, rotary, ve, gates[-1], paired, offset, narrow, codes[:4])
+        *heads, values = _pair_heads(qk, v, paired)
+        y, lse = attend(*heads, values, gates[0].view(values.shape[:2]), start, end, window, scale)
+        y = y.view(v.shape)
+        ctx.save_for_backward(share, x, weight, rotary, ve, w_ve, w_out, start, end, y, v, lse, qk, rstd, gates,
+                              *codes[3:])
+        ctx.settings = window, scale, paired, offset
+        return y if share is None else exclude_values(y, v, share)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dv=None):
-        y, gates, share, factor, whole, *saved = ctx.saved_tensors
-        if torch.compiler.is_compiling():
-            dshare, dgate = None, out_gate_grad(dy, y, gates[0])
+    def backward(ctx, dz):
+        share, x, weight, rotary, ve, w_ve, w_out, start, end, y, v, lse, qk, rstd, gates, *codes = ctx.saved_tensors
+        window, scale, paired, offset = ctx.settings
+        w_scale, x8_t, w8_t, grad_scale, dw_scale = codes or [None] * 5
+        (N, H, d), rows = v.shape, weight.size(0)
+        dy, dv, dshare, dgate = output_grad(dz, y, v, share, gates[0])
+        dqkv = x.new_empty(N, rows, dtype=E5M2 if codes else x.dtype)
+        dqkv_t = dqkv.new_empty(rows, N) if codes else None
+        q, k, values = _pair_heads(qk, v, paired)
+        heads = attend_backward(
+            dy.view(values.shape), q, k, values, dgate.view(q.shape[:2]), lse, start, end, window, scale,
+            dv=None if paired or codes else dqkv[:, -H * d:].view(N, H, d),
+            dv_upstream=None if dv is None else dv.view(values.shape))
+        dve, dve_gate = project_backward(*(u.view(N, H, -1) for u in heads), qk, rstd, rotary, ve, gates[-1], paired,
+                                         offset, dqkv, dqkv_t, grad_scale)
+        if codes:
+            dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
+            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale).to(x.dtype)
         else:
-            dy, dv_here, dshare, dgate = output_grad(dy, y, saved[10], share, gates[0])
-            dv = dv if share is None else dv_here
-        if factor is not None:
-            saved[14] = saved[14] * factor  # the scale of x, in the gradient of the weight
-        dx, dweight, dve, dgate_weights = _attention_block_backward(dy, dv, dgate, *saved[:14], gates, ctx.paired,
-                                                                    ctx.offset, saved[14:])
-        dw_out, *dw_ve = dgate_weights.to(dx.dtype)  # outside the op, so that the compiler fuses the cast
-        dfactor = None if factor is None else _grad_of_scale(dweight, whole, factor)
-        return (None, None, dshare, dfactor, dx, dweight, None, *((dve, *dw_ve) if dw_ve else (None, None)), dw_out,
-                *[None] * ctx.others)
+            dx, dweight = dqkv @ weight, dqkv.t() @ x
+        dgate_weights = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
+        dw_out, *dw_ve = dgate_weights.to(dx.dtype)
+        return None, dshare, dx, dweight, None, dve, *(dw_ve or (None,)), dw_out, *[None] * (7 + 8 * bool(codes))
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                        codes=None, with_values=True, first=None, share=None, factor=None):
-    """y and v, both (N, H, d), or y and None; see the banner above."""
-    weight = weight if factor is None else factor * weight
+                        codes=None, first=None, share=None, documents=None):
+    """y (N, H, d); see the banner above. documents: not used."""
     out_gate, ve_gate = head_gates_ref(x if first is None else first, ve, w_ve, w_out, paired)
     q, k, v = project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow, codes)
     N, H = out_gate.shape
@@ -1656,16 +1604,14 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
     else:
         paired_heads = (u.reshape(2 * N, H // 2, *u.shape[2:]) for u in (q, k, v, out_gate))
         y = attention_ref(*paired_heads, 2 * cu_seqlens, window, scale).reshape(v.shape)
-    if share is not None:
-        y = exclude_values_ref(y, v, share)
-    return y, v if with_values else None
+    return y if share is None else exclude_values_ref(y, v, share)
 
 
 BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
 
 
 def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                 codes=None, with_values=True, first=None, share=None, factor=None):
+                 codes=None, first=None, share=None, documents=None):
     """What the texts of the contract cannot say: the first fault in words, or None."""
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
@@ -1694,32 +1640,23 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
            weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
-           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided", factor="?: bf16 fp32")
+           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided")
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                    codes=None, with_values=True, first=None, share=None, factor=None):
-    """y and v, both (N, H, d); differentiable in x, weight, ve, w_ve and w_out. v is None unless with_values.
-
-    first: with codes, the first channels of x, which the gates read; x itself is then not read. share: if given, the
-    result is exclude_values(y, v, share), differentiable in share, and without v. factor: with codes, the 0-D factor that
-    they contain; the gradients of it and of the weight without it follow.
-    """
+                    codes=None, first=None, share=None, documents=None):
+    """y (N, H, d); differentiable in x, weight, share, ve, w_ve and w_out. See the banner above."""
     N = len(x)
-    # Outside the opaque op, so that the compiler does this once for all layers.
-    start, end = document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
+    start, end = documents or document_of_tokens((1 + paired) * cu_seqlens, (1 + paired) * N)
     ve = ve if ve is None or ve.stride(-1) == 1 else ve.contiguous()
     weight, w_ve, w_out = (u if u is None else u.contiguous() for u in (weight, w_ve, w_out))
     x = x.contiguous() if first is None else x
-    with_values = with_values and share is None
-    outputs = _AttentionBlock.apply(with_values, first, share, factor, x, weight, rotary, ve, w_ve, w_out, start, end,
-                                    window, scale, paired, offset, narrow, *(codes or ()))
-    return outputs if with_values else (outputs, None)
+    return _AttentionBlock.apply(first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired,
+                                 offset, narrow, *(codes or ()))
 
 
 # ======================================================================================================================
 # 4  FP8 codes
 #
-#   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; the compiler fuses the codes into the
-#                                                              pass that makes x
+#   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; mix makes codes where it makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
 #   Fp8Projections                                             the codes of section 3's projection
@@ -1753,15 +1690,8 @@ def transposed(codes):
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
-# Without the tag, the compiler writes a second copy of `codes` for this op.
-@torch.library.custom_op("speedrun::transpose_codes", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def _transposed_codes(codes: Tensor) -> Tensor:
+def _transposed_codes(codes):
     return transposed(codes) if codes.ndim == 2 else codes.mT.clone(memory_format=torch.contiguous_format)
-
-
-@_transposed_codes.register_fake
-def _(codes):
-    return codes.new_empty(codes.mT.shape)
 
 
 def both_layouts(x, scale, dtype):
@@ -1777,12 +1707,6 @@ def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16):
     if _takes_ref(a):
         return (a.float() @ b.float().mT * (scale_a * scale_b)).to(dtype)
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-
-def _grad_of_scale(dW, W, factor):
-    """Gradient of a 0-D factor of weights W, from their gradient dW, which a product has scaled by the factor."""
-    dot = (dW * W).sum(dtype=torch.float32)
-    return torch.where(factor == 0, 0.0, dot / factor).to(factor.dtype)
 
 
 def _saturated(x, DTYPE: tl.constexpr):
@@ -1860,12 +1784,12 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 #   product            operands (scale)                              result
 #   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)    fp32, for norm and rotation in the kernel
 #   dx = dqkv W        dqkv e5m2 (static), W                         bf16, then the gradients of the gates are added
-#   dW = dqkvᵀ x       dqkv, x                                       bf16, gradient of factor · W
+#   dW = dqkvᵀ x       dqkv, x (static, times factor)                bf16
 #
 #   N, D and the rows of W are multiples of 16.
-# The bf16 weight is an argument of attention_block only for its gradient, from which autograd makes those of W and the
-# factor. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in
-# bf16. Layers that share an input also share its codes.
+# The bf16 weight is an argument of attention_block only for its gradient. The gradient of the factor: see
+# `scaled_weights`. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never
+# exists in bf16. Layers that share an input also share its codes.
 
 
 class ProjectionCodes(NamedTuple):
@@ -1878,6 +1802,7 @@ class ProjectionCodes(NamedTuple):
     x8_t: Tensor  # (D, N) e4m3
     w8_t: Tensor  # (D, rows) e4m3
     grad_scale: Tensor  # of the e5m2 codes of the gradient of x Wᵀ
+    dw_scale: Tensor  # of x in the gradient of the weight, which the factor multiplies
 
 
 class _ProductOfCodes(torch.autograd.Function):
@@ -1885,22 +1810,22 @@ class _ProductOfCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
-        ctx.save_for_backward(x_scale, w_scale, *others)
+        ctx.save_for_backward(w_scale, *others)
         ctx.dtype = x.dtype
         return x8.float() @ w8.float().mT * (x_scale * w_scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x_scale, w_scale, x8_t, w8_t, grad_scale = ctx.saved_tensors
+        w_scale, x8_t, w8_t, grad_scale, dw_scale = ctx.saved_tensors
         g, g_t = both_layouts(grad, grad_scale, E5M2)
-        dx, dweight = scaled_product(g, w8_t, grad_scale, w_scale), scaled_product(g_t, x8_t, grad_scale, x_scale)
-        return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 7
+        dx, dweight = scaled_product(g, w8_t, grad_scale, w_scale), scaled_product(g_t, x8_t, grad_scale, dw_scale)
+        return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 8
 
 
 class Fp8Projections:
-    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), factor): the ProjectionCodes of x and of factor
-    times the projection of a layer; factor: 0-D. No gradient goes through codes, so x is detached.
+    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), scales): the ProjectionCodes of x and of a factor
+    times the projection of a layer; scales: `scales(factors)[layer]`. No gradient goes through codes, so x is detached.
 
     weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w.
     loss_scale: the factor of the sum over tokens in the loss. Call `refresh` after every change of the weights. All
@@ -1912,22 +1837,28 @@ class Fp8Projections:
         for layers, weight in weights():
             (n, rows, D), device = weight.shape, weight.device
             codes, codes_t = (torch.empty(n, *shape, dtype=E4M3, device=device) for shape in ((rows, D), (D, rows)))
-            scales = torch.ones(n, 4, device=device)[:, :1]  # 16 bytes apart, as in Fp8Mlps
-            self.kinds.append((scales, codes, codes_t))
-            self.layers |= zip(layers, zip(codes, codes_t, scales[:, 0]))
+            self.kinds.append((codes, codes_t))
+            self.layers |= zip(layers, zip(codes, codes_t))
         self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (x8_scale(D), G8_SCALE * loss_scale))
+        # Of the weights, and of x, for each layer, 16 bytes apart, as in Fp8Mlps.
+        self.pairs = self.x_scale.expand(len(self.layers), 2, 4).clone()
         self.refresh()
 
     @torch.no_grad()
     def refresh(self):
         """Quantise the weights again."""
-        for (_, weight), kind in zip(self.weights(), self.kinds):
-            quantise_weights(weight, *kind)
+        scales = self.pairs[:, 0, :1].split([len(codes) for codes, _ in self.kinds])
+        for (_, weight), scale, codes in zip(self.weights(), scales, self.kinds):
+            quantise_weights(weight, scale, *codes)
 
-    def __call__(self, layer, inputs, factor):
-        codes, codes_t, scale = self.layers[layer]
-        x8, x8_t = inputs
-        return ProjectionCodes(x8, codes, self.x_scale, scale * factor.detach(), x8_t, codes_t, self.grad_scale)
+    def scales(self, factors):
+        """{layer: 0-D scales of its weight and of x, times its factor}; factors: {layer: 0-D}."""
+        factors = torch.stack([factors[layer].detach().float() for layer in self.layers])
+        return dict(zip(self.layers, ((w, x) for w, x in (self.pairs * factors[:, None, None])[..., 0].unbind(0))))
+
+    def __call__(self, layer, inputs, scales):
+        (x8, x8_t), (codes, codes_t), (w_scale, dw_scale) = inputs, self.layers[layer], scales
+        return ProjectionCodes(x8, codes, self.x_scale, w_scale, x8_t, codes_t, self.grad_scale, dw_scale)
 
 
 # ======================================================================================================================
@@ -2243,36 +2174,20 @@ def _relu_square(a, b, post=None):
     return out
 
 
-@torch.library.custom_op("speedrun::mlp", mutates_args=())
-def _mlp(x: Tensor, W1: Tensor, W2: Tensor) -> tuple[Tensor, Tensor]:
-    post = _relu_square(x, W1)
-    return post @ W2, post
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W1, W2):
+        post = _relu_square(x, W1)
+        ctx.save_for_backward(x, W1, W2, post)
+        return post @ W2
 
-
-@_mlp.register_fake
-def _(x, W1, W2):
-    return torch.empty_like(x), x.new_empty(x.size(0), W1.size(0))
-
-
-@torch.library.custom_op("speedrun::mlp_backward", mutates_args=())
-def _mlp_backward(grad: Tensor, x: Tensor, W1: Tensor, W2: Tensor, post: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    grad = grad.contiguous()
-    dW2 = post.mT @ grad  # first: a product gives a new thread of autograd the CUDA context that descriptors need
-    dpre = _relu_square(grad, W2, post)
-    return dpre @ W1, dpre.mT @ x, dW2
-
-
-@_mlp_backward.register_fake
-def _(grad, x, W1, W2, post):
-    return torch.empty_like(x), torch.empty_like(W1), torch.empty_like(W2)
-
-
-def _mlp_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, output[1])
-    ctx.set_materialize_grads(False)  # post has no gradient; PyTorch would write zeros (N, F) for it
-
-
-_mlp.register_autograd(lambda ctx, grad, _: _mlp_backward(grad, *ctx.saved_tensors), setup_context=_mlp_setup)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x, W1, W2, post), grad = ctx.saved_tensors, grad.contiguous()
+        dW2 = post.mT @ grad  # first: a product gives a new thread of autograd the CUDA context that descriptors need
+        dpre = _relu_square(grad, W2, post)
+        return dpre @ W1, dpre.mT @ x, dW2
 
 
 def _check_mlp(x, W1, W2):
@@ -2284,12 +2199,12 @@ def _check_mlp(x, W1, W2):
 @operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
 def mlp(x, W1, W2):
     """`mlp_ref` with the square and its derivative inside the products; x (N, D), W1 and W2 (F, D), result (N, D)."""
-    return _mlp(x, W1, W2)[0]
+    return _Mlp.apply(x, W1, W2)
 
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
 #
-#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, factor)     replaces mlp(x, W1, factor · W2); factor: 0-D or None
+#   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, scales)     replaces mlp(x, W1, factor · W2); scales contain the factor
 #
 #   product           operands (scale)                         result
 #   pre = x W1ᵀ       x e4m3 (static), W1 e4m3 (exact)            post = relu(bf16(pre))², e4m3 codes (delayed)
@@ -2300,12 +2215,12 @@ def mlp(x, W1, W2):
 #   dx = dpre W1      dpre, W1                                 bf16
 #
 #   N, D and F are multiples of 16; x is RMS-normed; W1 and W2 are the matrices i of the bank. Gradient of the factor:
-#   see `_grad_of_scale`.
+#   see `scaled_weights`.
 #
 # Sums are in fp32, of which Hopper keeps about 14 bits, in the library only with fast accumulation. That is enough for
 # post and dpre, because their sums have only D terms and are then rounded to codes of 3 or 4 significant bits. The
-# epilogues write both layouts of post and dpre, which never exist in bf16; nor does x, nor g, whose codes the compiler
-# makes in the passes before.
+# epilogues write both layouts of post and dpre, which never exist in bf16; nor does x, nor g, whose codes `mix`
+# makes.
 # The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
 # stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 #
@@ -2348,69 +2263,36 @@ def relu_square_codes(a, *others):
     return (relu_square_codes_ref if _takes_ref(a) else _relu_square_codes)(a, *others)
 
 
-def _mlp_scales(scales, factor):
-    """0-D scales of x, W1, W2 with the factor, post, g, dpre from a row of `Fp8Mlps.scales`."""
-    x, w1, w2, *others = scales[:, 0].unbind()
-    return x, w1, w2 if factor is None else w2 * factor, *others
-
-
-@torch.library.custom_op("speedrun::mlp_fp8", mutates_args=("post_max",))
-def _mlp_fp8(x8: Tensor, factor: Tensor | None, codes: Tensor, codes_t: Tensor, scales: Tensor, post_max: Tensor,
-             i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, codes of post in both layouts)."""
-    x_scale, w1_scale, w2_scale, post_scale, _, _ = _mlp_scales(scales[i], factor)
-    post, post_t = relu_square_codes(x8, codes[i, 0], x_scale, w1_scale, post_scale, post_max[i])
-    return scaled_product(post, codes_t[i, 1], post_scale, w2_scale, fast=True), post, post_t
-
-
-@_mlp_fp8.register_fake
-def _(x8, factor, codes, codes_t, scales, post_max, i):
-    N, width = x8.size(0), codes.size(2)
-    return torch.empty_like(x8, dtype=torch.bfloat16), x8.new_empty(N, width), x8.new_empty(width, N)
-
-
-@torch.library.custom_op("speedrun::mlp_fp8_backward", mutates_args=("dpre_max",))
-def _mlp_fp8_backward(g: Tensor, g_t: Tensor, factor: Tensor | None, x8_t: Tensor, post: Tensor, post_t: Tensor,
-                      codes: Tensor, codes_t: Tensor, scales: Tensor, dpre_max: Tensor,
-                      i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dW1, dW2. g, g_t: codes of the gradient of y."""
-    x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = _mlp_scales(scales[i], factor)
-    dW2 = scaled_product(post_t, g_t, post_scale, g_scale if factor is None else g_scale * factor)
-    dpre, dpre_t = relu_square_codes(g, codes[i, 1], g_scale, w2_scale, dpre_scale, dpre_max[i], post, post_scale)
-    return (scaled_product(dpre, codes_t[i, 0], dpre_scale, w1_scale),
-            scaled_product(dpre_t, x8_t, dpre_scale, x_scale), dW2)
-
-
-@_mlp_fp8_backward.register_fake
-def _(g, g_t, factor, x8_t, post, post_t, codes, codes_t, scales, dpre_max, i):
-    return tuple(g.new_empty(shape, dtype=torch.bfloat16) for shape in (g.shape, *[codes.shape[2:]] * 2))
-
-
 class _MlpFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, W1, W2, factor, codes, codes_t, scales, post_max, dpre_max, i, loss_scale, x_codes, grad_codes):
+    def forward(ctx, x, W1, W2, factored, mlps, i, x_codes, grad_codes):
+        """factored: the scales of W2 and of g with the factor; x_codes: of x, or None."""
+        (w2_scale, dw2_scale), (w1, _), (_, w2_t) = factored, mlps.codes[i], mlps.codes_t[i]
+        x_scale, w1_scale, _, post_scale, *_ = mlps.scales[i, :, 0]
         x8, x8_t = x_codes or both_layouts(x, x8_scale(x.size(1)), E4M3)
-        y, *post = _mlp_fp8(x8, factor, codes, codes_t, scales, post_max, i)
-        ctx.save_for_backward(W2, factor, x8_t, *post, codes, codes_t, scales)
-        ctx.dpre_max = dpre_max  # not saved: the backward pass of a later layer changes it in between
-        ctx.i, ctx.g_scale, ctx.grad_codes = i, G8_SCALE * loss_scale, grad_codes
-        return y
+        post, post_t = relu_square_codes(x8, w1, x_scale, w1_scale, post_scale, mlps.post_max[i])
+        ctx.save_for_backward(w2_scale, dw2_scale, x8_t, post, post_t, mlps.codes, mlps.codes_t, mlps.scales)
+        ctx.i, ctx.grad_codes, ctx.g_scale = i, grad_codes, G8_SCALE * mlps.loss_scale
+        ctx.dpre_max = mlps.dpre_max  # not saved: the backward pass of a later layer changes it in between
+        return scaled_product(post, w2_t, post_scale, w2_scale, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        W2, factor, *kept = ctx.saved_tensors
-        codes = ctx.grad_codes.take() if ctx.grad_codes else both_layouts(grad, ctx.g_scale, E5M2)
-        dx, dW1, dW2 = _mlp_fp8_backward(*codes, factor, *kept, ctx.dpre_max, ctx.i)
-        dfactor = None
-        if factor is not None:
-            dfactor = _grad_of_scale(dW2, W2, factor)
-        return dx, dW1, dW2, dfactor, *[None] * 9
+        w2_scale, dw2_scale, x8_t, post, post_t, codes, codes_t, scales = ctx.saved_tensors
+        x_scale, w1_scale, _, post_scale, g_scale, dpre_scale = scales[ctx.i, :, 0]
+        g, g_t = ctx.grad_codes and ctx.grad_codes.take() or both_layouts(grad, ctx.g_scale, E5M2)
+        dW2 = scaled_product(post_t, g_t, post_scale, dw2_scale)
+        dpre, dpre_t = relu_square_codes(g, codes[ctx.i, 1], g_scale, w2_scale, dpre_scale, ctx.dpre_max[ctx.i], post,
+                                         post_scale)
+        return (scaled_product(dpre, codes_t[ctx.i, 0], dpre_scale, w1_scale),
+                scaled_product(dpre_t, x8_t, dpre_scale, x_scale), dW2, *[None] * 5)
 
 
 class Fp8Mlps:
-    """y = mlps(i, x, W1, W2, factor): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. codes:
-    those of x, if they exist; x is then not read. grad_codes: where the gradient of y comes as codes, see `mix`.
+    """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
+    with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
+    the gradient of y comes as codes, see `mix`.
 
     bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. loss_scale: the
     factor of the sum over tokens in the loss. Call `refresh` after every change of the bank, and after every
@@ -2422,7 +2304,7 @@ class Fp8Mlps:
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
         self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
-        # In the order of _mlp_scales. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
+        # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
         self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
         # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
@@ -2463,14 +2345,19 @@ class Fp8Mlps:
         """For the gradient of one y."""
         return GradCodes(G8_SCALE * self.loss_scale)
 
-    def __call__(self, i, x, W1, W2, factor=None, codes=None, grad_codes=None):
+    def factored(self, factors=None):
+        """0-D scales of W2, and of g in the gradient of W2, of all MLPs, times their factors (MLPs,)."""
+        pairs = self.scales[:, 2:5:2]
+        pairs = pairs if factors is None else pairs * factors.detach()[:, None, None]
+        return [tuple(pair) for pair in pairs[..., 0].unbind(0)]
+
+    def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
         F, D = self.codes.shape[2:]
         given = dict(W1=W1, W2=W2) if codes else dict(x=x, W1=W1, W2=W2)
         _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
-        return _MlpFp8.apply(x, W1, W2, factor, self.codes, self.codes_t, self.scales, self.post_max, self.dpre_max, i,
-                             self.loss_scale, codes, grad_codes)
+        return _MlpFp8.apply(x, W1, W2, scales or self.factored()[i], self, i, codes, grad_codes)
 
 
 # ======================================================================================================================
@@ -2705,6 +2592,116 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
 
 
+# ---- What the pointer reads ------------------------------------------------------------------------------------------
+#
+#   q, k, sink = pointer_inputs(projected, gain, weights, start)
+#
+#   projected (N, 3d): of a token its query q', its key k', and n', which it adds to the key of the next token of its
+#   document; gain (1,), weights (d,) fp32; q, k (N, d), sink (N,) fp32
+#   q = gain q' / rms(q'),  k = κ / rms(κ) with κ_t = k'_t + n'_(t-1),  sink = q · weights / √d
+# Replaces about 25 passes over (N, d). Without the norms, the scores of some seeds grew without bound (PR 379).
+
+POINTER_INPUTS_LAUNCH = dict(BLOCK=16, num_warps=4)
+
+
+def pointer_inputs_ref(projected, gain, weights, start):
+    """q, k and sink in plain PyTorch; see above."""
+    q, k, next_k = projected.chunk(3, 1)
+    has_previous = (start < torch.arange(len(q), dtype=start.dtype, device=q.device))[:, None]
+    k = k + F.pad(next_k[:-1], (0, 0, 1, 0)) * has_previous
+    q, k = gain[0] * rms_norm(q), rms_norm(k)
+    return q.contiguous(), k.contiguous(), q.size(1)**-0.5 * (q * weights).sum(1)
+
+
+@triton.jit
+def _unit(x, D):
+    """x / rms(x) for each row, and 1 / rms(x)."""
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / D + _RMS_EPS)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def _pointer_key(Projected, Start, n, d, N, D):
+    """κ of the tokens n, and which of them have a token before in their document."""
+    has_previous = (tl.load(Start + n, mask=n < N, other=0) < n) & (n < N)
+    previous = tl.where(has_previous, n - 1, N)
+    return _tile(Projected, n, D + d, N, 3 * D) + _tile(Projected, previous, 2 * D + d, N, 3 * D), has_previous
+
+
+@triton.jit
+def _unit_grad(dy, y, rstd, D):
+    """Gradient of x, from that of y = x / rms(x)."""
+    return rstd[:, None] * (dy - y * (tl.sum(dy * y, 1) / D)[:, None])
+
+
+@triton.jit
+def _pointer_inputs_kernel(Projected, Gain, Weights, Start, Q, K, Sink, N, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+    n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    q, _ = _unit(_tile(Projected, n, d, N, 3 * D), D)
+    q = (tl.load(Gain) * q).to(Q.dtype.element_ty)
+    _store(Q, q, n, d, N, D)
+    tl.store(Sink + n, scale * tl.sum(q.to(tl.float32) * tl.load(Weights + d)[None, :], 1), mask=n < N)
+    k, _ = _pointer_key(Projected, Start, n, d, N, D)
+    k, _ = _unit(k, D)
+    _store(K, k, n, d, N, D)
+
+
+@triton.jit
+def _pointer_inputs_grad_kernel(dQ, dK, dSink, Projected, Gain, Weights, Start, dProjected, Parts, N, scale,
+                                D: tl.constexpr, BLOCK: tl.constexpr):
+    # Parts (programs, D + 1): the gradients of Weights and of Gain from these tokens.
+    n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    parts = Parts + tl.program_id(0) * (D + 1)
+    gain, dsink = tl.load(Gain), scale * tl.load(dSink + n, mask=n < N, other=0.0)
+    q, rstd = _unit(_tile(Projected, n, d, N, 3 * D), D)
+    dq = _tile(dQ, n, d, N, D) + dsink[:, None] * tl.load(Weights + d)[None, :]
+    tl.store(parts + d, gain * tl.sum(dsink[:, None] * q, 0))
+    tl.store(parts + D, tl.sum(tl.sum(dq * q, 1), 0))
+    _store(dProjected, _unit_grad(gain * dq, q, rstd, D), n, d, N, 3 * D)
+    k, has_previous = _pointer_key(Projected, Start, n, d, N, D)
+    k, rstd = _unit(k, D)
+    dk = _unit_grad(_tile(dK, n, d, N, D), k, rstd, D)
+    _store(dProjected, dk, n, D + d, N, 3 * D)
+    previous = tl.where(n == 0, N - 1, tl.where(n < N, n - 1, N))  # nobody follows the last token: 0
+    _store(dProjected, tl.where(has_previous[:, None], dk, 0.0), previous, 2 * D + d, N, 3 * D)
+
+
+class _PointerInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, projected, gain, weights, start):
+        ctx.save_for_backward(projected, gain, weights, start)
+        (N, d), launch = (len(projected), projected.size(1) // 3), POINTER_INPUTS_LAUNCH
+        q, k, sink = projected.new_empty(N, d), projected.new_empty(N, d), weights.new_empty(N)
+        _pointer_inputs_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
+            projected, gain, weights, start, q, k, sink, N, d**-0.5, D=d, **launch)
+        return q, k, sink
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dsink):
+        projected, gain, weights, start = ctx.saved_tensors
+        (N, d), launch, dprojected = dq.shape, POINTER_INPUTS_LAUNCH, torch.empty_like(projected)
+        programs = triton.cdiv(N, launch["BLOCK"])
+        parts = weights.new_empty(programs, d + 1)
+        _pointer_inputs_grad_kernel[(programs,)](
+            dq.contiguous(), dk.contiguous(), dsink.contiguous(), projected, gain, weights, start, dprojected, parts, N,
+            d**-0.5, D=d, **launch)
+        dweights, dgain = parts.sum(0).split([d, 1])
+        return dprojected, dgain, dweights, None
+
+
+def _check_inputs(projected, gain, weights, start):
+    if projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1):
+        return f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"
+
+
+@operation(pointer_inputs_ref, any_dtype=True, check=_check_inputs, projected="N E: bf16 fp32", gain="1: fp32",
+           weights="d: fp32", start="N: int32")
+def pointer_inputs(projected, gain, weights, start):
+    """q, k (N, d) and sink (N,) fp32 for `pointer`; differentiable in projected, gain and weights. See above."""
+    return _PointerInputs.apply(projected, gain, weights, start)
+
+
 # ======================================================================================================================
 # 7  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
 #
@@ -2729,11 +2726,11 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 # classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
 # (records/2026-11-22_sampled_softmax).
 #
-# The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. The compiler makes
-# the codes of h in the pass of the last norm.
-# Head and loss replace h @ W and a compiled loss. The forward pass takes one block of rows after another and computes
-# its logits, their loss and their gradient. The (N, V) logits never exist as a whole, the gradient does (2.5 GB of
-# codes at N = 49152). Without FP8 the gradient overwrites the logits in their own dtype. The backward pass transposes
+# The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. `mix` makes the codes
+# of h.
+# Head and loss replace h @ W and a loss in plain PyTorch. The forward pass takes one block of rows after another and
+# computes its logits, their loss and their gradient. The (N, V) logits never exist as a whole, the gradient does (2.5 GB
+# of codes at N = 49152). Without FP8 the gradient overwrites the logits in their own dtype. The backward pass transposes
 # the gradient and computes two products over all rows. Their scale contains the upstream gradient.
 # With 50304 classes, forward and backward pass take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a
 # compiled loss. cross_entropy takes 985 µs for 16384 rows, 84 % of the copy rate (compiled: 2700).
@@ -3620,14 +3617,17 @@ def polar_express(X, scale, ops, steps=5):
 # 10  Sums of streams, their norm and its FP8 codes
 #
 #   mixed = mix(terms, reader, added, grad_codes)
-#       x      = f₁ s₁ + f₂ s₂ + ... + added, rounded once     terms: pairs (f, s)
+#       x      = f₁ s₁ + f₂ s₂ + ... + Σ added, rounded once   terms: pairs (f, s)
 #       normed = x / rms(x), and its codes as in section 4     if the stream has a reader
 #   its gradient
 #       g      = dx + (dnormed − normed mean(dnormed · normed)) / rms(x);   ds = f g,   df = g · s per token
 #   streams, sums = add_later(streams, factors)                replaces the sums f₁ s₁ + f₂ s₂, one for each place
 #       their gradient                                         ds = Σ f g over the places, df = g · s
 #
-#   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
+#   values = numbers(vector)                                   a factor f for each element of a vector
+#
+#   s, x, normed (N, D), contiguous; or Previous(s), row n - 1 of s for token n, 0 for the first. f: None (1), a number,
+#   a tensor of one number, a Number, or a column (N, 1).
 # A residual network is sums between products, and each sum that is an operation of its own reads and writes (N, D). mix
 # reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
 # layouts in its place.
@@ -3637,6 +3637,10 @@ def polar_express(X, scale, ops, steps=5):
 # g, which mix writes anyway. One kernel then makes the gradients of all these sums. It runs when the last of the places
 # has its g, so the places between two networks that make factors are one call.
 #
+# A gradient ds = f g of a stream that another mix has made is not written: its mix reads g and f.
+#
+# numbers makes one gradient of a vector of factors: each mix leaves df per token in a row, and one sum takes all rows.
+#
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
 # codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded: an edit that reads one gets
 # NaN losses.
@@ -3645,8 +3649,9 @@ def polar_express(X, scale, ops, steps=5):
 MIX_STREAMS = _contract(stream="N D")
 # Transposed codes are written in lines of BLOCK_N bytes. Without codes, fewer rows on chip leave more programs in flight.
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
-MIX_GRAD_LAUNCH = dict(BLOCK_N=16, BLOCK_D=128, num_warps=4)
-ADDED_GRAD_LAUNCH = dict(BLOCK_N=16, BLOCK_D=128, num_warps=4)
+MIX_GRAD_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=8),
+                   "plain": dict(BLOCK_N=8, BLOCK_D=256, num_warps=8)}
+ADDED_GRAD_LAUNCH = dict(BLOCK_N=4, BLOCK_D=128, num_warps=4)  # few rows: each place and stream has a register
 
 
 class Reader(NamedTuple):
@@ -3657,14 +3662,50 @@ class Reader(NamedTuple):
     whole: bool = False  # with codes: it also reads the normed stream
 
 
-class Mixed(NamedTuple):
-    """The result of mix: a stream, and what its reader reads; see `Reader`."""
+class Previous(NamedTuple):
+    """A stream (N, D) one token later: row n is row n - 1 of it, row 0 is 0."""
 
-    x: Tensor  # (N, D)
+    stream: Tensor
+
+
+class Number(NamedTuple):
+    """Element i of a vector of factors; see `numbers`."""
+
+    value: Tensor  # 0-D
+    i: int
+    dots: "_Dots"
+
+
+READERS = 4  # so many gradients of a stream come to mix by themselves; autograd sums those of further readers
+
+
+class _Product:
+    """The gradient of a stream for one reader, which is a mix: (gradient, factor) in place of their product."""
+
+    pair = None
+
+    def take(self):
+        pair, self.pair = self.pair, None
+        return pair
+
+
+class Mixed(NamedTuple):
+    """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed gets a gradient of
+    its own, which mix sums with the others."""
+
+    xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
-    normed: Tensor | None = None  # (N, D)
+    normeds: list[Tensor] | None = None  # likewise (N, D)
     first: Tensor | None = None  # (N, channels)
     codes: tuple[Tensor, Tensor] | None = None  # e4m3, (N, D) and (D, N)
+
+    @property
+    def x(self):
+        return self.xs.pop() if len(self.xs) > 1 else self.xs[0]
+
+    @property
+    def normed(self):
+        return self.normeds and (self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0])
 
 
 class Added(NamedTuple):
@@ -3696,18 +3737,21 @@ def _without_memory(x):
     return _nan(x.device, x.dtype).expand(x.shape)
 
 
-def mix_ref(terms, reader=None, added=None, grad_codes=None):
+def mix_ref(terms, reader=None, added=(), grad_codes=None):
     """mix in plain PyTorch, rounded after each operation. grad_codes: not used."""
-    terms = [(factor.to(s.dtype) if isinstance(factor, Tensor) else factor, s) for factor, s in terms]
-    x = functools.reduce(torch.add, (s if factor is None else factor * s for factor, s in terms))
-    if added:
-        pairs = zip(added.factors, added.streams)
-        x = x + functools.reduce(torch.add, (f.to(s.dtype) * s for f, s in pairs if f is not None))
+    def product(factor, s):
+        s = F.pad(s.stream[:-1], (0, 0, 1, 0)) if isinstance(s, Previous) else s
+        factor = factor.value if isinstance(factor, Number) else factor
+        return s if factor is None else (factor.to(s.dtype) if isinstance(factor, Tensor) else factor) * s
+
+    x = functools.reduce(torch.add, (product(*term) for term in terms))
+    for part in added:
+        x = x + functools.reduce(torch.add, (product(f, s) for f, s in zip(part.factors, part.streams) if f is not None))
     if reader is None:
-        return Mixed(x)
+        return Mixed([x])
     normed = rms_norm(x)
-    first = normed[:, :reader.channels] if reader.channels else None
-    return Mixed(x, reader, normed, first, both_layouts(normed.detach(), reader.scale, E4M3) if reader.scale else None)
+    codes = both_layouts(normed.detach(), reader.scale, E4M3) if reader.scale else None
+    return Mixed([x], reader, [normed], normed[:, :reader.channels] if reader.channels else None, codes)
 
 
 def add_later_ref(streams, factors):
@@ -3728,6 +3772,24 @@ def _times(Factor, x, n, N):
 
 
 @triton.jit
+def _stream_tile(X, n, d, N, D, PREVIOUS: tl.constexpr):
+    """Tile of a stream; PREVIOUS: token n takes the row before."""
+    if PREVIOUS:
+        return _tile(X, tl.where(n == 0, N, n - 1), d, N, D)
+    else:
+        return _tile(X, n, d, N, D)
+
+
+@triton.jit
+def _store_stream(dX, x, n, d, N, D, PREVIOUS: tl.constexpr):
+    """Store the gradient of what _stream_tile gives."""
+    if PREVIOUS:  # the last row has no token that takes it
+        x = tl.where((n == 0)[:, None], 0.0, x)
+        n = tl.where(n == 0, N - 1, tl.where(n < N, n - 1, N))
+    _store(dX, x, n, d, N, D)
+
+
+@triton.jit
 def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
     """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
     codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
@@ -3737,22 +3799,22 @@ def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
 
 
 @triton.jit
-def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, D: tl.constexpr,
-                CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    # A program has whole rows, which stay on chip between the sum and the norm.
+def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: tl.constexpr,
+                D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    chunks, squares = (), tl.zeros((BLOCK_N,), tl.float32)
+    chunks, squares = (), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for k in tl.static_range(len(Streams)):
-            total += _times(Factors[k], _tile(Streams[k], n, d, N, D), n, N)
+            total += _times(Factors[k], _stream_tile(Streams[k], n, d, N, D, PREVIOUS >> k & 1), n, N)
         x = total.to(X.dtype.element_ty)
         _store(X, x, n, d, N, D)
         chunks = chunks + (x,)
-        squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+        squares += x.to(tl.float32) * x.to(tl.float32)
     if Rstd is not None:
-        rstd = tl.rsqrt(squares / D + _RMS_EPS)
+        rstd = tl.rsqrt(tl.sum(squares, 1) / D + _RMS_EPS)
         tl.store(Rstd + n, rstd, mask=n < N)
         for i in tl.static_range(len(chunks)):
             d = i * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -3766,30 +3828,40 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
 
 
 @triton.jit
-def _mix_grad_kernel(dX, dNormed, dFirst, X, Rstd, Streams, Factors, dStreams, G, Codes, CodesT, Dots, N, inverse_scale,
-                     D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    # Streams, Factors, dStreams: of the terms whose factor is not 1; a stream is None if its factor is a number. Dots
-    # (factors, N).
+def _sum_of_tiles(Xs, n, d, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for k in tl.static_range(len(Xs)):
+        total += _tile(Xs[k], n, d, N, D)
+    return total
+
+
+@triton.jit
+def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
+                     inverse_scale, PREVIOUS: tl.constexpr, ADDS: tl.constexpr, SHIFTED: tl.constexpr, D: tl.constexpr,
+                     CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    # dX, with its factors, and dNormed: of each reader. Streams and Dots, each (N,): of the terms with a learned factor,
+    # with bits PREVIOUS, and ADDS where dot products add up, because a number is a factor of many sums. Factors and
+    # dStreams, with bits SHIFTED: of the terms whose gradient is written.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dots = ()
     for _ in tl.static_range(len(Streams)):
-        dots = dots + (tl.zeros((BLOCK_N,), tl.float32),)
-    if dNormed is not None:
-        rstd, dot = tl.load(Rstd + n, mask=n < N, other=0.0), tl.zeros((BLOCK_N,), tl.float32)
+        dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    if X is not None:
+        rstd, dot = tl.load(Rstd + n, mask=n < N, other=0.0), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for start in tl.static_range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
-            dnormed = _tile(dNormed, n, d, N, D)
+            dnormed = _sum_of_tiles(dNormed, n, d, N, D, BLOCK_N, BLOCK_D)
             if dFirst is not None and start == 0:
                 dnormed += _tile(dFirst, n, d, N, CHANNELS)
-            dot += tl.sum(dnormed * _tile(X, n, d, N, D), 1)
-        along = dot * rstd * rstd * rstd / D
+            dot += dnormed * _tile(X, n, d, N, D)
+        along = tl.sum(dot, 1) * rstd * rstd * rstd / D
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         g = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        if dX is not None:
-            g += _tile(dX, n, d, N, D)
-        if dNormed is not None:
-            dnormed = _tile(dNormed, n, d, N, D)
+        for k in tl.static_range(len(dX)):
+            g += _times(dXFactors[k], _tile(dX[k], n, d, N, D), n, N)
+        if X is not None:
+            dnormed = _sum_of_tiles(dNormed, n, d, N, D, BLOCK_N, BLOCK_D)
             if dFirst is not None and start == 0:
                 dnormed += _tile(dFirst, n, d, N, CHANNELS)
             g += rstd[:, None] * dnormed - along[:, None] * _tile(X, n, d, N, D)
@@ -3797,17 +3869,17 @@ def _mix_grad_kernel(dX, dNormed, dFirst, X, Rstd, Streams, Factors, dStreams, G
             _store(G, g, n, d, N, D)
         if Codes is not None:
             _store_codes(Codes, CodesT, g, inverse_scale, n, d, N, D)
+        for k in tl.static_range(len(dStreams)):
+            _store_stream(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D, SHIFTED >> k & 1)
         sums = ()
         for k in tl.static_range(len(Streams)):
-            _store(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D)
-            if Streams[k] is None:
-                sums = sums + (dots[k],)
-            else:
-                sums = sums + (dots[k] + tl.sum(g * _tile(Streams[k], n, d, N, D), 1),)
+            sums = sums + (dots[k] + g * _stream_tile(Streams[k], n, d, N, D, PREVIOUS >> k & 1),)
         dots = sums
     for k in tl.static_range(len(Streams)):
-        if Streams[k] is not None:
-            tl.store(Dots + k * N + n, dots[k], mask=n < N)
+        dot = tl.sum(dots[k], 1)
+        if ADDS >> k & 1:
+            dot += tl.load(Dots[k] + n, mask=n < N, other=0.0)
+        tl.store(Dots[k] + n, dot, mask=n < N)
 
 
 @triton.jit
@@ -3818,7 +3890,7 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dots = ()
     for _ in tl.static_range(len(Grads) * len(Streams)):
-        dots = dots + (tl.zeros((BLOCK_N,), tl.float32),)
+        dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         streams, totals = (), ()
@@ -3835,7 +3907,7 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl
                 if Factors[place][k] is None:
                     sums, new = sums + (dots[place * len(Streams) + k],), new + (totals[k],)
                 else:
-                    sums = sums + (dots[place * len(Streams) + k] + tl.sum(g * streams[k], 1),)
+                    sums = sums + (dots[place * len(Streams) + k] + g * streams[k],)
                     new = new + (totals[k] + _times(Factors[place][k], g, n, N),)
             totals = new
         dots = sums
@@ -3844,32 +3916,71 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl
     for place in tl.static_range(len(Grads)):
         for k in tl.static_range(len(Streams)):
             if Factors[place][k] is not None:
-                dot = dots[place * len(Streams) + k]
+                dot = tl.sum(dots[place * len(Streams) + k], 1)
                 tl.store(Dots + (place * len(Streams) + k) * N + n, dot, mask=n < N)
 
 
 def _columns(factors):
     """What a kernel takes for factors: (a number or a tensor, stride from token to token). None stays None."""
+    factors = [f.value if isinstance(f, Number) else f for f in factors]
     return tuple(f if f is None else (f, f.stride(0) if isinstance(f, Tensor) and f.ndim == 2 and len(f) > 1 else 0)
                  for f in factors)
 
 
-def _grad_of_factor(dots, factor):
-    """Gradient of a factor, of its shape and dtype, from the dot products of the tokens (N,)."""
-    return (dots if factor.numel() == len(dots) else dots.sum()).view(factor.shape).to(factor.dtype)
+def _bits(flags):
+    return sum(bool(flag) << k for k, flag in enumerate(flags))
 
 
 def _block_d(D, launch):
-    """The launch, with chunks no wider than the stream."""
-    return launch | {"BLOCK_D": min(launch["BLOCK_D"], max(16, triton.next_power_of_2(D)))}
+    """The launch, with chunks that divide the stream."""
+    return launch | {"BLOCK_D": max(16, min(launch["BLOCK_D"], D & -D))}
+
+
+class _Dots:
+    """Gradients per token (count, N) of a vector of factors, which the backward passes of many sums fill."""
+
+    def __init__(self, count):
+        self.count, self.rows = count, None
+
+    def row(self, i, like):
+        if self.rows is None:
+            self.rows = like.new_zeros(self.count, len(like), dtype=torch.float32)
+        return self.rows[i]
+
+
+class _Numbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, vector, dots):
+        ctx.dots, ctx.like = dots, vector.detach()
+        ctx.set_materialize_grads(False)
+        # 16 bytes apart: Triton compiles other kernels for pointers of another alignment.
+        apart = vector.new_empty(len(vector), 16 // vector.element_size())[:, 0].copy_(vector)
+        return apart.unbind(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        rows, ctx.dots.rows = ctx.dots.rows, None
+        total = torch.zeros_like(ctx.like) if rows is None else rows.sum(1).to(ctx.like.dtype)
+        for i, grad in enumerate(grads):  # of numbers that something else reads, too
+            if grad is not None:
+                total[i] += grad
+        return total, None
+
+
+def numbers(vector):
+    """The elements of a vector (count,) as factors for mix."""
+    dots = _Dots(len(vector))
+    return [Number(value, i, dots) for i, value in enumerate(_Numbers.apply(vector, dots))]
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kinds, reader, added, grad_codes, token, *tensors):
-        """kinds: a factor for each stream; a tensor's place is taken by `Tensor`. tensors: the streams, the factors."""
-        streams, given = tensors[:len(kinds)], iter(tensors[len(kinds):])
-        factors = [next(given) if kind is Tensor else kind for kind in kinds]
+    def forward(ctx, factors, previous, reader, added, grad_codes, products, *tensors):
+        """factors: of the terms, without gradients; previous: which streams are Previous; products: a _Product or None
+        for each use of x, then for each stream. tensors: the streams, the tokens of `added`, then what autograd knows
+        of the factors."""
+        streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
         if reader:
@@ -3878,74 +3989,104 @@ class _Mix(torch.autograd.Function):
             first = new(N, reader.channels) if reader.channels else None
             normed = new(N, D) if reader.whole or not reader.scale else None
         terms = list(zip(factors, streams))
-        if added:
-            terms += [(f, s) for f, s in zip(added.factors, added.streams) if f is not None]
+        for part in added:
+            terms += [(f, s) for f, s in zip(part.factors, part.streams) if f is not None]
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
         _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(s for _, s in terms), _columns(f for f, _ in terms), x, normed, first, *codes, rstd, N,
-            1 / reader.scale if reader and reader.scale else 1.0, D, reader.channels if reader else 0, **launch)
-        scaled = [i for i, kind in enumerate(kinds) if kind is not None]
-        ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in scaled if kinds[i] is Tensor),
-                              *(f for f in factors if isinstance(f, Tensor)))
-        ctx.kinds, ctx.scaled, ctx.grad_codes = kinds, scaled, grad_codes
+            1 / reader.scale if reader and reader.scale else 1.0, _bits(previous), D, reader.channels if reader else 0,
+            **launch)
+        ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, (Tensor, Number))]
+        ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in ctx.learned))
+        ctx.factors, ctx.previous, ctx.grad_codes, ctx.products = factors, previous, grad_codes, products
+        ctx.tokens = len(added)
         ctx.set_materialize_grads(False)
         if reader and normed is None:
             normed = _without_memory(x)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))
-        return x, normed, first, *codes
+        return (*(x.view_as(x) for _ in range(READERS)),
+                *(normed if normed is None else normed.view_as(normed) for _ in range(READERS)), first, *codes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx, dnormed, dfirst, *_):
-        x, rstd, *saved = ctx.saved_tensors
-        kinds, scaled, channel = ctx.kinds, ctx.scaled, ctx.grad_codes
-        learned = [i for i in scaled if kinds[i] is Tensor]
-        streams, factors = dict(zip(learned, saved)), dict(zip(learned, saved[len(learned):]))
-        given = dx if dx is not None else dnormed if dnormed is not None else dfirst
-        if given is None:
-            return None, None, None, None, *[None] * (1 + len(kinds) + len(learned))
-        if dfirst is not None and dnormed is None:
-            dnormed = torch.zeros_like(x)
-        (N, D), new = given.shape if x is None else x.shape, given.new_empty
-        dx, dnormed, dfirst = (u if u is None else u.contiguous() for u in (dx, dnormed, dfirst))
-        grads = {i: new(N, D) for i in scaled}
-        ones = len(kinds) - len(scaled) + ctx.needs_input_grad[4]  # streams whose gradient is g, the token among them
-        g, codes, dots = dx, (None, None), new(len(scaled), N, dtype=torch.float32)
-        if scaled or channel or dnormed is not None:
-            g = new(N, D) if dnormed is not None and ones > (channel is not None) else None
+    def backward(ctx, *grads):
+        x, rstd, *streams = ctx.saved_tensors
+        factors, learned, channel, dfirst = ctx.factors, ctx.learned, ctx.grad_codes, grads[2 * READERS]
+        pairs = []  # (gradient, factor or None)
+        for u, product in zip(grads[:READERS], ctx.products):
+            if u is not None:
+                pairs.append(product and product.take() or (u, None))
+                if pairs[-1][0] is not u and u.data_ptr() != _nan(u.device, u.dtype).data_ptr():
+                    raise RuntimeError("mix: two readers took one x; each must take its own")
+        dxs, dnormeds = [u.contiguous() for u, _ in pairs], [
+            u.contiguous() for u in grads[READERS:2 * READERS] if u is not None]
+        if not dxs and not dnormeds and dfirst is None:
+            return (None,) * (6 + len(factors) + ctx.tokens + len(learned))
+        if dfirst is None and not dnormeds:
+            x = rstd = None
+        given = (*dxs, *dnormeds, x)[0]
+        (N, D), new = given.shape, given.new_empty
+        of_streams = ctx.products[READERS:]
+        left = [i for i, f in enumerate(factors) if f is not None and of_streams[i] and not ctx.previous[i]]
+        written = {i: new(N, D) for i, f in enumerate(factors)
+                   if i not in left and (f is not None or ctx.previous[i])}
+        dots = [f.dots.row(f.i, given) if isinstance(f, Number) else new(N, dtype=torch.float32)
+                for f in (factors[i] for i in learned)]
+        # Whether something takes g itself: a stream without a factor, but for one that takes codes, a token, a product.
+        wanted = len(factors) - len(written) + ctx.tokens > (channel is not None)
+        as_given = x is None and len(dxs) == 1 and pairs[0][1] is None  # g is the gradient of the sum
+        g, codes = given, (None, None)
+        if written or learned or channel or not as_given:
+            g = new(N, D) if not as_given and wanted else None
             if channel:
                 codes = channel.codes = new(N, D, dtype=E5M2), new(D, N, dtype=E5M2)
-            launch = _block_d(D, MIX_GRAD_LAUNCH)
+            launch = _block_d(D, MIX_GRAD_LAUNCH["plain" if codes[0] is None else "codes"])
             _mix_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
-                dx, dnormed, dfirst, x, rstd, tuple(streams.get(i) for i in scaled),
-                _columns(factors.get(i, kinds[i]) for i in scaled), tuple(grads.values()), g, *codes, dots, N,
-                1 / channel.scale if channel else 1.0, D, 0 if dfirst is None else dfirst.size(1), **launch)
-            g = dx if dnormed is None else g
-        by_stream = [grads[i] if i in grads else g for i in range(len(kinds))]
+                tuple(dxs), _columns(f for _, f in pairs), tuple(dnormeds),
+                dfirst if dfirst is None else dfirst.contiguous(), x, rstd, tuple(streams), tuple(dots),
+                _columns(factors[i] for i in written), tuple(written.values()), g, *codes, N,
+                1 / channel.scale if channel else 1.0, _bits(ctx.previous[i] for i in learned),
+                _bits(isinstance(factors[i], Number) for i in learned), _bits(ctx.previous[i] for i in written), D,
+                0 if dfirst is None else dfirst.size(1), **launch)
+            g = given if as_given else g
+        by_stream = [written.get(i, g) for i in range(len(factors))]
+        for i in left:
+            of_streams[i].pair, by_stream[i] = (g, factors[i]), _without_memory(given)
         if channel:
             by_stream[-1] = _without_memory(given)
-        dfactors = [_grad_of_factor(dots[k], factors[i]) for k, i in enumerate(scaled) if i in factors]
-        return None, None, None, None, g if ctx.needs_input_grad[4] else None, *by_stream, *dfactors
+        dfactors = [None if isinstance(f, Number) else (u if f.numel() == N else u.sum()).view(f.shape).to(f.dtype)
+                    for f, u in zip((factors[i] for i in learned), dots)]
+        return *[None] * 6, *by_stream, *[g] * ctx.tokens, *dfactors
 
 
-def mix(terms, reader=None, added=None, grad_codes=None):
-    """Mixed; differentiable in the streams, in the factors that are tensors, and in what `added` sums.
+def mix(terms, reader=None, added=(), grad_codes=None):
+    """Mixed; differentiable in the streams, in the factors that are learned, and in what `added` sums.
 
-    terms: pairs (factor, stream); reader: Reader or None; added: one of the sums of add_later. grad_codes: a GradCodes,
-    which gets the gradient of the last stream; the factor of that stream is None.
+    terms: pairs (factor, stream); reader: Reader or None; added: sums of add_later, each for this place. grad_codes: a
+    GradCodes, which gets the gradient of the last stream; the factor of that stream is None.
     """
     factors, streams = zip(*terms)
+    previous = [isinstance(s, Previous) for s in streams]
+    streams = [s.stream if isinstance(s, Previous) else s for s in streams]
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
-    for stream in (*streams, *(added.streams if added else ())):
+    for stream in (*streams, *(stream for part in added for stream in part.streams)):
         _require("mix", MIX_STREAMS, {"stream": stream}, sizes, dtype, device)
     if grad_codes and factors[-1] is not None:
         raise ValueError("mix: the stream whose gradient becomes codes has a factor")
     if _takes_ref(*streams, any_dtype=True):
         return mix_ref(terms, reader, added)
-    kinds = tuple(Tensor if isinstance(f, Tensor) else f for f in factors)
-    x, normed, first, *codes = _Mix.apply(kinds, reader, added, grad_codes, added and added.token, *streams,
-                                          *(f for f in factors if isinstance(f, Tensor)))
-    return Mixed(x, reader, normed, first, tuple(codes) if codes[0] is not None else None)
+    learned = [f.value if isinstance(f, Number) else f for f in factors if isinstance(f, (Tensor, Number))]
+    plain = [f.detach() if isinstance(f, Tensor) else f._replace(value=f.value.detach()) if isinstance(f, Number) else f
+             for f in factors]
+    products = [None, *(_Product() for _ in range(READERS - 1))]  # many may read the first one
+    results = _Mix.apply(plain, previous, reader, added, grad_codes,
+                         [*products, *(getattr(s, "product", None) for s in streams)], *streams,
+                         *(part.token for part in added), *learned)
+    for x, product in zip(results, products):
+        x.product = product  # a mix that reads x looks here
+    first, *codes = results[2 * READERS:]
+    return Mixed([*results[:READERS]], reader, [*results[READERS:2 * READERS]] if reader else None, first,
+                 tuple(codes) if codes[0] is not None else None)
 
 
 class _AddLater(torch.autograd.Function):
@@ -3962,8 +4103,9 @@ class _AddLater(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         shape, count = ctx.shape, len(ctx.shape[0])
-        streams, given = ctx.saved_tensors[:count], iter(ctx.saved_tensors[count:])
-        factors = [[next(given) if has else None for has in row] for row in shape]
+        streams, given = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        left = iter(given)
+        factors = [[next(left) if has else None for has in row] for row in shape]
         passed, grads = grads[:count], grads[count:]
         if all(g is None for g in grads):
             return None, *passed, *[None] * sum(map(sum, shape))
@@ -3974,7 +4116,9 @@ class _AddLater(torch.autograd.Function):
         _added_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(grads[p].contiguous() for p in used), streams, tuple(_columns(factors[p]) for p in used),
             tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams), dots, N, D, **launch)
-        dfactors = [None if p not in used else _grad_of_factor(dots[used.index(p), k], f)
+        sums, place = dots.sum(2) if any(f.numel() == 1 for f in given) else None, {p: i for i, p in enumerate(used)}
+        dfactors = [None if p not in place else
+                    (dots if f.numel() == N else sums)[place[p], k].view(f.shape).to(f.dtype)
                     for p, row in enumerate(factors) for k, f in enumerate(row) if f is not None]
         return None, *dstreams, *dfactors
 
@@ -3995,8 +4139,94 @@ def add_later(streams, factors):
                                     for token, row in zip(results[len(streams):], factors)]
 
 
-mix.add_later, mix_ref.add_later = add_later, add_later_ref  # one choice for both
-IMPLEMENTATIONS["mix"] = {"torch": mix_ref, "triton": mix}  # the kernels have not run on a GPU yet
+# ---- Weights times factors -------------------------------------------------------------------------------------------
+#
+#   [matrices of a layer, ...] = scaled_weights(bank, factors, in_codes)
+#
+#   bank (L, P, R, K), contiguous but for its first axis; factors (L,). The last of the P matrices of a layer is times
+#   its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as in the bank, and the
+#   gradient dW that it gets contains the factor.
+#   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
+# To scale weights is cheaper than to scale x (PR 166). One launch has all layers, and so has the backward pass.
+
+WEIGHTS_LAUNCH = dict(BLOCK=4096, num_warps=4)
+
+
+def scaled_weights_ref(bank, factors, in_codes=False):
+    """The matrices in plain PyTorch."""
+    if in_codes:
+        return scaled_weights(bank, factors, True)
+    matrices, P = bank.flatten(0, 1).unbind(0), bank.size(1)
+    return [(*matrices[i * P:i * P + P - 1], (factor * matrices[i * P + P - 1]).to(bank.dtype))
+            for i, factor in enumerate(factors.unbind(0))]
+
+
+@triton.jit
+def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: tl.constexpr):
+    # Grid axis 1: matrices of K elements. A, Scaled and B: a pointer and the stride of a matrix. Dots (matrices,
+    # programs).
+    i, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(A[0] + i * A[1] + k, mask=k < K, other=0.0).to(tl.float32)
+    if Scaled is not None:
+        scaled = a * tl.load(Factors + i).to(tl.float32)
+        tl.store(Scaled[0] + i * Scaled[1] + k, scaled.to(Scaled[0].dtype.element_ty), mask=k < K)
+    if B is not None:
+        b = tl.load(B[0] + i * B[1] + k, mask=k < K, other=0.0).to(tl.float32)
+        dot = tl.sum(a * b, 0)
+        if Scaled is None:  # the gradient contains the factor
+            factor = tl.load(Factors + i).to(tl.float32)
+            dot = tl.where(factor == 0, 0.0, dot / factor)
+        tl.store(Dots + i * tl.num_programs(0) + tl.program_id(0), dot)
+
+
+def _scale_weights(a, factors, scaled=None, b=None):
+    """scaled ← factors · a, if given; returns Σ a · b for each matrix (L,) fp32, if b is given, over the factor without
+    `scaled`. a, b, scaled (L, R, K)."""
+    if _takes_ref(a, any_dtype=True):
+        dots = None if b is None else (a.float() * b.float()).sum((1, 2))
+        if scaled is None:
+            return torch.where(factors == 0, 0.0, dots / factors)
+        scaled.copy_(factors[:, None, None] * a)
+        return dots
+    (L, R, K), block = a.shape, WEIGHTS_LAUNCH["BLOCK"]
+    programs = triton.cdiv(R * K, block)
+    dots = None if b is None else a.new_empty(L, programs, dtype=torch.float32)
+    a, scaled, b = (u if u is None else (u, u.stride(0)) for u in (a, scaled, b))
+    _scale_weights_kernel[(programs, L)](a, factors, scaled, b, dots, R * K, **WEIGHTS_LAUNCH)
+    return None if dots is None else dots.sum(1)
+
+
+class _ScaledWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, bank, factors, in_codes):
+        ctx.save_for_backward(bank, factors)
+        ctx.in_codes = in_codes
+        *others, last = bank.unbind(1)
+        if not in_codes:
+            scaled = torch.empty_like(last, memory_format=torch.contiguous_format)
+            _scale_weights(last, factors.contiguous(), scaled)
+            last = scaled
+        return tuple(m for row in zip(*(part.unbind(0) for part in (*others, last))) for m in row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        bank, factors = ctx.saved_tensors
+        grad = torch.stack(grads).view(bank.shape)
+        dfactors = _scale_weights(grad[:, -1], factors.contiguous(), None if ctx.in_codes else grad[:, -1], bank[:, -1])
+        return grad, dfactors.to(factors.dtype), None
+
+
+def scaled_weights(bank, factors, in_codes=False):
+    """[the P matrices of each layer]; see above."""
+    matrices, P = _ScaledWeights.apply(bank, factors, in_codes), bank.size(1)
+    return [matrices[i:i + P] for i in range(0, len(matrices), P)]
+
+
+# One choice for all of these.
+mix.add_later, mix.numbers, mix.scaled_weights = add_later, numbers, scaled_weights
+mix_ref.add_later, mix_ref.numbers, mix_ref.scaled_weights = add_later_ref, torch.unbind, scaled_weights_ref
+IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 
 
 # ======================================================================================================================

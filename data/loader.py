@@ -213,7 +213,6 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
     if router is not None:
         rows, exchange = router(rows, on_device, row is not None)
     pieces, table = [] if row is None else map(sorted_pieces, (inputs, rows)), config.model.ngram_table
-    # torch.compile gets cu_seqlens. It knows the alignment only of a tensor that is first in its memory.
     buffer, (cu, inputs, targets, rows, *rest) = to_device(
         [cu, inputs.astype(np.int32), targets, rows, *pieces, *candidates], device)
     return Batch(buffer, inputs, targets, cu, {table: rows}, rest[2] if candidates else None,

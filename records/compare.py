@@ -678,8 +678,7 @@ def rules(runs, target) -> list[list[str]]:
     fineweb = ".*fineweb10B/.*"
     for rule, key, pattern in (
             ("8 H100s", "gpus", r"8 × .*H100.*"), ("FineWeb, in the order of its shards", "train_files", fineweb),
-            ("its validation", "val_files", fineweb), ("the first 10485760 tokens of it", "val_tokens", "10485760"),
-            ("no compiler option of our own", "combo_kernels", "False")):
+            ("its validation", "val_files", fineweb), ("the first 10485760 tokens of it", "val_tokens", "10485760")):
         found = list(dict.fromkeys(run.facts.get(key, "–") for run in runs))
         holds = "–" if found == ["–"] else "yes" if all(re.fullmatch(pattern, it) for it in found) else "no"
         rows.append([rule, ", ".join(found), holds])

@@ -103,14 +103,13 @@ def environment(gpus, index) -> dict[str, str]:
     """The variables of a run on gpus[index].
 
     Each run sees its GPU as number 0. So runs that start together would compile the same kernels into the same files,
-    and one run might wait for another or read half a file. Each GPU therefore has its own cache folders; the first GPU
-    has the default folders.
+    and one run might wait for another or read half a file. Each GPU therefore has its own cache folder; the first GPU
+    has the default folder.
     """
     env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index], "NPROC": "1"}
     if index:
         home = compiled_folder() or Path(tempfile.gettempdir(), f"caches_{os.getuid()}", "speedrun")
-        folders = {"TORCHINDUCTOR_CACHE_DIR": home / "inductor", "TRITON_CACHE_DIR": home / "triton"}
-        env |= {name: os.path.join(os.environ.get(name) or folder, f"gpu{index}") for name, folder in folders.items()}
+        env["TRITON_CACHE_DIR"] = os.path.join(os.environ.get("TRITON_CACHE_DIR") or home / "triton", f"gpu{index}")
     return env
 
 

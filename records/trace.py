@@ -35,7 +35,6 @@ from records.work import WORK, calls, describe, name_in_work
 RANGES = re.compile(r"(step|layer) \d+|data|micro-step|forward|loss|backward|(reduce|wait|update|gather) .+"
                     r"|update|zero gradients|fetch rows|send gradients of rows")
 NODE = "autograd::engine::evaluate_function"
-BLOCK = re.compile(r"speedrun::(attention|mlp)")  # our operators; a pass calls one for each block of a layer
 
 
 @dataclass
@@ -52,9 +51,9 @@ class Item:
 
 
 class Host:
-    """The regions: named ranges of host time. at(moment) is the name of the innermost range. layers: of the run."""
+    """The regions: named ranges of host time. at(moment) is the name of the innermost range."""
 
-    def __init__(self, events, layers=()):
+    def __init__(self, events):
         self.ranges = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events
                              if e.get("cat") == "user_annotation" and RANGES.fullmatch(e["name"]))
         # A node of the backward pass has the sequence number of the forward operation that made it: the last operation
@@ -65,7 +64,6 @@ class Host:
         passes, marks = ([r for r in self.ranges if r[2].startswith(word)] for word in ("forward", "layer "))
         inside = [(mark, end, f"forward {name}")  # a mark lasts until the next mark, or the end of the pass
                   for mark, _, name in marks for start, end, _ in passes if start <= mark <= end]
-        inside = inside or self.compiled(events, nodes, layers)
         named = {"loss": "forward loss", "forward": "forward embed" if inside else "forward"}
         ranges = [(start, end, named.get(name, "other" if name.startswith("step ") else name))
                   for start, end, name in self.ranges if not name.startswith("layer ")]
@@ -73,30 +71,6 @@ class Host:
         made = {number: self.at(start) for start, _, _, number in numbered if self.at(start).startswith("forward ")}
         ranges += [(*node, made[number].replace("forward", "backward")) for *node, number in nodes if number in made]
         self.flatten(ranges + inside)
-
-    def compiled(self, events, nodes, layers):
-        """Ranges of the layers in compiled code, which has no marks and is one node of the backward pass.
-
-        A layer begins where it calls the first of our operators. In the backward pass the first layer begins with the
-        node; the last layer ends with its last operator, since the node then adds up the gradients of all layers. A
-        pass has no ranges if it does not call one operator for each block of the layers. The work of a layer without
-        blocks counts to the layer before.
-        """
-        calls = sorted((e["ts"], e["ts"] + e["dur"]) for e in events
-                       if e.get("cat") == "cpu_op" and BLOCK.match(e["name"]))
-        found = []
-        for start, end, name in (r for r in self.ranges if r[2] in ("forward", "backward")):
-            blocks = [n for n, layer in enumerate(layers) for _ in range(layer["attention"] + 1)]
-            inside = [call for call in calls if start <= call[0] < end]
-            if not blocks or len(inside) != len(blocks):
-                continue
-            begins = [begin for begin, _ in inside]
-            if name == "backward":
-                blocks.reverse()
-                begins[0], end = max(node for node, _, _ in nodes if node <= begins[0]), inside[-1][1]
-            first = dict(reversed([*zip(blocks, begins)]))  # layer -> its beginning
-            found += [(begin, end, f"{name} layer {n}") for n, begin in first.items()]
-        return found
 
     def flatten(self, ranges):
         self.borders = [-np.inf, *sorted({border for *ends, _ in ranges for border in ends})]
@@ -188,7 +162,7 @@ def analyse(trace):
     """The numbers of a chrome trace, in milliseconds per step. Raises ValueError if it lacks steps or kernels."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     run, gpu = trace.get("run", {}), kernels(events)
-    host = Host(events, run.get("layers", ()))
+    host = Host(events)
     steps = [r for r in host.ranges if r[2].startswith("step ")]
     if not steps:
         raise ValueError("no training step in this trace; --profile=START:COUNT of train_gpt.py writes traces of steps")

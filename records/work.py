@@ -45,6 +45,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
         0, 2 * N * (3 * channels + 2 * gates))),
+    # passes: of bf16 tensors (size,), weights and their gradients
+    "scaled_weights": ("_scale_weights_kernel", lambda size, passes: (0, 2 * size * passes)),
     # passes: of bf16 tensors (N, D) that a sum of streams reads and writes; two codes count as one pass
     "mix": ("_mix_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
     "mix_backward": ("_mix_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
@@ -57,6 +59,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "mlp_codes": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 2 * F))),
     "mlp_codes_backward": ("_mlp_kernel", lambda N, D, F: (N * D * F, N * (D + 3 * F))),
     "quantise_weights": ("_quantise_weights_kernel", lambda size: (0, 4 * size)),  # without the largest weights
+    "pointer_inputs": ("_pointer_inputs_kernel", lambda N, d: (0, 10 * N * d)),
+    "pointer_inputs_backward": ("_pointer_inputs_grad_kernel", lambda N, d: (0, 16 * N * d)),
     "pointer": ("_pointer_kernel", lambda N, d, pairs: (2 * d * pairs, 4 * N * d)),
     "pointer_backward": ("_pointer_backward_kernel", lambda N, d, pairs: (6 * d * pairs, 8 * N * d)),
     "cross_entropy": ("_cross_entropy_kernel", lambda rows, V, fp8: (0, (3 if fp8 else 4) * rows * V)),
@@ -87,8 +91,6 @@ def calls(run):
     F, orders = run.get("mlp_dim", 4 * D), run.get("ngram_orders", 1)  # older traces lack some keys
     mlp_codes, qkv_codes = ("_codes" if run.get(key) else "" for key in ("fp8_mlps", "fp8_qkv"))
     tables = 1 + sum(layer["value_embed"] for layer in layers)  # tables indexed by token id
-    inputs = [layer.get("input_from") for layer in layers if layer["attention"]]
-    inputs = inputs.count(None) + len({*inputs} - {None})  # of the attention; FP8 codes of each are transposed
     qk_widths = [0.5 if layer.get("narrow") else 1 for layer in layers]  # of the heads of q and k, divided by d
     projections = Counter()  # width -> size of the weights of all such layers, which are quantised together
     for layer, qk in zip(layers, qk_widths):
@@ -100,7 +102,6 @@ def calls(run):
             documents, touched = micro_batch["documents"], micro_batch["touched"].values()
             for layer, qk in zip(layers, qk_widths):
                 yield from ((f"mlp{mlp_codes}{way}", N, D, F) for way in ("", "_backward"))
-                yield from [("transpose_bytes", N * D)] * (2 if mlp_codes else 0)
                 if layer["attention"]:
                     folds, value = 1 + layer["paired"], layer["value_embed"]
                     pairs = H // folds * seen_pairs(folds * np.array(documents), step["windows"][layer["long"]])
@@ -112,11 +113,11 @@ def calls(run):
             if d := run.get("pointer_width"):
                 pairs = seen_pairs(documents, N) - sum(documents)  # no token points at itself
                 yield from ((name, N, d, pairs) for name in ("pointer", "pointer_backward"))
-            yield from [("transpose_bytes", N * D)] * (inputs if qkv_codes else 0)
+                yield from ((name, N, d) for name in ("pointer_inputs", "pointer_inputs_backward"))
             columns = micro_batch.get("candidates") or V
             for start in range(0, N, run["head_rows"]):
                 yield "cross_entropy", min(run["head_rows"], N - start), columns, fp8
-            yield from [("transpose_bytes", N * D), ("transpose_bytes", N * columns)] * fp8
+            yield from [("transpose_bytes", N * columns)] * fp8
             yield from [("transpose_bytes", D * columns)] * (fp8 and columns < V)
             yield from [("embedding_grad", N, D, micro_batch["token_ids"])] * tables
             yield from (("embedding_grad", N * orders, D, n) for n in touched)

@@ -49,6 +49,7 @@ KINDS = Counter((layer.paired, layer.long, layer.narrow, layer.value_embed)
                 for layer in CONFIG.model.layers if layer.attention)
 NARROW = {(paired, False, True, value): 0 for paired, value in product((False, True), repeat=2)}
 DEVICE, PEERS = "cuda", True
+compiled = partial(torch.compile, dynamic=False)  # for peers
 FP8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -140,7 +141,6 @@ def muon_cases():
 
 def update_cases():
     """The passes over banks and tables; the peers are compiled by PyTorch."""
-    compiled = partial(torch.compile, dynamic=False)
     for n, height in (BANK[0], D), (BANK[1], MLP_DIM):
         shape, size, grad, y = f"{n}x{height}x{D}", n * height * D, rand(n, height, D), rand(n, height, D)
         m, slow = (torch.zeros(n, height, D, device=DEVICE) for _ in range(2))
@@ -169,7 +169,6 @@ def update_cases():
 def mix_cases():
     """The sums of a layer, after attention and after its MLP, in bf16 and with FP8 codes; the peers are compiled by
     PyTorch, and make codes in one layout."""
-    compiled = partial(torch.compile, dynamic=False)
     for N in TOKENS:
         lane, a, x0, ngram = (rand(N, D).requires_grad_() for _ in range(4))
         number = torch.ones((), device=DEVICE, requires_grad=True)
@@ -177,13 +176,13 @@ def mix_cases():
 
         def after_attention(mix, reader):
             added = mix.add_later([x0, ngram], [rows[0].split(1, 1)])[1]
-            return mix([(number, lane), (None, a)], reader, added[0])
+            return mix([(number, lane), (None, a)], reader, added)
 
         def after_mlp(mix, reader, codes=None):
-            return mix([(number, lane), (None, a)], reader, None, codes)
+            return mix([(number, lane), (None, a)], reader, (), codes)
 
         def places(mix):
-            return [mix([(None, lane)], None, each).x for each in
+            return [mix([(None, lane)], None, [each]).x for each in
                     mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
 
         for name, function, streams in ("4 streams", after_attention, 4), ("2 streams", after_mlp, 2):
@@ -214,6 +213,23 @@ def mix_cases():
                            **needs("exclude_values", N, D))
             yield Case("output_grad", kind, partial(tk.output_grad, dz, y, v, share, gate),
                        **needs("output_grad", N, D, share is not None))
+
+
+def weights_cases():
+    """The matrices of all layers times their factors, the projections to values and the MLPs, with their gradients; the
+    bytes are those of the scaled half and of the stack of all gradients."""
+    for n, P, height in (BANK[0] // 4, 1, D), (BANK[1] // 2, 2, MLP_DIM):
+        bank, factors = rand(n, P, height, D).requires_grad_(), torch.ones(n, device=DEVICE, requires_grad=True)
+        for in_codes in (False, True)[:1 + FP8]:
+            scaled = partial(tk.scaled_weights, bank, factors, in_codes)
+            shape, size = f"{n}x{P}x{height}x{D}{', codes' * in_codes}", n * height * D
+            if not in_codes:
+                yield Case("scaled_weights", shape, scaled, {"plain": partial(tk.scaled_weights_ref, bank, factors)},
+                           bytes=4 * size, calls=MICRO)
+            matrices = [matrix for layer in scaled() for matrix in layer]
+            yield Case("scaled_weights, backward", shape, partial(
+                torch.autograd.grad, matrices, (bank, factors), [rand(height, D) for _ in matrices], True),
+                bytes=4 * P * size + (4 if in_codes else 6) * size, calls=MICRO)
 
 
 def transpose_cases():
@@ -254,7 +270,7 @@ def flex(q, k, v, dy, start, window):
     N = len(q)
     mask = create_block_mask(seen, None, None, N, N, device=DEVICE)
     q, k, v, dy = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v, dy))
-    attend = torch.compile(flex_attention, dynamic=False)
+    attend = compiled(flex_attention)
     out = attend(q, k, v, block_mask=mask, scale=0.1)
     return (lambda: attend(q.detach(), k.detach(), v.detach(), block_mask=mask, scale=0.1),
             lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True))
@@ -271,7 +287,7 @@ def attention_cases():
             cu = documents(N, longest)
             start, end = tk.document_of_tokens(cu, N)
             q, k, v, dy = (F.rms_norm(rand(N, heads, width), (width,)) for width in (d, d, HEAD, HEAD))
-            args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, torch.tensor(window), torch.tensor(0.1)
+            args = q, k, v, torch.sigmoid(rand(N, heads)), start, end, window, 0.1
             y, lse = tk.attend(*args)
             name = f"FA2{', q and k padded with zeros' * (d < HEAD)}"
             peers = {name: flash2(q, k, v, dy, cu, longest, window)} if PEERS else {}
@@ -283,7 +299,7 @@ def attention_cases():
             calls = MICRO * layers
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
-            dgate = tk.out_gate_grad(dy, y, args[3])
+            *_, dgate = tk.output_grad(dy, y, v, None, args[3])
             yield case("attend_backward", shape, (dy, *args[:3], dgate, lse, *args[4:]), sizes, backward, calls)
 
 
@@ -323,8 +339,8 @@ def mlp_cases():
         shape = f"{N}, width {width}"
         x, g, W1, W2 = rand(N, D), rand(N, D), rand(width, D) * D**-0.5, rand(width, D) * D**-0.5
         post = tk._relu_square(x, W1)
-        square = torch.compile(lambda pre: pre.relu().square(), dynamic=False)
-        derivative = torch.compile(lambda u, pre: 2 * u * pre.relu(), dynamic=False)
+        square = compiled(lambda pre: pre.relu().square())
+        derivative = compiled(lambda u, pre: 2 * u * pre.relu())
         work = dict(needs("mlp", N, D, width), calls=MICRO * count)
         yield Case("mlp: relu(x W1ᵀ)²", shape, partial(tk._relu_square, x, W1), {
             "GEMM alone": partial(F.linear, x, W1), "GEMM + pass": lambda x=x, W=W1, f=square: f(x @ W.t())}, **work)
@@ -371,7 +387,7 @@ def fp8_cases():
     mlps = tk.Fp8Mlps(bank, 1.0)
     yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=6 * bank.numel(), calls=1)
     (W1, W2), (W1_t, W2_t) = mlps.codes[0], mlps.codes_t[0]
-    x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = tk._mlp_scales(mlps.scales[0], None)
+    x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = mlps.scales[0, :, 0]
     for N in TOKENS:
         shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
         x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
@@ -406,7 +422,7 @@ def head_cases():
     weights = torch.tensor([1.0, 0.5, 0.25], device=DEVICE)
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
-    plain = torch.compile(tk.cross_entropy_ref, dynamic=False)
+    plain = compiled(tk.cross_entropy_ref)
     yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_weights", D * V), calls=0.5)
     head.embedding = torch.nn.Parameter(rand(V, D))
     head.embedding.grad = torch.zeros_like(head.embedding)
@@ -455,6 +471,13 @@ def pointer_cases():
         masses = tk.pointer(*args)
         back = partial(torch.autograd.grad, masses, (q, k, sink), [torch.ones_like(x) for x in masses], True)
         yield Case("pointer, backward", str(N), back, **needs("pointer_backward", *sizes), calls=MICRO)
+        projected, gain, weights = (x.requires_grad_() for x in (
+            rand(N, 3 * T.POINTER_WIDTH), rand(1, dtype=torch.float32), rand(T.POINTER_WIDTH, dtype=torch.float32)))
+        args, sizes = (projected, gain, weights, args[4]), sizes[:2]
+        yield case("pointer_inputs", str(N), args, sizes, {"plain": partial(tk.pointer_inputs_ref, *args)}, MICRO)
+        results = tk.pointer_inputs(*args)
+        back = partial(torch.autograd.grad, results, args[:3], [torch.ones_like(x) for x in results], True)
+        yield Case("pointer_inputs, backward", str(N), back, **needs("pointer_inputs_backward", *sizes), calls=MICRO)
 
 
 def claiming(few, sorted_ids, upstream, *signs):
@@ -570,8 +593,9 @@ def slower(table, old):
             if row["quartiles"][0] > 1.05 * us]
 
 
-FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, transpose=transpose_cases,
-                attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases, fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
+FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, weights=weights_cases, transpose=transpose_cases,
+                attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases,
+                fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
                 embedding=embedding_cases, optimizer=optimizer_cases)
 
 

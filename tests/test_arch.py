@@ -4,6 +4,8 @@ and a start compiles all kernels before the first step.
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
     python tests/test_arch.py ahead FOLDER --model_dim=256 --num_heads=2    print the kernels that a start forgets to
                                     compile; writes shards
+    python tests/test_arch.py variants FOLDER --preset=record    print how often a micro-step launches each kernel, and
+                                    how many compiled variants of it; writes shards
 
 No GPU is necessary, because Triton contains its assembler and the test launches nothing. The test does not show speed.
 The tests start this file as a program, because they run under Triton's interpreter themselves.
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Shared memory that a block may use, by compute capability: A100, RTX 4090 (an RTX 3090, 8.6, has as much), H100,
 # RTX 5090.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
+MOST_VARIANTS = 12  # of each kernel of the sums of streams in a micro-step
 FP8_ONLY = {"_quantise_weights_kernel"}  # 8.9 and up
 
 
@@ -61,7 +64,7 @@ def compile_all(arch):
     import triton_kernels as tk
     bench.DEVICE, bench.PEERS, bench.TOKENS, bench.FP8 = "cpu", False, [1024], arch >= 89
     bench.rand = lambda *shape, dtype=torch.bfloat16: torch.zeros(*shape, dtype=dtype)
-    torch.compile = lambda function, **options: function  # only for peers, which do not run; spares seconds of imports
+    bench.compiled = lambda function: function  # only for peers, which do not run; spares seconds of imports
     if arch < 89:  # no FP8
         tk.HeadLoss.refresh = lambda self: None
     for family in bench.FAMILIES.keys() - {"optimizer", "fp8", "fp8_projection"}:  # as in muon, and see below
@@ -88,55 +91,68 @@ def compile_all(arch):
     return [(name, kernel.metadata.shared / 1024, launch) for name, kernel, launch in launched]
 
 
-def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_ahead` leaves to the steps of a run on an H200.
-
-    sizes: arguments that choose the size of the model.
-    """
-    pretend_gpu(90)
+def make_trainer(folder, *args):
+    """(launches, a trainer of a small model with all kernels); the launches only compile, for an H200. args: of the
+    model. Products by the library are in fp32."""
+    launched = pretend_gpu(90)
     import oracles
     import train_gpt as T
     import triton_kernels as tk
     from data.run.log import Stopwatch
     from data.run.config import with_knobs
     from data.run.machine import Runtime
-    from data.run import warmup
     torch.cuda.set_device, torch.cuda.current_device = lambda device: None, lambda: 0
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     bmm = torch.bmm  # in bf16 it takes minutes on processors without AVX-512
     torch.bmm = lambda a, b, out: out.copy_(bmm(a.float(), b.float()))
-    tk.scaled_product = lambda a, b, *scales, fast=False: (a.float() @ b.float().mT).bfloat16()
-    compile = torch.compile  # without Inductor, which has no such GPU; the optimizer has no kernels to compile in it
-
-    def compile_layers(function, options, **others):
-        return compile(function, backend="aot_eager", **others) if function.__name__ == "layers" else function
-    torch.compile = compile_layers
+    tk.scaled_product = lambda a, b, *scales, fast=False, dtype=torch.bfloat16: (a.float() @ b.float().mT).to(dtype)
     tokens = np.random.default_rng(0).integers(0, 512, 40000)
     tokens[::300] = 512
     for name in "train", "val":
         oracles.write_shard(Path(folder) / f"{name}.bin", tokens)
     config = T.parse_config([
-        "--preset=short", "--cuda_graphs=false", "--fp8=false", "--bigram_normal=false",
-        "--vocab_size=513", "--candidates=8", *sizes, "--micro_batches=1", "--scheduled_steps=14",
-        "--extension_steps=2",
-        "--val_tokens=512", "--val_batch_tokens=512", f"--train_files={folder}/train.bin",
-        f"--val_files={folder}/val.bin", *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))])
-    config = with_knobs(config, device="cpu")
+        "--cuda_graphs=false", "--bigram_normal=false", "--vocab_size=513", "--candidates=8", *args,
+        "--micro_batches=1", "--scheduled_steps=14", "--extension_steps=2", "--val_tokens=512",
+        "--val_batch_tokens=512", f"--train_files={folder}/train.bin", f"--val_files={folder}/val.bin",
+        *(f"--stage{i}.batch_tokens=256" for i in (1, 2, 3, 4))])
     ops = SimpleNamespace(**{op: functions["triton"] for op, functions in tk.IMPLEMENTATIONS.items()})
-    ops.mix = tk.mix_ref  # which the compiler fuses
-    trainer = T.Trainer(config, Runtime(0, 1, torch.device("cpu")), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+    return launched, T.Trainer(with_knobs(config, device="cpu"), Runtime(0, 1, torch.device("cpu")),
+                               SimpleNamespace(line=print), ops, Stopwatch(0.0))
+
+
+def compile_ahead(folder, *sizes):
+    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200.
+
+    sizes: arguments that choose the size of the model.
+    """
+    _, trainer = make_trainer(folder, "--preset=short", "--fp8=false", *sizes)
+    import train_gpt as T
+    import triton_kernels as tk
+    from data.run import warmup
+    trainer.graphs.stream = None  # torch.cuda.stream(None) changes nothing
     before = [param.detach().clone() for param in trainer.model.parameters()]
-    warmup.compile_ahead(trainer, True)
+    warmup.compile_kernels(trainer)
     for old, param in zip(before, trainer.model.parameters()):
         assert torch.equal(param, old) and (param.grad is None or not param.grad.any())  # no kernel has run
     compiled = []
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
         trainer.step(trainer.loader, trainer.plans[step], 1)
     T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # which the steps have found
     return compiled
+
+
+def count_variants(folder, *args):
+    """[(kernel, its launches in a micro-step, compiled variants of it)]; args: of the run."""
+    launched, trainer = make_trainer(folder, *args)
+    batch, plan = trainer.loader.next_batch(), trainer.plans[0]
+    trainer.fetch_rows(batch)
+    launched.clear()
+    trainer.micro_step(batch, trainer.mtp_table[0, :len(plan.mtp_weights)], trainer.attn[0])
+    found = {}
+    for name, kernel, _ in launched:
+        found.setdefault(name, []).append(id(kernel))
+    return [(name, len(kernels), len(set(kernels))) for name, kernels in found.items()]
 
 
 def start_program(*args):
@@ -177,6 +193,16 @@ def test_a_start_compiles_all_kernels(tmp_path, sizes):
     assert out == ""
 
 
+@pytest.mark.parametrize("preset", ["short", "record", "record74"])
+def test_variants_of_the_sums(tmp_path, preset):
+    """A cold start compiles each variant: the sums of streams of a whole micro-step share a few."""
+    program = start_program("variants", tmp_path, f"--preset={preset}")
+    out, err = program.communicate()
+    assert program.returncode == 0, err[-2000:]
+    variants = {name: int(count) for name, _, count in (line.split() for line in out.splitlines())}
+    assert 0 < variants["_mix_kernel"] <= MOST_VARIANTS and 0 < variants["_mix_grad_kernel"] <= MOST_VARIANTS, variants
+
+
 @pytest.mark.parametrize("paired, offset, narrow, value", [
     (False, True, False, True), (True, False, False, False), (True, False, True, True)])
 def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, narrow, value):
@@ -199,7 +225,7 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
         qk, v, rstd = tk.project(x, weight, rotary, ve, gate, paired, offset, narrow)
         q, k = qk[:, :N].unbind()
         y, lse = tk.attend(q, k, v, random(N, H).fill_(0.5), starts, ends, 21, 0.2)
-        dgate = tk.out_gate_grad(grad, y, random(N, H).fill_(0.5))
+        *_, dgate = tk.output_grad(grad, y, v, None, random(N, H).fill_(0.5))
         grads = tk.attend_backward(grad, q, k, v, dgate, lse, starts, ends, 21, 0.2)
         products = [tk.XXT(gram, gram.new_empty(2, 100, 100)), tk.XTX(gram, gram.new_empty(2, 64, 64)),
                     tk.ba_plus_cAA(square, 0.5, -2.0, torch.empty_like(square), 3.0)]
@@ -218,6 +244,9 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
 if __name__ == "__main__":
     if sys.argv[1] == "ahead":
         print(*compile_ahead(*sys.argv[2:]), sep="\n", end="")
+    elif sys.argv[1] == "variants":
+        for row in count_variants(*sys.argv[2:]):
+            print(*row)
     else:
         for name, shared, launch in compile_all(int(sys.argv[1])):
             print(name, f"{shared:.1f}", launch)

@@ -370,7 +370,7 @@ def test_a_disk_that_is_full_from_the_start(corpus, tmp_path, fails, monkeypatch
 @pytest.mark.parametrize("error", [
     OSError(28, "No space left on device", "/cache/kernel"), RuntimeError("OSError: [Errno 122] Disk quota exceeded")])
 def test_a_disk_without_room_for_compiled_kernels(corpus, tmp_path, fails, monkeypatch, error):
-    """Triton lets the error through, PyTorch's compiler puts it into its own."""
+    """Triton lets the error through; a quota has another."""
     monkeypatch.setattr(T, "Trainer", Mock(side_effect=error))
     fails([*corpus.args, f"--log_dir={tmp_path}"], "a disk is full.*TRITON_CACHE_DIR.*(/cache/kernel|quota exceeded)")
 

@@ -46,30 +46,37 @@ def block_inputs(kind, N, device, dtype):
     weights = (torch.randn(1, 2 * D // (1 + kind[2]) + D, D) * D**-0.5).to(device, BF16)
     weights[:, 0, 0] = 0.875  # the largest value, so that the scale is a power of two and ties are ties
     projections = tk.Fp8Projections(lambda: [([1], weights)], LOSS_SCALE)
-    factor = torch.tensor(FACTOR, device=device, dtype=BF16)
-    weight = (factor * weights[0]).to(dtype)
+    weight = (FACTOR * weights[0]).to(dtype)
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
     ve = torch.randn(N, D, device=device).to(dtype) if value else None
     cu = torch.tensor([0, N // 3, N // 2, *[N] * 5], dtype=torch.int32, device=device)
     args = (x, weight, rotary(2 * N, d, device, dtype), ve, *gate_weights(H, 12, value, device, dtype), cu, WINDOW,
             SCALE, *kind)
-    return args, projections, projections(1, tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3), factor)
+    return args, projections, codes_of(projections, x)
 
 
-def block_run(block, args, codes, upstream, dtype):
-    """{name: y, v and the gradients}."""
+def codes_of(projections, x):
+    inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
+    return projections(1, inputs, projections.scales({1: torch.tensor(FACTOR, device=x.device)})[1])
+
+
+def block_run(block, args, codes, grad, dtype):
+    """{name: y and the gradients}. In the kernels' codes the weight's gradient contains the factor; the gradients of
+    the plain block get it here."""
     x, weight, table, ve, w_ve, w_out, *others = args
     inputs = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
-    outputs = block(x, weight, table.to(dtype), ve, w_ve, w_out, *others, codes)
+    y = block(x, weight, table.to(dtype), ve, w_ve, w_out, *others, codes)
     names, inputs = zip(*((name, u) for name, u in zip(GRADS, inputs) if u is not None))
-    grads = torch.autograd.grad(outputs, inputs, [grad.to(dtype) for grad in upstream])
-    return dict(zip(("y", "v", *names), (*(output.detach() for output in outputs), *grads)))
+    grads = dict(zip(names, torch.autograd.grad(y, inputs, grad.to(dtype))))
+    if not codes:
+        grads["dweight"] = FACTOR * grads["dweight"]
+    return {"y": y.detach()} | grads
 
 
 def upstream(args, scale=0.01 * LOSS_SCALE):
-    """Gradients of y and v of the size that loss_scale makes."""
-    shape = 2, args[0].size(0), H, 4 * args[2].size(1)
-    return (scale * torch.randn(shape, device=args[0].device)).to(args[0].dtype).unbind()
+    """A gradient of y of the size that loss_scale makes."""
+    shape = args[0].size(0), H, 4 * args[2].size(1)
+    return (scale * torch.randn(shape, device=args[0].device)).to(args[0].dtype)
 
 
 class Rounded(torch.autograd.Function):
@@ -89,11 +96,11 @@ class Rounded(torch.autograd.Function):
         return g @ w8, g.T @ x8
 
 
-def oracle(args, grads, monkeypatch):
+def oracle(args, grad, monkeypatch):
     """block_run in fp64: the plain block, but for the product of codes."""
     with monkeypatch.context() as patch:
         patch.setattr(tk, "_ProductOfCodes", SimpleNamespace(apply=lambda x, w, *codes: Rounded.apply(x, w)))
-        return block_run(tk.attention_block_ref, args, (), grads, FP64)
+        return block_run(tk.attention_block_ref, args, (), grad, FP64)
 
 
 def assert_near(got, wanted, tolerance):
@@ -112,35 +119,35 @@ def assert_near(got, wanted, tolerance):
 def test_reference_against_the_definition(kind, dtype, monkeypatch):
     """With activations in fp32 only FP8 rounds, and dx and dweight are rounded to bf16. In bf16 other codes follow."""
     args, _, codes = block_inputs(kind, 48, torch.device("cpu"), dtype)
-    grads = upstream(args)
+    grad = upstream(args)
     monkeypatch.setattr(tk, "INTERPRETED", False)
     monkeypatch.setattr(tk, "project", None)
-    got, ref = (block_run(f, args, codes, grads, dtype) for f in (tk.attention_block, tk.attention_block_ref))
+    got, ref = (block_run(f, args, codes, grad, dtype) for f in (tk.attention_block, tk.attention_block_ref))
     assert all(torch.equal(got[name], ref[name]) for name in ref)
-    assert_near(got, oracle(args, grads, monkeypatch), 2**-8 if dtype == FP32 else 2**-4)
+    assert_near(got, oracle(args, grad, monkeypatch), 2**-8 if dtype == FP32 else 2**-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_of_the_formats(kind, device):
     """The block in FP8 is near the block without codes, so no scale is missing."""
     args, _, codes = block_inputs(kind, 48, device, DTYPE)
-    grads = upstream(args)
-    exact = block_run(tk.attention_block_ref, args, None, grads, FP64)
-    assert_near(block_run(tk.attention_block_ref, args, codes, grads, DTYPE), exact, 0.15)
+    grad = upstream(args)
+    exact = block_run(tk.attention_block_ref, args, None, grad, FP64)
+    assert_near(block_run(tk.attention_block_ref, args, codes, grad, DTYPE), exact, 0.15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_of_the_block(kind, device, unrounded, monkeypatch):
     """Kernels against the reference, and against fp64. On a GPU, bf16 and other sums make other codes."""
     args, _, codes = block_inputs(kind, 1008 if ON_GPU else 80, device, DTYPE)
-    grads = upstream(args)
-    ref, wanted = block_run(tk.attention_block_ref, args, codes, grads, DTYPE), oracle(args, grads, monkeypatch)
+    grad = upstream(args)
+    ref, wanted = block_run(tk.attention_block_ref, args, codes, grad, DTYPE), oracle(args, grad, monkeypatch)
     monkeypatch.setattr(tk, "attention_block_ref", None)  # a fallback of the wrapper fails
-    got = block_run(tk.attention_block, args, codes, grads, DTYPE)
+    got = block_run(tk.attention_block, args, codes, grad, DTYPE)
     assert_near(got, ref, 2**-4 if ON_GPU else 1e-5)
     assert_near(got, wanted, 2**-4 if ON_GPU else 1e-4)
     if ON_GPU:  # a race would change a result
-        again = block_run(tk.attention_block, args, codes, grads, DTYPE)
+        again = block_run(tk.attention_block, args, codes, grad, DTYPE)
         assert all(torch.equal(again[name], got[name]) for name in got)
 
 
@@ -183,21 +190,6 @@ def test_kernels_of_the_projection(kind, N, tma, device, monkeypatch):
     torch.testing.assert_close(dqkv.double(), wanted, rtol=step, atol=step * 1e-2 * wanted.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["long+value", "narrow"])
-def test_a_factor_beside_the_weight(kind, device, unrounded):
-    """The gradients of the factor and of the weight without it, in place of that of their product."""
-    (x, weight, *others), _, codes = block_inputs(kind, 48, device, DTYPE)
-    factor = torch.tensor(FACTOR, device=device, dtype=torch.float32).requires_grad_()
-    inner, both = (weight / FACTOR).requires_grad_(), weight.detach().requires_grad_()
-    dy = upstream((x, weight, *others))[0]
-    y, _ = tk.attention_block(x, inner, *others, codes, False, factor=factor)
-    dinner, dfactor = torch.autograd.grad(y, (inner, factor), dy)
-    dboth, = torch.autograd.grad(tk.attention_block(x, both, *others, codes, False)[0], both, dy)
-    torch.testing.assert_close(dinner, FACTOR * dboth, rtol=2**-7, atol=0)
-    wanted = (dboth.double() * inner.detach().double()).sum()
-    assert abs(dfactor - wanted) <= 2**-7 * (dboth.norm() * inner.norm())
-
-
 @pytest.mark.parametrize("kind", ["value", "narrow+paired"])
 def test_codes_that_need_no_rounding(kind, device):
     """The real format: gradients of v that e5m2 holds, in both layouts, and zeros for q and k."""
@@ -215,48 +207,16 @@ def test_codes_that_need_no_rounding(kind, device):
     assert torch.equal(dqkv.float().cpu(), wanted) and torch.equal(dqkv_t.float().cpu(), wanted.T)
 
 
-@pytest.mark.parametrize("kind", ["paired", "long+value", "narrow", "narrow+value"])
-def test_compiled(kind, device, unrounded):
-    """One graph without breaks, for all lengths: what eager code computes; the fake implementations are right.
-
-    Inductor may add up the gradient of the gates in another order. A changed last bit turns a few codes.
-    """
-    backend = "inductor" if ON_GPU else "aot_eager"
-    _, projections, _ = block_inputs(kind, 16, device, DTYPE)
-
-    def block(x, weight, *others):
-        *others, factor, empty = others
-        inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
-        return tk.attention_block(x, weight, *others, projections(1, inputs, factor))
-
-    compiled = torch.compile(block, fullgraph=True, backend=backend)
-    for N in (48, 16, 80):
-        (args, _, codes), factor = block_inputs(kind, N, device, DTYPE), torch.tensor(FACTOR, device=device)
-        args[-6][:] = torch.arange(len(args[-6])).clamp(max=1) * N  # one document
-        torch._dynamo.mark_dynamic(args[0], 0)
-        grads = upstream(args)
-        got, wanted = (block_run(f, (*args, factor), None, grads, DTYPE) for f in (compiled, block))
-        assert torch.equal(got["y"], wanted["y"]) and torch.equal(got["v"], wanted["v"])
-        assert_near(got, wanted, 1e-2 if ON_GPU else 1e-6)
-    x, weight, table, ve, w_ve, w_out, cu, window, scale, paired, offset, *narrow = args
-    start = torch.zeros(N * (1 + paired), dtype=torch.int32, device=device)
-    args = (x, weight, table, ve, w_ve, w_out, start, start + len(start), window, scale, paired, offset, *narrow,
-            list(codes[:4]))
-    torch.library.opcheck(tk._attention_block, args, test_utils="test_faketensor")
-
-
 @gpu
 def test_graph(device):
     """A captured block replays with the codes of its time."""
     args, projections, codes = block_inputs("value", 1008, device, BF16)
-    grads = upstream(args)
+    grad = upstream(args)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    block_run(tk.attention_block, args, codes, grads, BF16)  # compiles the kernels
-    factor = torch.tensor(FACTOR, device=device)
+    block_run(tk.attention_block, args, codes, grad, BF16)  # compiles the kernels
 
     def step():
-        inputs = tk.both_layouts(args[0].detach(), tk.x8_scale(args[0].size(1)), E4M3)
-        return block_run(tk.attention_block, args, projections(1, inputs, factor), grads, BF16)
+        return block_run(tk.attention_block, args, codes_of(projections, args[0]), grad, BF16)
 
     with torch.cuda.graph(graph, stream=stream):
         results = step()
@@ -308,21 +268,23 @@ def test_refresh(device):
     kinds = [(numbers, torch.randn(len(numbers), rows, 64).to(device, BF16))
              for numbers, rows in (([1, 4], 192), ([0, 2, 3], 128))]
     kinds[0][1][0] = 0
-    projections, one = tk.Fp8Projections(lambda: kinds, LOSS_SCALE), torch.ones((), device=device)
-    addresses = [t.data_ptr() for i in range(5) for t in projections.layers[i]]
+    projections = tk.Fp8Projections(lambda: kinds, LOSS_SCALE)
+    factors = {i: torch.tensor(-2.0 - i, device=device) for i in range(5)}
+    addresses = [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
     inputs = tk.both_layouts(kinds[0][1][1, :16], tk.x8_scale(64), E4M3)
     for _ in range(2):
+        scales = projections.scales(factors)
         for i, weight in ((i, weight.double()) for numbers, weights in kinds for i, weight in zip(numbers, weights)):
-            codes = projections(i, inputs, -2 * one)
+            codes = projections(i, inputs, scales[i])
             scale = (weight.abs().max().float() / 448).clamp(min=1e-12)
-            assert torch.equal(codes.w_scale, -2 * scale)
+            assert torch.equal(codes.w_scale, factors[i] * scale) and codes.dw_scale == factors[i] * 2**-5
             near = [codes.w8.double() == rounded(weight / scale.double() * (1 + j * 2**-22), E4M3) for j in (-1, 0, 1)]
             assert torch.stack(near).any(0).all() and codes.w8.float().abs().max() == 448 * (i != 1)
             assert torch.equal(bits(codes.w8_t), bits(codes.w8).mT)
             assert codes.x8 is inputs[0] and codes.x8_t is inputs[1]
         assert codes.x_scale == 2**-5 and codes.grad_scale == LOSS_SCALE / 64
-        assert addresses == [t.data_ptr() for i in range(5) for t in projections.layers[i]]
-        assert all(projections.layers[i][2].data_ptr() % 16 == 0 for i in range(5))
+        assert addresses == [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
+        assert all(scale.data_ptr() % 16 == 0 for pair in scales.values() for scale in pair)
         for _, weights in kinds:
             weights.mul_(-2)
         projections.refresh()
@@ -330,7 +292,7 @@ def test_refresh(device):
 
 def test_bank_must_not_be_quantised_before_backward(device):
     args, projections, codes = block_inputs("plain", 48, device, DTYPE)
-    y, _ = tk.attention_block(args[0].requires_grad_(), *args[1:], codes)
+    y = tk.attention_block(args[0].requires_grad_(), *args[1:], codes)
     projections.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -366,8 +328,9 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
         seen.append((codes and id(codes.x8), torch.is_grad_enabled()))
         if codes:
             assert torch.equal(bits(codes.x8), bits(tk.both_layouts(x, codes.x_scale, E4M3)[0]))
-            error = (codes.w8.float() * codes.w_scale - weight.float()).abs()
-            assert (error <= weight.float().abs() * 0.07 + codes.w_scale.abs() * 2**-9).all()
+            wanted = weight.detach().float() * (codes.dw_scale / codes.x_scale)  # with the factor
+            error = (codes.w8.float() * codes.w_scale - wanted).abs()
+            assert (error <= wanted.abs() * 0.07 + codes.w_scale.abs() * 2**-9).all()
         return block(x, weight, *args)
 
     monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)

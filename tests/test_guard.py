@@ -48,7 +48,7 @@ STEPS, VOCABULARY, VAL_TOKENS = 12, 120, 2048  # 128 classes with padding
 # Columns: tokens, longest document, windows. Two micro-batches of 256 to 384 tokens; documents of 5 to 220, shorter and
 # longer than any window, some cut.
 STAGES = ((512, 96, 8, 32), (640, 144, 16, 96), (768, 192, 24, 144), (768, 192, 32, 160))
-GUARD = ["--device=cpu", "--dtype=float32", "--compile=false", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false",
+GUARD = ["--device=cpu", "--dtype=float32", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false",
          f"--vocab_size={VOCABULARY}", "--bigram_normal=false", "--model_dim=128", "--num_heads=2",
          "--scheduled_steps=9", "--train_tokens=0", "--extension_steps=3", "--muon_warmup=4", "--muon_cooldown=3",
          "--final_window=224", "--micro_batches=2", f"--val_tokens={VAL_TOKENS}", "--val_batch_tokens=1024",
@@ -303,8 +303,8 @@ EFFECTS = {
     "resume": ("none.pt", "none.pt is no checkpoint"), "init_from": ("none.pt", "none.pt is no checkpoint"),
     "kernels": ("XXT:none", "XXT:none"), "device": ("cuda", "the attention kernel of a GPU"),
     "minutes": (0.001, "that is a run of"), "train_tokens": (1000, "that is a run of")}
-# test_knobs_of_compiler_memory_and_fp8 has these, test_checkpoint.py the last.
-OTHERS = {"compile", "combo_kernels", "cuda_graphs", "tokens_per_doc", "fp8_mlp", "other_data"}
+# test_knobs_of_memory_and_fp8 has these, test_checkpoint.py the last.
+OTHERS = {"cuda_graphs", "tokens_per_doc", "fp8_mlp", "other_data"}
 
 
 def small_trainer(config):
@@ -360,14 +360,8 @@ def test_every_learned_knob_moves_the_loss(tmp_path, monkeypatch):
     assert (unmoved, refused) == (NO_EFFECT, NOT_ALLOWED) and tried > 85
 
 
-def test_knobs_of_compiler_memory_and_fp8(tmp_path, monkeypatch):
-    start, calls = T.parse_config([*KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16"]), []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: calls.append(options["options"]) or function)
-    small_trainer(start)
-    assert not calls
-    for combo, options in (False, None), (True, {"combo_kernels": True}):
-        small_trainer(edited(edited(start, "compile", True), "combo_kernels", combo))
-        assert calls.pop() == options
+def test_knobs_of_memory_and_fp8(tmp_path):
+    start = T.parse_config([*KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16"])
     longer = edited(start, "stage1.batch_tokens", 512)
     lengths = [len(small_trainer(edited(longer, "tokens_per_doc", count)).loader.next_batch().cu_seqlens)
                for count in (300, 1)]

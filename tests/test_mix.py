@@ -47,13 +47,18 @@ def run(mix, streams, factors, reader, later, dtype=None):
     """Results and gradients of two sums: of all streams, and of what is added later in two places."""
     N, D = streams[0].shape
     streams, factors, later = leaves(streams, dtype), leaves(factors, dtype), [leaves(row, dtype) for row in later]
+    vector = leaves([torch.linspace(-1, 1, 4, device=streams[0].device)], dtype)[0]  # its last element is for nobody
+    numbers = mix.numbers(vector)
     (first, second), added = mix.add_later(streams[:2], later)
-    one = mix([*zip(factors, [first, second, *streams[2:]])], reader, added[0])
-    two = mix([(factors[2], one.x)], None, added[1])
+    terms = [*zip(factors, [first, second, *streams[2:]]), (numbers[0], streams[2]),
+             (factors[-1], tk.Previous(streams[3])), (None, tk.Previous(streams[4]))]
+    one = mix(terms, reader, added[:1])
+    two = mix([(factors[2], one.x), (numbers[1], first), (numbers[2], tk.Previous(first)),
+               (numbers[0], first)], None, added[1:])
     results = [u for u in (one.x, one.normed, one.first, two.x) if u is not None]
     torch.manual_seed(1)
     upstream = [torch.randn(u.shape, dtype=FP64).to(u) for u in results]
-    inputs = [*streams, *tensors(factors), *tensors(later[0]), *tensors(later[1])]
+    inputs = [*streams, vector, *tensors(factors), *tensors(later[0]), *tensors(later[1])]
     return [*results, *torch.autograd.grad(results, inputs, upstream)]
 
 
@@ -91,7 +96,7 @@ def test_codes(N, D, device):
 def test_the_gradient_as_codes(N, D, device):
     lane, m = whole((N, D), device).requires_grad_(), whole((N, D), device).requires_grad_()
     channel, upstream = tk.GradCodes(2.0**-6), whole((N, D), device)
-    out = tk.mix([(torch.tensor(0.5, device=device), lane), (None, m)], None, None, channel)
+    out = tk.mix([(torch.tensor(0.5, device=device), lane), (None, m)], grad_codes=channel)
     dlane, dm = torch.autograd.grad(out.x, (lane, m), upstream)
     assert torch.equal(dlane, 0.5 * upstream) and dm.isnan().all()
     codes = channel.take()
@@ -106,26 +111,109 @@ def test_an_mlp_in_fp8_between_two_sums(has_factor, device, monkeypatch):
     monkeypatch.setattr(tk, "mlp_ref", None)
     N, D, F = 48, 48, 64
     bank = (torch.randn(1, 2, F, D, device=device) * D**-0.5).bfloat16()
-    given = [torch.randn(N, D, device=device).bfloat16() for _ in range(2)], torch.tensor(0.8, device=device).bfloat16()
+    given = [torch.randn(N, D, device=device).bfloat16() for _ in range(2)]
+    numbers = [torch.tensor(0.8, device=device).bfloat16(), torch.tensor([0.75], device=device)]
     upstream, mlps = torch.randn(N, D, device=device).bfloat16(), tk.Fp8Mlps(bank, 1.0)
 
     def run(mix, reader, grad_codes):
-        (lane, a), resid, W1, W2 = leaves(given[0]), *leaves([given[1], *bank[0]])
-        factor = leaves([given[1]])[0] if has_factor else None
+        lane, a, weights, resid, factor = inputs = leaves([*given, bank, *numbers])
+        if has_factor:
+            [(W1, W2)], [scales] = mix.scaled_weights(weights, factor, in_codes=True), mlps.factored(factor)
+        else:
+            (W1, W2), scales = weights[0], None
         stream = mix([(None, lane), (None, a)], reader)
-        m = mlps(0, stream.normed, W1, W2, factor, stream.codes, grad_codes)
-        out = mix([(resid, stream.x), (None, m)], None, None, grad_codes)
-        return out.x.detach(), *torch.autograd.grad(out.x, [lane, a, W1, W2, resid, *([factor] * has_factor)], upstream)
+        m = mlps(0, stream.normed, W1, W2, scales, stream.codes, grad_codes)
+        out = mix([(resid, stream.x), (None, m)], grad_codes=grad_codes)
+        return out.x.detach(), *torch.autograd.grad(out.x, inputs[:4 + has_factor], upstream)
     wanted = run(MIX_REF, tk.Reader(), None)
     for got, plain in zip(run(tk.mix, tk.Reader(tk.x8_scale(D)), mlps.new_grad_codes()), wanted, strict=True):
         assert (got - plain).norm() <= (0.01 if ON_GPU else 0.3) * plain.norm()
+
+
+def bank_of(P, dtype, device):
+    """Three layers of matrices larger than a block of the kernel. With one matrix a layer, they lie between NaN."""
+    bank = torch.randn(3, 2, 50, 90, device=device).to(dtype)
+    if P == 2:
+        return bank
+    bank[:, 0] = torch.nan
+    return bank.unbind(1)[1][:, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("P", [1, 2])
+class TestScaledWeights:
+    """In bf16 the interpreter would not round; plain operations then stand for the kernel."""
+
+    @pytest.fixture(autouse=True)
+    def no_interpreter_in_bf16(self, dtype, monkeypatch):
+        if not ON_GPU and dtype == torch.bfloat16:
+            monkeypatch.setattr(tk, "INTERPRETED", False)
+
+    def test_weights_times_factors(self, P, dtype, device):
+        bank, factors = bank_of(P, dtype, device), torch.tensor([0.7, 0.0, -1.3], device=device)
+        upstream = [torch.randn(50, 90, device=device).to(dtype) for _ in range(3 * P)]
+
+        def run(function, dtype, of_factors):
+            inputs = *leaves([bank], dtype), *leaves([factors], of_factors)
+            matrices = [matrix for layer in function(*inputs) for matrix in layer]
+            grads = torch.autograd.grad(matrices, inputs, [g.to(dtype) for g in upstream])
+            return *(m.detach() for m in matrices), *grads
+
+        def exact(bank, factors):
+            return [(*layer[:-1], factor * layer[-1]) for layer, factor in zip(bank, factors)]
+        for part in zip(run(tk.scaled_weights, dtype, torch.float32), run(tk.scaled_weights_ref, dtype, torch.float32),
+                        run(exact, FP64, FP64), strict=True):
+            # The gradient of a factor is a sum of products, which may cancel.
+            assert_as_good(*part, floor=torch.full_like(part[2], 40 * 4500**0.5) if part[2].ndim == 1 else None)
+
+    def test_factors_in_codes(self, P, dtype, device):
+        """The matrices are those of the bank, in its memory, and their gradients contain the factors."""
+        bank, factors = leaves([bank_of(P, dtype, device), torch.tensor([0.7, 0.0, -1.3], device=device)])
+        layers, upstream = tk.scaled_weights(bank, factors, in_codes=True), torch.randn(3, P, 50, 90, device=device)
+        upstream = (upstream * factors.detach()[:, None, None, None]).to(dtype)
+        assert all(matrix.data_ptr() == bank[i, p].data_ptr() for i, layer in enumerate(layers)
+                   for p, matrix in enumerate(layer))
+        matrices = [matrix for layer in layers for matrix in layer]
+        dbank, dfactors = torch.autograd.grad(matrices, (bank, factors), upstream.flatten(0, 1).unbind(0))
+        assert torch.equal(dbank, upstream) and dfactors[1] == 0
+        dots = (bank.detach().double() * upstream.double())[:, -1]
+        wanted = dots.sum((1, 2)) / factors.detach().double()
+        for i in 0, 2:
+            assert abs(dfactors[i] - wanted[i]) <= 2**-22 * dots[i].abs().sum() / abs(factors[i])
+
+
+@pytest.mark.parametrize("by_sums", [False, True])
+def test_every_reader_counts(by_sums, device):
+    """Also beyond those whose gradients come to mix by themselves. A sum that reads the stream leaves a gradient and a
+    factor for its mix."""
+    x, count = torch.randn(9, 16, device=device).requires_grad_(), tk.READERS + 2
+    upstream, factors = torch.randn(2 * count, 9, 16, device=device), torch.randn(count, 9, 1, device=device)
+
+    def gradient(mix):
+        mixed = mix([(0.5, x)], tk.Reader())
+        xs = [mix([(factor, mixed.x)]).x if by_sums else factor * mixed.x for factor in factors]
+        return torch.autograd.grad([*xs, *(mixed.normed for _ in xs)], x, [*upstream])[0]
+    torch.testing.assert_close(gradient(tk.mix), gradient(MIX_REF))
+
+
+@pytest.mark.parametrize("place", range(tk.READERS))
+def test_an_x_with_two_readers_is_never_silently_wrong(place, device):
+    """A sum and another operation that read one x, not each its own."""
+    s = torch.randn(9, 16, device=device).requires_grad_()
+    mixed = tk.mix([(None, s)])
+    x = [mixed.x for _ in range(tk.READERS)][place]
+    try:
+        grad, = torch.autograd.grad((tk.mix([(2.0, x)]).x + 3 * x).sum(), s)
+    except RuntimeError:
+        return
+    assert (grad == 5).all()
 
 
 def test_a_place_without_a_gradient_is_passed_over(device):
     streams = leaves([torch.randn(20, 32, device=device) for _ in range(2)])
     rows = [leaves([torch.randn(()), torch.randn(())]) for _ in range(2)]
     kept, added = tk.mix.add_later(streams, rows)
-    loss = (tk.mix([(None, kept[0])], None, added[1]).x).sum()
+    loss = (tk.mix([(None, kept[0])], None, added[1:]).x).sum()
     dx, dn, *df = torch.autograd.grad(loss, [*streams, *rows[0], *rows[1]], allow_unused=True)
     assert torch.allclose(dx, 1 + rows[1][0].expand(20, 32)) and torch.allclose(dn, rows[1][1].expand(20, 32))
     assert df[:2] == [None, None] and torch.allclose(df[2], streams[0].sum(), rtol=1e-4)
@@ -137,7 +225,7 @@ def test_what_mix_refuses(device):
         with pytest.raises(ValueError, match="^mix: stream must be contiguous"):
             tk.mix([(None, x), (None, other)])
     with pytest.raises(ValueError, match="has a factor"):
-        tk.mix([(None, x), (torch.tensor(1.0), x)], None, None, tk.GradCodes(1.0))
+        tk.mix([(None, x), (torch.tensor(1.0), x)], grad_codes=tk.GradCodes(1.0))
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -172,9 +260,9 @@ def test_a_micro_step_in_fp8(tmp_path, device):
     codes. A tensor without memory that somebody reads would make them NaN."""
     def gradients(mix):
         config = T.parse_config([
-            "--preset=cpu", *test_guard.GUARD, *corpus, "--model_dim=64", "--micro_batches=1", "--stage1.batch_tokens=96",
-            f"--device={device.type}", "--dtype=bfloat16", "--fp8=true", "--fp8_mlp=true", "--fp8_qkv=true",
-            f"--kernels=mix:{mix}"])
+            "--preset=cpu", *test_guard.GUARD, *corpus, "--model_dim=64", "--micro_batches=1",
+            "--stage1.batch_tokens=96", f"--device={device.type}", "--dtype=bfloat16", "--fp8=true", "--fp8_mlp=true",
+            "--fp8_qkv=true", f"--kernels=mix:{mix}"])
         ops, _ = tk.choose_ops(device, config.system.kernels)
         trainer = T.Trainer(config, Runtime(0, 1, device), SimpleNamespace(line=print), ops, Stopwatch(0.0))
         generator = torch.Generator(device).manual_seed(1)

@@ -108,11 +108,9 @@ def make_setting(config, features=None):
                                    found := torch.stack((angle.cos(), angle.sin()), -1), rtol=0, atol=2e-5)
         return found
 
-    view = T.AttentionSettings(rotary(frequencies), torch.tensor(SHORT), torch.tensor(LONG),
-                               torch.tensor(SCALE, dtype=torch.float64), POINTER_WINDOW)
+    view = T.AttentionSettings(rotary(frequencies), SHORT, LONG, SCALE, POINTER_WINDOW)
     if config.layers_with("narrow"):
-        view = view._replace(narrow_rotary=rotary(0.875 * frequencies),
-                             narrow_scale=torch.tensor(0.3, dtype=torch.float64))
+        view = view._replace(narrow_rotary=rotary(0.875 * frequencies), narrow_scale=0.3)
     settings = dict(S=SHORT, L=LONG, freqs=oracles.base_freqs(config.head_dim // 4), attn_scale=SCALE,
                     H=config.num_heads, lambda_dtype=torch.bfloat16, **features or {})
     if config.layers_with("narrow"):
@@ -144,7 +142,7 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
     exact, tokens, cu, rows, view, settings = setting
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
-    view = view._replace(rotary=view.rotary.to(device, dtype), scale=view.scale.to(dtype))
+    view = view._replace(rotary=view.rotary.to(device, dtype))
     if view.narrow_rotary is not None:
         view = view._replace(narrow_rotary=view.narrow_rotary.to(device, dtype))
     h, point, _ = model(tokens[:-1].int().to(device), cu.to(device), {"bigram_embed": rows.to(device)}, view,
@@ -199,9 +197,8 @@ def test_loss_and_all_gradients_through_the_kernels(device, name):
     small = ["--model_dim=64", "--num_heads=2"] if name == "narrow" else small  # the kernel needs heads of 32
     setting = make_setting(*with_shape(name) if name in SHAPES else with_features(name, *small))
     config = setting[0].config
-    ops, names = kernels.choose_ops(
-        device, "attention:triton,mlp:triton,pointer:triton,cross_entropy:triton,embedding_grad:triton")
-    assert names["attention"] == names["mlp"] == names["pointer"] == "triton"
+    ops, _ = kernels.choose_ops(device, "attention:triton,mlp:triton,pointer:triton,pointer_inputs:triton,mix:triton,"
+                                        "cross_entropy:triton,embedding_grad:triton")
     model = T.GPT(config, ops, torch.float32, device).float()
     model.load_state_dict(setting[0].state_dict())
     head = kernels.HeadLoss(model.lm_head, torch.float32, False, ops.cross_entropy, pointer=ops.pointer,
@@ -253,8 +250,7 @@ def test_bf16_is_near_fp32():
         cu = torch.full((128,), 128, dtype=torch.int32)
         cu[:2] = torch.tensor([0, 50])
         frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-        view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), torch.tensor(SHORT),
-                                   torch.tensor(LONG), torch.tensor(scale), 128)
+        view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), SHORT, LONG, scale, 128)
         rows = torch.from_numpy(L.ngram_hash(tokens[:-1].numpy(), *CONFIG.ngrams[0]))
         h, *_ = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
         head = kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)
@@ -302,7 +298,7 @@ def test_xsa_dynamic_and_mix_begin_without_effect(dtype):
     assert {*dict(model.named_parameters())} == {*dict(plain.named_parameters())} | own
     assert model.dynamic_in.any() and not any(model.get_parameter(label).any() for label in own - {"dynamic_in"})
     _, tokens, cu, rows, view, _ = make_setting(config)
-    view = view._replace(rotary=view.rotary.to(dtype), scale=view.scale.to(dtype))
+    view = view._replace(rotary=view.rotary.to(dtype))
     with torch.no_grad():
         for label, param in plain.named_parameters():
             assert torch.equal(param, model.get_parameter(label)), label
@@ -323,7 +319,7 @@ def test_settings_of_narrow_layers():
         for i, each in enumerate(settings[:-1]):
             if i:
                 frequencies, scale = oracles.yarn(frequencies, scale, windows[i - 1], windows[i])
-            assert getattr(each, name + "scale").item() == pytest.approx(scale)
+            assert getattr(each, name + "scale") == pytest.approx(scale)
             cosines = torch.as_tensor(frequencies).to(torch.float32).cos()
             torch.testing.assert_close(getattr(each, name + "rotary")[1, :, 0], cosines)
     assert settings[-1].narrow_rotary is settings[-2].narrow_rotary  # the final window is a long window

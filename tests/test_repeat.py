@@ -56,7 +56,7 @@ if run in (hanging := variable("HANGS").split()):  # Ctrl-C ends it with STATUS,
 exec(variable("TRAIN"))
 tell(end=run)
 """
-NAMES = "CUDA_VISIBLE_DEVICES", "NPROC", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+NAMES = "CUDA_VISIBLE_DEVICES", "NPROC", "TRITON_CACHE_DIR"
 
 
 @pytest.fixture
@@ -203,8 +203,7 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
     """At most one run at a time on each GPU, and as many at once as there are GPUs. Labels with the same data and
     length get the data once, before the runs."""
     argv = "4 --label a --parallel --label b --train_files x --y=2 --train_tokens=1e9"
-    caches = dict(zip(NAMES[2:], ("/my/a", "/my/b")))
-    done = train(argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="wait(3, 'run')", **caches)
+    done = train(argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="wait(3, 'run')", TRITON_CACHE_DIR="/my/a")
     assert done.compared == "a.1 a.2 a.3 a.4 b.1 b.2 b.3 b.4"
     queues = {}
     for call in done.calls[:-1]:
@@ -214,9 +213,9 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
     def starts_and_ends(runs):
         return [run for run in runs.split() for _ in range(2)]
     data = [["--log_dir=logs"], ["--log_dir=logs", "--train_files=x", "--y=2", "--train_tokens=1e9"]]
-    assert queues == {("5", "1", "/my/a", "/my/b"): [*data, *starts_and_ends("a.1 b.2")],
-                      ("3", "1", "/my/a/gpu1", "/my/b/gpu1"): starts_and_ends("b.1 a.3 a.4"),
-                      ("GPU-x", "1", "/my/a/gpu2", "/my/b/gpu2"): starts_and_ends("a.2 b.3 b.4")}
+    assert queues == {("5", "1", "/my/a"): [*data, *starts_and_ends("a.1 b.2")],
+                      ("3", "1", "/my/a/gpu1"): starts_and_ends("b.1 a.3 a.4"),
+                      ("GPU-x", "1", "/my/a/gpu2"): starts_and_ends("a.2 b.3 b.4")}
     assert "data" in done.calls[0] and "data" in done.calls[1]
     title = "run.sh: b, run 3 of 4, seed 3, GPU GPU-x"
     told = [line for line in done.err.splitlines() if line.startswith(title)]
@@ -235,5 +234,4 @@ def test_caches_of_the_second_gpu(tmp_path, monkeypatch, home, caches):
     home, caches = (text.format(home=tmp_path, uid=os.getuid()) for text in (home, caches))
     monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": home})
     first, second = ([repeat.environment("01", index).get(name) for name in NAMES[2:]] for index in (0, 1))
-    assert first == [None, None]
-    assert [path.partition(caches)[2] for path in second] == ["/inductor/gpu1", "/triton/gpu1"]
+    assert first == [None] and [path.partition(caches)[2] for path in second] == ["/triton/gpu1"]

@@ -1,9 +1,8 @@
-"""The start: how many graphs are compiled, what is checked, and that the log says where its time went."""
+"""The start: what is compiled ahead, what is checked, and that the log says where its time went."""
 
 import contextlib
 import operator
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
@@ -11,18 +10,15 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import oracles
 import train_gpt as T
 import triton_kernels as tk
-from data.run.kept import KeptFunction
+from data.run import warmup
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.program import UserError
-from data.run.warmup import can_only_compile, compile_ahead, modules_apart, require_codes, steps_with_new_keys
+from data.run.warmup import can_only_compile, compile_kernels, modules_apart, require_codes, steps_with_new_keys
 
 CPU = torch.device("cpu")
 
@@ -87,13 +83,9 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
     assert build._load_module_from_path is load
 
 
-counts_graphs = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="counts what the CPU's compiler is given; on a GPU test_ops compiles the model")
-
-
 @pytest.fixture
-def make_trainer(tmp_path, monkeypatch):
-    """make_trainer(backend of torch.compile) -> a small Trainer of four stages with other lengths and windows."""
+def make_trainer(tmp_path):
+    """make_trainer(*arguments) -> a small Trainer of four stages with other lengths and windows."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, 4000)
     tokens[::40] = 256
@@ -101,117 +93,51 @@ def make_trainer(tmp_path, monkeypatch):
         oracles.write_shard(tmp_path / f"{name}.bin", tokens)
     stages = ((64, 24, 8, 16), (96, 48, 16, 32), (128, 48, 24, 40), (128, 64, 32, 48))
     keys = "batch_tokens", "max_doc_len", "short_window", "long_window"
-    config = T.parse_config([
-        "--preset=record74", "--device=cpu", "--dtype=float32", "--fp8=false", "--vocab_size=257", "--micro_batches=1",
-        "--kernels=attention:triton,mlp:triton", "--model_dim=32", "--num_heads=2",
-        "--bigram_tables=1", "--scheduled_steps=9", "--extension_steps=2", "--val_tokens=160", "--val_batch_tokens=160",
-        f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
-        *(f"--stage{i}.{key}={value}" for i, stage in enumerate(stages, 1) for key, value in zip(keys, stage))])
-    # In place of the opaque operators, which take minutes in the interpreter: all around them is traced as it is.
-    monkeypatch.setattr(tk, "_mlp", lambda x, W1, W2: (tk.mlp_ref(x, W1, W2),))
-    monkeypatch.setattr(tk, "_AttentionBlock", SimpleNamespace(apply=lambda with_values, first, share, factor, x, weight, *args: (
-        x @ weight[:x.size(1)]).view(x.size(0), args[3].size(0), -1) * args[7]))
-    ops, _ = tk.choose_ops(CPU, config.system.kernels)
-    compile = torch.compile
 
-    def make(backend):
-        monkeypatch.setattr(torch, "compile", lambda f, options, **others: compile(f, backend=backend, **others))
+    def make(*arguments):
+        config = T.parse_config([
+            "--device=cpu", "--dtype=float32", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false", "--vocab_size=257",
+            "--bigram_normal=false", "--micro_batches=1", "--model_dim=64", "--num_heads=2", "--bigram_tables=1",
+            "--scheduled_steps=9", "--extension_steps=2", "--val_tokens=160", "--val_batch_tokens=160",
+            f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
+            *(f"--stage{i}.{key}={value}" for i, stage in enumerate(stages, 1) for key, value in zip(keys, stage)),
+            *arguments])
+        ops, _ = tk.choose_ops(CPU, config.system.kernels)
         return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
-    torch._dynamo.reset()
-    yield make
-    torch._dynamo.reset()
+    return make
 
 
-@counts_graphs
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_graphs(make_trainer):
-    """One graph serves all stages and lengths. A change that adds a graph of the model costs every user half a minute
-    of every cold start."""
-    trainer = make_trainer(counter := CompileCounterWithBackend("eager"))
+def test_a_warm_up_says_where_its_time_goes(make_trainer):
+    """Its steps are the first of each kind. That it leaves no trace: test_run."""
+    trainer = make_trainer("--preset=record74", "--kernels=torch")
+    steps = steps_with_new_keys(trainer.plans[:-1], set())
     T.warm_up(trainer)
-    assert counter.frame_count == 1
-    assert list(trainer.watch) == ["imports", "data", "model", "compilation", *(
-        f"step {s}" for s in steps_with_new_keys(trainer.plans[:-1], set())), "evaluation"]
-    for step in range(trainer.total):  # the run itself meets nothing new
+    assert len(steps) > 4
+    assert list(trainer.watch) == ["imports", "data", "model", "compilation", *(f"step {s}" for s in steps),
+                                   "evaluation"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the launches of the interpreter")
+@pytest.mark.parametrize("preset", ["short", "record74"])
+def test_kernels_are_compiled_ahead(make_trainer, monkeypatch, poisoned_empty, preset):
+    """`compile_kernels` launches every kernel that steps and validations launch. No kernel has run, and weights,
+    gradients and the optimizer's state are as before. That their compiled variants are the same: test_arch."""
+    launched = []
+    monkeypatch.setattr(type(tk._mlp_kernel), "run", lambda self, *args, **options: launched.append(self.fn.__name__))
+    monkeypatch.setattr(warmup, "only_compiling", contextlib.nullcontext)
+    trainer = make_trainer(f"--preset={preset}", "--candidates=8" if preset == "short" else "--ngram_rows=0",
+                           "--kernels=" + ",".join(f"{op}:triton" for op in tk.IMPLEMENTATIONS))
+
+    def state():
+        parts = (part for parts in trainer.optimizer.state.values() for part in parts.values())
+        return [x.clone() for x in (*trainer.model.parameters(), *parts) if x is not None]
+    before = state()
+    compile_kernels(trainer)
+    ahead, changed = {*launched}, [not torch.equal(*pair) for pair in zip(before, state(), strict=True)]
+    assert not any(changed) and not any(
+        param.grad.any() for param in trainer.model.parameters() if param.grad is not None)
+    launched.clear()
+    for step in steps_with_new_keys(trainer.plans[:-1], set()):
         trainer.step(trainer.loader, trainer.plans[step], 1)
-    for view in trainer.attn:
-        T.validate(trainer.summed_loss, trainer.validation, view, trainer.rt)
-    assert counter.frame_count == 1
-
-
-@counts_graphs
-@pytest.mark.filterwarnings("ignore")
-def test_layers_are_compiled_ahead(make_trainer):
-    """Both passes, for all steps that follow, and without gradients for the weights."""
-    lowered = Counter()
-
-    def lower(name):
-        def compiler(graph, inputs):
-            lowered[name] += 1
-            return make_boxed_func(graph.forward)
-        return compiler
-    trainer = make_trainer(aot_autograd(fw_compiler=lower("forward"), bw_compiler=lower("backward")))
-    compile_ahead(trainer, False)
-    assert lowered == {"forward": 1, "backward": 1}
-    assert not any(param.grad is not None and param.grad.any() for param in trainer.model.parameters())
-    for plan in trainer.plans[:-1]:
-        trainer.micro_step(trainer.loader.next_batch(), trainer.mtp_table[plan.step, :len(plan.mtp_weights)],
-                           trainer.attn[plan.stage])
-    trainer.validate(0, trainer.plans[0], 0.0)
-    assert lowered == {"forward": 1, "backward": 1}
-    assert all(param.grad.any() for param in (trainer.model.mlp_bank, trainer.model.embed))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_function_is_kept(tmp_path, monkeypatch, device):
-    """The next process loads it and does not compile; it serves other lengths, and its backward pass. Other keys, other
-    sizes of a table or a parameter, other variables of PyTorch, damaged files and files that fail are compiled."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # else the compiler tries what a CPU can do
-
-    def function(module, x, settings):
-        table, scale = settings
-        return torch.tanh(module(x)) * scale + table[:len(x)], None
-
-    def check(kept, length, rows=20, width=4):
-        module, x = torch.nn.Linear(4, width, device=device), torch.randn(length, 4, device=device)
-        torch._dynamo.mark_dynamic(x, 0)
-        settings = torch.randn(rows, 1, device=device), torch.tensor(length / 4)
-        results = [f(module, x, settings)[0] for f in (kept, function)]
-        torch.testing.assert_close(*results)
-        torch.testing.assert_close(*(torch.autograd.grad(result.sum(), module.weight) for result in results))
-
-    check(first := KeptFunction(function, ("code", 1)), 6)
-    compile, calls = torch.compile, []
-    monkeypatch.setattr(torch, "compile", lambda *args, **options: calls.append(args) or compile(*args, **options))
-    for length in 6, 9:
-        monkeypatch.setenv("TRITON_SOME_PATH", f"set by the compiler, {length}")
-        check(KeptFunction(function, ("code", 1)), length)
-    assert not calls
-    first.path.write_bytes(first.path.read_bytes()[:1000])
-    check(KeptFunction(function, ("code", 1)), 6)
-    check(KeptFunction(function, ("code", 2)), 6)
-    check(KeptFunction(function, ("code", 1)), 6, rows=30)
-    check(wide := KeptFunction(function, ("code", 1)), 6, width=5)
-    assert len(calls) == 4 and len(list(first.path.parent.iterdir())) == 4
-    wide.path.write_bytes(first.path.read_bytes())
-    for origin in "compiled and kept", "loaded":
-        check(wide := KeptFunction(function, ("code", 1)), 6, width=5)
-        assert wide.origin == origin
-    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    monkeypatch.setattr("data.run.kept.FILES", 2)
-    check(other := KeptFunction(function, ("code", 1)), 6)
-    assert len(calls) == 6 and {*first.path.parent.iterdir()} == {wide.path, other.path}
-    monkeypatch.setattr("data.run.kept.atomic_write", Mock(side_effect=UserError("no room")))
-    check(full := KeptFunction(function, ("code", 3)), 6)
-    assert full.origin == "compiled, not kept: no room"
-
-
-@pytest.mark.parametrize("attention, compile, device, world, kept", [
-    ("triton", True, "cuda", 1, True), ("triton", True, "cuda", 2, True), ("triton", False, "cuda", 1, False),
-    ("triton", True, "cpu", 1, False), ("torch", True, "cuda", 1, False)])
-def test_layers_that_are_kept(attention, compile, device, world, kept):
-    """Those with one graph: in plain attention the windows are constants of the graph."""
-    config = T.parse_config(["--preset=short", f"--compile={compile}"])
-    ops = SimpleNamespace(attention=tk.IMPLEMENTATIONS["attention"][attention])
-    assert T.may_keep_layers(config, Runtime(0, world, torch.device(device)), ops) is kept
+    T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
+    assert ahead == {*launched} and len(ahead) > 20

@@ -1,5 +1,5 @@
-"""The trial of every operation before a run on a GPU that nobody has tested: it passes with the kernels as they are, and
-finds what fails or is wrong."""
+"""The trial of every operation before a run on a GPU that nobody has tested: it passes with the kernels as they are,
+and finds what fails or is wrong."""
 
 import re
 from unittest.mock import Mock
@@ -17,14 +17,15 @@ from data.run.program import UserError
 from oracles import gpu
 
 ON_GPU, CPU = torch.cuda.is_available(), torch.device("cpu")
-TINY = ["--vocab_size=257", "--model_dim=64", "--num_heads=2", "--compile=false"]
+TINY = ["--vocab_size=257", "--model_dim=64", "--num_heads=2"]
 EVERY_KERNEL = "--kernels=" + ",".join(f"{op}:triton" for op in tk.IMPLEMENTATIONS)
 
 
 def setting(*args, device=CPU):
     """(config, implementations) of a model with every kind of layer."""
     precision = ["--dtype=float32", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false"] if device == CPU else []
-    config = T.parse_config(["--preset=record", "--bigram_normal=false", f"--device={device.type}", *precision, *TINY, *args])
+    config = T.parse_config(["--preset=record", "--bigram_normal=false", f"--device={device.type}", *precision, *TINY,
+                             *args])
     return choose_kernels(config, device)[:2]
 
 
@@ -38,10 +39,11 @@ def broken(op, how):
         result = tk.IMPLEMENTATIONS[op]["torch"](first, *args)
         if result is None:  # the operation changes its first tensors; NorMuon's are halves of numbers
             return next(x for x in (first, *args) if torch.is_tensor(x) and x.is_floating_point()).mul_(factor)
-        if torch.is_tensor(result):
-            return factor * result
-        return getattr(result, "_make", tuple)(factor * x if torch.is_tensor(x) else x for x in result)
-    run.add_later = tk.mix_ref.add_later
+        if isinstance(result, tk.Mixed):
+            return result._replace(xs=[factor * x for x in result.xs])
+        return factor * result if torch.is_tensor(result) else [factor * x for x in result]
+    if op == "mix":
+        vars(run).update(vars(tk.mix_ref))  # what has the same choice
     return run
 
 
@@ -79,9 +81,18 @@ def test_each_fault_is_found(op, how, fault):
     assert list(found) == [op] and re.fullmatch(fault, found[op])  # in one line
 
 
+@pytest.mark.parametrize("part", ["add_later", "numbers", "scaled_weights"])
+def test_all_parts_of_the_sums_are_tried(part):
+    config, ops = setting()
+    ops.mix = lambda *args: tk.mix_ref(*args)
+    vars(ops.mix).update(vars(tk.mix_ref) | {part: Mock(side_effect=RuntimeError)})
+    assert list(trial.find_faults(config, ops, CPU)) == ["mix"]
+
+
 @pytest.mark.parametrize("op, kept", [("update_rows", (2, 3, 4)), ("update_few_rows", (2, 3, 4, 6))])
 def test_what_an_update_leaves_is_compared(op, kept):
-    """Numbers of the last update, the list of touched rows, and gradients; kept: the arguments that stay as they are."""
+    """Numbers of the last update, the list of touched rows, and gradients; kept: the arguments that stay as they
+    are."""
     config, ops = setting()
 
     def forgetful(changed):
@@ -147,7 +158,7 @@ def test_a_run_does_without_a_faulty_kernel(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(tk.IMPLEMENTATIONS, "mlp", {"triton": broken("mlp", "fails"), "torch": tk.mlp_ref})
     for module in T, trial:
         monkeypatch.setattr(module, "is_tested", lambda device: False)
-    assert T.main(["--preset=cpu", "--compile=false", *TINY, "--scheduled_steps=4",
+    assert T.main(["--preset=cpu", *TINY, "--scheduled_steps=4",
                    "--extension_steps=0", f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
                    "--val_tokens=128", "--val_batch_tokens=128", "--val_every=0", "--sample_tokens=0",
                    "--stage1.batch_tokens=64", "--stage2.batch_tokens=64", "--stage3.batch_tokens=64",

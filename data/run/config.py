@@ -216,6 +216,9 @@ def override(config, overrides):
     return changed
 
 
+DROPPED = "depth", "data_end", "compile", "combo_kernels"  # knobs of older checkpoints
+
+
 def config_from_dict(default, tree):
     """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`.
 
@@ -223,7 +226,7 @@ def config_from_dict(default, tree):
     """
     def section(old, values):
         hints = hints_of(type(old))
-        values = {key: value for key, value in values.items() if key not in ("depth", "data_end")}  # of older ones
+        values = {key: value for key, value in values.items() if key not in DROPPED}
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 

@@ -40,8 +40,7 @@ def rank_from_env() -> tuple[int, int, int]:
 
 
 def hide_other_gpus(local_rank):
-    """Leave this process only the GPU of its local rank, as device 0. Compiled code contains the number of its device,
-    which is then the same in all ranks, so they can share one compile cache."""
+    """Leave this process only the GPU of its local rank, as device 0."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
     count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if processes > count > 0:
@@ -131,8 +130,6 @@ def choose_kernels(config, device):
         ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if system.compile:  # which fuses the sums
-        ops.mix, names["mix"] = kernels.mix_ref, "torch"
     config = with_knobs(config, fp8=system.fp8 and has_fp8,
                          fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
                          fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")

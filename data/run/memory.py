@@ -16,10 +16,9 @@ from data.run.config import render, with_knobs
 from data.run.program import LESS_MEMORY, UserError
 
 
-# Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation, whose layers are not
-# compiled: counted with the scaled weights in tests/test_check.py. At the peak, XSA in fp32 is 8 of them, an MLP
-# 5 or 6.
-VALIDATION_STREAMS = 18.5
+# Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation: counted with the scaled
+# weights in tests/test_check.py. At the peak, an MLP is 5 or 6 of them.
+VALIDATION_STREAMS = 17.4
 MOST_ROWS = 4_000_000  # of n-grams that a run gets unasked: 16 million gain little (records/2026-11-26_ngrams)
 
 

@@ -54,8 +54,8 @@ def error_message(error) -> str | None:
     if is_out_of_memory(error):
         return f"out of {'GPU ' * ('CPUAllocator' not in str(error))}memory: {LESS_MEMORY} ({one_line(error)})"
     if says("no space left|disk quota|file too large"):  # a run's own files have other messages
-        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR, the"
-                f" folders of compiled kernels, to folders on another disk ({' '.join(str(error).split())})")
+        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR, the folder of compiled"
+                f" kernels, to one on another disk ({' '.join(str(error).split())})")
     # A bug in a kernel is one also where NCCL, which was waiting, has noticed it.
     is_bug = says("cuda (error|fail|function)|device-side assert|invalid (usage|argument)")
     if not is_bug and says("connection (closed|reset)|broken pipe|timed out waiting|nccl"):
@@ -136,21 +136,17 @@ def atomic_write(path):
 
 
 def compiled_folder() -> Path | None:
-    """~/.cache/speedrun, where all copies of this repository keep what the compilers make; None if this process cannot
-    write there. A reboot deletes PyTorch's own folder in /tmp, but not this one."""
+    """~/.cache/speedrun, where all copies of this repository keep compiled kernels; None if this process cannot write
+    there."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
     return folder if folder.is_absolute() and is_writable(folder) else None
 
 
 def keep_compiled():
-    """Tell the compilers to use `compiled_folder`, unless the environment names other folders.
-
-    This must run before torch is imported.
-    """
-    if folder := compiled_folder():
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-        if "TRITON_HOME" not in os.environ:
-            os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    """Tell Triton to use `compiled_folder`, unless the environment names another folder. This must run before torch is
+    imported."""
+    if (folder := compiled_folder()) and "TRITON_HOME" not in os.environ:
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def keep_bytecode():
@@ -158,7 +154,7 @@ def keep_bytecode():
 
     This must run before torch is imported.
     Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
-    translate 2300 files. The processes of the compiler read the environment variable.
+    translate 2300 files. Other processes read the environment variable.
     """
     spec = importlib.util.find_spec("torch")
     if sys.pycache_prefix is None and spec and not os.path.exists(spec.cached or ""):

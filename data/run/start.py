@@ -1,12 +1,10 @@
 """Before anything is compiled: checks of software, data, caches, disk and memory, and the size of the model."""
 
-import getpass
 import math
 import os
 import platform
 import re
 import sys
-import tempfile
 from concurrent.futures import wait
 from itertools import accumulate
 from pathlib import Path
@@ -147,21 +145,13 @@ def check_kernels(config, world):
 
 
 def check_caches(config, world):
-    """The folders in which the compilers keep their caches."""
-    folders, system = {}, config.system
-    if find_device(config).type == "cuda" and not kernels.NO_TRITON:
-        folders["TRITON_CACHE_DIR"] = kernels.triton.knobs.cache.dir
-    if system.compile:  # torch's function for the default folder would make the folder
-        folders["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
-    for name, folder in folders.items():
-        if not is_writable(Path(folder).absolute()):
-            raise UserError(f"{folder} cannot be written: set {name} to a folder for compiled code")
-    try:
-        getpass.getuser()
-    except (ImportError, KeyError, OSError):  # of Windows, and others
-        if system.compile and "TORCHINDUCTOR_CACHE_DIR" not in os.environ and torch_version() < (2, 13):
-            return "older versions of PyTorch need a user with a name: set USER, or TORCHINDUCTOR_CACHE_DIR", False
-    return ", ".join(folders.values()) or "nothing is compiled", True
+    """The folder in which Triton keeps its kernels."""
+    if find_device(config).type != "cuda" or kernels.NO_TRITON:
+        return "nothing is compiled", True
+    folder = kernels.triton.knobs.cache.dir
+    if not is_writable(Path(folder).absolute()):
+        raise UserError(f"{folder} cannot be written: set TRITON_CACHE_DIR to a folder for compiled code")
+    return folder, True
 
 
 def check_disk(config, world):

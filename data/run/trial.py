@@ -70,7 +70,6 @@ def trials(model, dtype, device) -> dict:
 
     def attention(op):
         results, borders = [], tensor([0, N // 3, N], dtype=torch.int32)
-        window, scale = torch.tensor(128), torch.tensor(d**-0.5)
         for paired, long, narrow, has_values in sorted(
                 {(layer.paired, layer.long, layer.narrow, layer.value_embed)
                  for layer in model.layers if layer.attention}):
@@ -82,22 +81,25 @@ def trials(model, dtype, device) -> dict:
 
             def run(x, weight, w_out, *values):
                 ve, w_ve = values or (None, None)
-                return op(x, weight, rotary, ve, w_ve, w_out, borders, window, scale, paired, long, narrow)
+                return [op(x, weight, rotary, ve, w_ve, w_out, borders, 128, d**-0.5, paired, long, narrow)]
             results += with_gradients(run, random(N, D), weight, gates[0], *values, *gates[1:])
         return results
 
     def mix(op):
         rows, numbers = random(N, 4, dtype=torch.float32).split(1, 1), [random(dtype=torch.float32) for _ in range(3)]
 
-        def run(lane, a, x0, ngram, *factors):
+        def run(lane, a, x0, ngram, bank, vector, *factors):
             (x0, _), added = op.add_later([x0, ngram], [factors[:2], [factors[2], None]])
-            one = op([(factors[3], lane), (None, a)], kernels.Reader(channels=12), added[0])
-            two = op([(0.5, one.x), (factors[4], x0)], None, added[1])
-            return one.normed, one.first, two.x
-        return with_gradients(run, *(random(N, D) for _ in range(4)), *(x.contiguous() for x in rows[:2]), *numbers)
+            first, second = op.numbers(vector)
+            one = op([(factors[3], lane), (None, a)], kernels.Reader(channels=12), added[:1])
+            two = op([(0.5, one.x), (factors[4], x0), (first, kernels.Previous(x0)), (second, lane)], None, added[1:])
+            return one.normed, one.first, two.x, *op.scaled_weights(bank, vector)[1]
+        return with_gradients(run, *(random(N, D) for _ in range(4)), random(2, 2, 64, D),
+                              random(2, dtype=torch.float32), *(x.contiguous() for x in rows[:2]), *numbers)
 
     def mlp(op):
-        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *(random(F, D, std=D**-0.5) for _ in range(2)))
+        weights = [random(F, D, std=D**-0.5) for _ in range(2)]
+        return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *weights)
 
     def pointer(op):
         start, end = kernels.document_of_tokens(tensor([0, N // 3, N], dtype=torch.int32), N)
@@ -106,6 +108,11 @@ def trials(model, dtype, device) -> dict:
         def run(q, k, sink):
             return op(q, k, sink, tokens, start, end, 128, 0.1, targets)
         return with_gradients(run, random(N, 128), random(N, 128), random(N, dtype=torch.float32))
+
+    def pointer_inputs(op):
+        start, _ = kernels.document_of_tokens(tensor([0, N // 3, N], dtype=torch.int32), N)
+        return with_gradients(lambda *inputs: op(*inputs, start), random(N, 3 * 128), random(1, dtype=torch.float32),
+                              random(128, dtype=torch.float32))
 
     def cross_entropy(op):
         grad, targets, copies = zeros(64, V, dtype=dtype), integers(model.vocab_size, 64, 2, dtype=torch.int64), None
@@ -157,10 +164,10 @@ def trials(model, dtype, device) -> dict:
         return run
     found = {"signed_rows": signed_rows, "embedding_grad": embedding_grad, "update_rows": update_rows,
              "update_few_rows": update_few_rows, "attention": attention, "mix": mix, "mlp": mlp, "pointer": pointer,
-             "cross_entropy": cross_entropy, "XXT": gram(1), "XTX": gram(2), "ba_plus_cAA": ba_plus_cAA,
-             "fused_momentum": fused_momentum, "normuon_update": normuon_update, "adam_update": adam_update,
-             "replicated_update": replicated_update, "transpose_copy": transpose, "transpose_add": transpose,
-             "fp8": head}
+             "pointer_inputs": pointer_inputs, "cross_entropy": cross_entropy, "XXT": gram(1), "XTX": gram(2),
+             "ba_plus_cAA": ba_plus_cAA, "fused_momentum": fused_momentum, "normuon_update": normuon_update,
+             "adam_update": adam_update, "replicated_update": replicated_update, "transpose_copy": transpose,
+             "transpose_add": transpose, "fp8": head}
     return {op: seeded(function) for op, function in found.items()}
 
 
@@ -173,8 +180,8 @@ def fp8_attention(x, weight, *others):
     """`attention_block` with a projection in FP8."""
     projections = kernels.Fp8Projections(lambda: [([0], weight.detach()[None])], 1.0)
     codes = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
-    one = torch.ones((), device=x.device)
-    return kernels.attention_block(x, weight, *others, codes=projections(0, codes, one))
+    scales = projections.scales({0: torch.ones((), device=x.device)})[0]
+    return kernels.attention_block(x, weight, *others, codes=projections(0, codes, scales))
 
 
 def fault_of(run, name, op, reference, tolerance):

@@ -1,12 +1,11 @@
-"""The start of a run, between its Trainer and the clock: compile, capture graphs, fit the length to --minutes."""
+"""The start of a run, between its Trainer and the clock: compile kernels, capture graphs, fit the length to --minutes."""
 
-import contextvars
 import functools
 import operator
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from types import SimpleNamespace
 
@@ -26,16 +25,10 @@ from data.run.state import load_state
 def warm_up(trainer):
     """Compile, run one step of each kind to capture it, fit the run to --minutes, run a validation, and restore the
     state of step 0."""
-    # Plain attention has a graph for each stage, and Dynamo allows only 8 by default.
-    torch._dynamo.config.recompile_limit = 64
-    # Without this setting, the compiler traces a model that has an autograd.Function again at every start.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    trainer.synchronize()
-    compile_ahead(trainer, trainer.rt.device.type == "cuda" and can_only_compile())
+    if trainer.rt.device.type == "cuda" and can_only_compile():
+        compile_kernels(trainer)
     trainer.synchronize()
     trainer.watch.lap("compilation")
-    if trainer.kept:
-        trainer.log.line(f"compiled layers: {trainer.kept.origin}", console=False)
     run_steps(trainer, seen := set())
     if trainer.config.schedule.minutes:
         fit_minutes(trainer)
@@ -111,11 +104,10 @@ def modules_apart():
 
 @contextmanager
 def only_compiling():
-    """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it, in every thread.
-    Eight threads compile side by side, for this thread and for those that run in a copy of its contextvars. Leaving the
-    context waits for them.
+    """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it. Eight threads
+    compile side by side; leaving the context waits for them.
 
-    What the kernels would have written is undefined. The compiler's own kernels run. This needs `PRIVATE_NAMES`.
+    What the kernels would have written is undefined. PyTorch's kernels run. This needs `PRIVATE_NAMES`.
     """
     run, device = kernels.triton.JITFunction.run, torch.cuda.current_device()
 
@@ -136,18 +128,6 @@ def only_compiling():
         kernels.triton.JITFunction.run = run
 
 
-def compile_ahead(trainer, with_kernels):
-    """Compile the layers for training, and beside that, `with_kernels`, the Triton kernels of a step and of a
-    validation: Triton compiles outside of Python's lock for most of its time, Dynamo and Inductor inside."""
-    with only_compiling() if with_kernels else nullcontext(), ThreadPoolExecutor(1) as pool:
-        if with_kernels:
-            kernels_ready = pool.submit(contextvars.copy_context().run, compile_kernels, trainer)
-        if trainer.config.system.compile:
-            compile_layers(trainer)
-        if with_kernels:
-            kernels_ready.result()
-
-
 def blank_batch(trainer, tokens, **options):
     """A batch of one document, as long as a row of `tokens`, of token 0."""
     size = cu_seqlens_size(tokens, trainer.config.data.tokens_per_doc)
@@ -158,35 +138,20 @@ def blank_batch(trainer, tokens, **options):
     return batch
 
 
-def compile_layers(trainer):
-    """Compile the forward and the backward pass of the layers, by a pass whose results nobody uses.
-
-    The batch has the shapes of the first step: the compiler's kernels serve all lengths, but it chooses their launch
-    parameters for the length that it meets first. The weights get no gradients.
-    """
-    plan = trainer.plans[trainer.first_step]
-    # Autograd's own threads do not know the eight that compile kernels, and would compile one kernel after the other.
-    with torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
-        batch = blank_batch(trainer, plan.micro_batch_tokens)
-        out = trainer.forward(batch.tokens, batch.cu_seqlens, batch.row_ids, trainer.attn[plan.stage])
-        results = [out.h, *(out.point[:3] if out.point else ())]  # queries, keys and sink of the pointer head
-        torch.autograd.grad(results, trainer.model.mlp_bank, [torch.zeros_like(x) for x in results])
-
-
 def compile_kernels(trainer):
-    """Compile the Triton kernels of a step and of a validation, in the context `only_compiling`.
+    """Compile the Triton kernels of a step and of a validation.
 
-    A few tokens pass through the model, without torch.compile, and the optimizer makes its updates, but no Triton
-    kernel runs. So weights and optimizer state stay as they are.
+    A few tokens pass through the model, and the optimizer makes its updates, but no Triton kernel runs. So weights and
+    optimizer state stay as they are.
     """
     attn, batch = trainer.attn[0], functools.partial(blank_batch, trainer, 256)
-    torch.cuda.set_device(trainer.rt.device)  # every thread has a current device of its own
     losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
-    with torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
+    # Autograd's own threads do not know those that compile, and would compile one kernel after the other.
+    with only_compiling(), torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
         trainer.summed_loss(batch(), attn)
         for count, terms in losses:
-            trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn, trainer.model)
+            trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn)
         for plan in updates.values():
             trainer.optimizer.compile_kernels(plan, trainer.update_graphs.numbers)
         trainer.optimizer.drop_gradients()  # of kernels that did not run
