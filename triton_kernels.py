@@ -3837,11 +3837,11 @@ def _sum_of_tiles(Xs, n, d, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
-                     inverse_scale, PREVIOUS: tl.constexpr, ADDS: tl.constexpr, SHIFTED: tl.constexpr, D: tl.constexpr,
+                     inverse_scale, PREVIOUS: tl.constexpr, SHIFTED: tl.constexpr, D: tl.constexpr,
                      CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     # dX, with its factors, and dNormed: of each reader. Streams and Dots, each (N,): of the terms with a learned factor,
-    # with bits PREVIOUS, and ADDS where dot products add up, because a number is a factor of many sums. Factors and
-    # dStreams, with bits SHIFTED: of the terms whose gradient is written.
+    # with bits PREVIOUS; dot products add to Dots, because a number may be a factor of many sums. Factors and dStreams,
+    # with bits SHIFTED: of the terms whose gradient is written.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dots = ()
     for _ in tl.static_range(len(Streams)):
@@ -3876,10 +3876,7 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
             sums = sums + (dots[k] + g * _stream_tile(Streams[k], n, d, N, D, PREVIOUS >> k & 1),)
         dots = sums
     for k in tl.static_range(len(Streams)):
-        dot = tl.sum(dots[k], 1)
-        if ADDS >> k & 1:
-            dot += tl.load(Dots[k] + n, mask=n < N, other=0.0)
-        tl.store(Dots[k] + n, dot, mask=n < N)
+        tl.store(Dots[k] + n, tl.load(Dots[k] + n, mask=n < N, other=0.0) + tl.sum(dots[k], 1), mask=n < N)
 
 
 @triton.jit
@@ -4030,8 +4027,8 @@ class _Mix(torch.autograd.Function):
         left = [i for i, f in enumerate(factors) if f is not None and of_streams[i] and not ctx.previous[i]]
         written = {i: new(N, D) for i, f in enumerate(factors)
                    if i not in left and (f is not None or ctx.previous[i])}
-        dots = [f.dots.row(f.i, given) if isinstance(f, Number) else new(N, dtype=torch.float32)
-                for f in (factors[i] for i in learned)]
+        own = iter(given.new_zeros(sum(not isinstance(factors[i], Number) for i in learned), N, dtype=torch.float32))
+        dots = [f.dots.row(f.i, given) if isinstance(f, Number) else next(own) for f in (factors[i] for i in learned)]
         # Whether something takes g itself: a stream without a factor, but for one that takes codes, a token, a product.
         wanted = len(factors) - len(written) + ctx.tokens > (channel is not None)
         as_given = x is None and len(dxs) == 1 and pairs[0][1] is None  # g is the gradient of the sum
@@ -4046,8 +4043,7 @@ class _Mix(torch.autograd.Function):
                 dfirst if dfirst is None else dfirst.contiguous(), x, rstd, tuple(streams), tuple(dots),
                 _columns(factors[i] for i in written), tuple(written.values()), g, *codes, N,
                 1 / channel.scale if channel else 1.0, _bits(ctx.previous[i] for i in learned),
-                _bits(isinstance(factors[i], Number) for i in learned), _bits(ctx.previous[i] for i in written), D,
-                0 if dfirst is None else dfirst.size(1), **launch)
+                _bits(ctx.previous[i] for i in written), D, 0 if dfirst is None else dfirst.size(1), **launch)
             g = given if as_given else g
         by_stream = [written.get(i, g) for i in range(len(factors))]
         for i in left:

@@ -22,6 +22,11 @@ REF = tk.attention_ref
 both_widths = pytest.mark.parametrize("times", [1, 2])  # width of v / width of q and k; 2 in narrow layers
 
 
+def out_gate_grad(dy, y, gate):
+    """Gradient of the output gate (N, H) fp32, as output_grad of the attention block makes it."""
+    return torch.where(gate > 0, (dy.float() * y).sum(-1) / gate, 0.0)
+
+
 class Attention(torch.autograd.Function):
     """attend and attend_backward as one differentiable function, with the signature of the reference."""
 
@@ -35,7 +40,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         *qkv, gate, y, lse = ctx.saved_tensors
-        dgate = tk.out_gate_grad(dy, y, gate)
+        dgate = out_gate_grad(dy, y, gate)
         return *tk.attend_backward(dy, *qkv, dgate, lse, *ctx.rest), dgate.to(gate.dtype), None, None, None
 
 
@@ -61,7 +66,7 @@ def inputs(N, H, d, device, dtype, times=1):
 def run(function, q, k, v, gate, dy, cu, window):
     """(y, dq, dk, dv, dgate)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v, gate)]
-    y = function(*leaves, cu, torch.tensor(window), torch.tensor(SCALE))
+    y = function(*leaves, cu, window, SCALE)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
@@ -217,7 +222,7 @@ def test_dv_into_a_slice(times, device):
     rest = *tk.document_of_tokens(borders(20, 30).to(device), N), 9, SCALE
     y, lse = tk.attend(*x, *rest)
     whole = torch.full((N, 3, H, times * d), math.nan, device=device)
-    args = dy, *x[:3], tk.out_gate_grad(dy, y, x[3]), lse, *rest
+    args = dy, *x[:3], out_gate_grad(dy, y, x[3]), lse, *rest
     *_, dv = tk.attend_backward(*args, dv=whole[:, 2])
     assert torch.equal(whole[:, 2], tk.attend_backward(*args)[2]) and whole[:, :2].isnan().all()
     assert dv.data_ptr() == whole[:, 2].data_ptr()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import triton_kernels as kernels
 from data.loader import cu_seqlens, cu_seqlens_size, make_batch
 from data.run.config import check_config, with_knobs
+from data.run.launch import allowed_cores
 from data.run.length import seconds_per_step, with_minutes
 from data.run.program import UserError
 from data.run.start import survey_training_data
@@ -103,8 +104,8 @@ def modules_apart():
 
 
 @contextmanager
-def only_compiling():
-    """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it. Eight threads
+def only_compiling(threads=8):
+    """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it. So many threads
     compile side by side; leaving the context waits for them.
 
     What the kernels would have written is undefined. PyTorch's kernels run. This needs `PRIVATE_NAMES`.
@@ -121,7 +122,8 @@ def only_compiling():
 
     kernels.triton.JITFunction.run = only_compile
     try:
-        with (modules_apart(), ThreadPoolExecutor(8, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
+        with (modules_apart(),
+              ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
               kernels.triton.AsyncCompileMode(SimpleNamespace(submit=functools.partial(pool.submit, load)))):
             yield
     finally:
@@ -148,7 +150,8 @@ def compile_kernels(trainer):
     losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
     # Autograd's own threads do not know those that compile, and would compile one kernel after the other.
-    with only_compiling(), torch.cuda.stream(trainer.graphs.stream), torch.autograd.set_multithreading_enabled(False):
+    threads, stream = max(8, int(allowed_cores()) // trainer.rt.world), torch.cuda.stream(trainer.graphs.stream)
+    with only_compiling(threads), stream, torch.autograd.set_multithreading_enabled(False):
         trainer.summed_loss(batch(), attn)
         for count, terms in losses:
             trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn)
