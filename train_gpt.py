@@ -374,9 +374,9 @@ class Preset(NamedTuple):
 
     config: Config
     gpus: int = 1  # number of GPUs for which its batches were chosen
-    # When the size of the model follows the length of the run (data/run/length.py): never, if --minutes or
-    # --train_tokens gives a length, or always, also at the preset's own length. A size that the rule does not know
-    # stays.
+    # Whether data/run/length.py chooses the size of the model. "never": the preset keeps its size. "given": if
+    # --minutes or --train_tokens gives a length. "always": also at the preset's own length. A size that the rule does
+    # not know stays.
     sized: Literal["never", "given", "always"] = "never"
 
 
@@ -751,8 +751,8 @@ class Factors:
         config, dtype = model.config, model.dtype
         self.factors = {}
         for name, row in ("x0", model.x0_lambdas), ("bigram", model.bigram_lambdas):
-            apart = F.pad(row.bfloat16().float()[:, None], (0, 3))[:, 0]  # K6; 16 bytes apart, as in kernels.numbers
-            self.factors |= {(i, name): factor for i, factor in enumerate(apart.split(1))}
+            factors = kernels.apart(row.bfloat16().float()).split(1)  # K6
+            self.factors |= {(i, name): factor for i, factor in enumerate(factors)}
         if model.with_xsa:
             self.factors |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
         if sizes := config.mix_sizes:
@@ -912,7 +912,7 @@ class GPT(nn.Module):
         vs, os = self.vo_bank.to(dtype).unbind(1)
         found, in_fp8 = {"qkv": {}}, bool(trains and self.fp8_projections)
         if in_fp8:
-            found["qkv_scales"] = self.fp8_projections.scales(of_qkv)
+            found["qkv_scales"] = self.fp8_projections.factored(of_qkv)
         for layers, weights in self.projections(vs.unbind(0)):
             found["qkv"] |= scaled(weights, layers, of_qkv, in_fp8)
         found["out"] = scaled(os, self.with_attention, of_out)
@@ -1077,11 +1077,9 @@ class GPT(nn.Module):
         ends = [(None, lane0.x)] if lane1 is None else [(0.5, lane0.x), (0.5, lane1.x)]
         if config.backout_layer is not None:
             ends.append((-self.backout_lambda[0], backout))
-        if at_end:
-            ends += terms(of_others, (first_ve, *(skip.x for skip in skips.values())))
-        elif config.mix_sizes:
-            ends += terms(factors[last + 1, "mix"], (embedded, backout, before_mix, first_ve,
-                                                     *(skip.x for skip in skips.values())))
+        if config.mix_sizes:
+            of_end, earlier = (of_others, ()) if at_end else (factors[last + 1, "mix"], (embedded, backout, before_mix))
+            ends += terms(of_end, (*earlier, first_ve, *(skip.x for skip in skips.values())))
         x = mix(ends, by_head, at_end)
         return x.normed, x.codes, self.pointer_inputs(x.normed, documents) if config.pointer else None
 

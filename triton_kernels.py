@@ -688,11 +688,10 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
-# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. s comes from
-# output_grad of section 3. One launch has one program per tile of queries for
-# dq and one per tile of keys for dk and dv, neighbours because they read the same rows. This takes seven products, a
-# single sweep would take five; but there are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in
-# memory.
+# The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
+# section 3 computes s. Then one launch has one program per tile of queries for dq and one per tile of keys for dk and
+# dv, neighbours because they read the same rows. This takes seven products, a single sweep would take five; but there
+# are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in memory.
 # With 6 heads of 128, window 640 and documents of median 490, the forward pass takes 185 µs, 54 % of the copy rate
 # (FlashAttention-2: 406), and the backward pass 524 µs, 37 % of the product rate (1041).
 #
@@ -963,8 +962,7 @@ def attend(q, k, v, gate, start, end, window, scale):
 
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv). The caller has checked the arguments; lse is a result of attend, dgate of
-    output_grad.
+    """Gradients (dq, dk, dv). The caller has checked the arguments; attend gives lse, output_grad gives dgate.
 
     dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
     (N, H, dv), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
@@ -1690,16 +1688,17 @@ def transposed(codes):
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
-def _transposed_codes(codes):
-    return transposed(codes) if codes.ndim == 2 else codes.mT.clone(memory_format=torch.contiguous_format)
-
-
 def both_layouts(x, scale, dtype):
     """Codes of x (..., M, N) / scale in `dtype`, and their transpose (..., N, M). scale: a number or a tensor (...)."""
     limit, inverse = FP8_MAX[dtype], 1 / scale
     inverse = inverse[..., None, None] if isinstance(scale, Tensor) else inverse
     codes = (x.float() * inverse).clamp(-limit, limit).to(dtype).contiguous()
-    return codes, _transposed_codes(codes)
+    return codes, transposed(codes) if codes.ndim == 2 else codes.mT.clone(memory_format=torch.contiguous_format)
+
+
+def _factored(pairs, factors):
+    """Pairs of 0-D scales, from pairs (n, 2, 4) of which each first number counts, times the factors (n,)."""
+    return [tuple(pair) for pair in (pairs * factors.detach()[:, None, None])[..., 0].unbind(0)]
 
 
 def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16):
@@ -1787,9 +1786,9 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 #   dW = dqkvᵀ x       dqkv, x (static, times factor)                bf16
 #
 #   N, D and the rows of W are multiples of 16.
-# The bf16 weight is an argument of attention_block only for its gradient. The gradient of the factor: see
-# `scaled_weights`. The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never
-# exists in bf16. Layers that share an input also share its codes.
+# attention_block takes the bf16 weight only to give it a gradient. `scaled_weights` makes the gradient of the factor.
+# The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in bf16.
+# Layers that share an input also share its codes.
 
 
 class ProjectionCodes(NamedTuple):
@@ -1825,7 +1824,7 @@ class _ProductOfCodes(torch.autograd.Function):
 
 class Fp8Projections:
     """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), scales): the ProjectionCodes of x and of a factor
-    times the projection of a layer; scales: `scales(factors)[layer]`. No gradient goes through codes, so x is detached.
+    times the projection of a layer; scales: `factored(factors)[layer]`. No gradient goes through codes; x is detached.
 
     weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w.
     loss_scale: the factor of the sum over tokens in the loss. Call `refresh` after every change of the weights. All
@@ -1851,10 +1850,9 @@ class Fp8Projections:
         for (_, weight), scale, codes in zip(self.weights(), scales, self.kinds):
             quantise_weights(weight, scale, *codes)
 
-    def scales(self, factors):
+    def factored(self, factors):
         """{layer: 0-D scales of its weight and of x, times its factor}; factors: {layer: 0-D}."""
-        factors = torch.stack([factors[layer].detach().float() for layer in self.layers])
-        return dict(zip(self.layers, ((w, x) for w, x in (self.pairs * factors[:, None, None])[..., 0].unbind(0))))
+        return dict(zip(self.layers, _factored(self.pairs, torch.stack([factors[layer] for layer in self.layers]))))
 
     def __call__(self, layer, inputs, scales):
         (x8, x8_t), (codes, codes_t), (w_scale, dw_scale) = inputs, self.layers[layer], scales
@@ -2219,8 +2217,7 @@ def mlp(x, W1, W2):
 #
 # Sums are in fp32, of which Hopper keeps about 14 bits, in the library only with fast accumulation. That is enough for
 # post and dpre, because their sums have only D terms and are then rounded to codes of 3 or 4 significant bits. The
-# epilogues write both layouts of post and dpre, which never exist in bf16; nor does x, nor g, whose codes `mix`
-# makes.
+# epilogues write both layouts of post and dpre, which never exist in bf16; nor do x and g: `mix` makes their codes.
 # The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
 # stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 #
@@ -2345,11 +2342,9 @@ class Fp8Mlps:
         """For the gradient of one y."""
         return GradCodes(G8_SCALE * self.loss_scale)
 
-    def factored(self, factors=None):
+    def factored(self, factors):
         """0-D scales of W2, and of g in the gradient of W2, of all MLPs, times their factors (MLPs,)."""
-        pairs = self.scales[:, 2:5:2]
-        pairs = pairs if factors is None else pairs * factors.detach()[:, None, None]
-        return [tuple(pair) for pair in pairs[..., 0].unbind(0)]
+        return _factored(self.scales[:, 2:5:2], factors)
 
     def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
         F, D = self.codes.shape[2:]
@@ -2357,7 +2352,7 @@ class Fp8Mlps:
         _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
-        return _MlpFp8.apply(x, W1, W2, scales or self.factored()[i], self, i, codes, grad_codes)
+        return _MlpFp8.apply(x, W1, W2, scales or (*self.scales[i, 2:5:2, 0],), self, i, codes, grad_codes)
 
 
 # ======================================================================================================================
@@ -2728,10 +2723,10 @@ def pointer_inputs(projected, gain, weights, start):
 #
 # The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. `mix` makes the codes
 # of h.
-# Head and loss replace h @ W and a loss in plain PyTorch. The forward pass takes one block of rows after another and
-# computes its logits, their loss and their gradient. The (N, V) logits never exist as a whole, the gradient does (2.5 GB
-# of codes at N = 49152). Without FP8 the gradient overwrites the logits in their own dtype. The backward pass transposes
-# the gradient and computes two products over all rows. Their scale contains the upstream gradient.
+# HeadLoss replaces the product h W and a loss in plain PyTorch. The forward pass takes one block of rows after another
+# and computes its logits, their loss and their gradient. The (N, V) logits never exist as a whole, the gradient does
+# (2.5 GB of codes at N = 49152). Without FP8 the gradient overwrites the logits in their own dtype. The backward pass
+# transposes the gradient and computes two products over all rows. Their scale contains the upstream gradient.
 # With 50304 classes, forward and backward pass take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a
 # compiled loss. cross_entropy takes 985 µs for 16384 rows, 84 % of the copy rate (compiled: 2700).
 #
@@ -3679,14 +3674,38 @@ class Number(NamedTuple):
 READERS = 4  # so many gradients of a stream come to mix by themselves; autograd sums those of further readers
 
 
-class _Product:
-    """The gradient of a stream for one reader, which is a mix: (gradient, factor) in place of their product."""
+class _Beside:
+    """What one backward pass leaves for another beside autograd."""
 
-    pair = None
+    left = None
 
     def take(self):
-        pair, self.pair = self.pair, None
-        return pair
+        left, self.left = self.left, None
+        return left
+
+
+class _Product(_Beside):
+    """The gradient of a stream for one reader, which is a mix: (gradient, factor) in place of their product."""
+
+
+class GradCodes(_Beside):
+    """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N), for the one operation that made the
+    stream."""
+
+    def __init__(self, scale):
+        self.scale = scale  # static
+
+
+class _Dots(_Beside):
+    """Gradients per token (count, N) of a vector of factors, which the backward passes of many sums fill."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def row(self, i, like):
+        if self.left is None:
+            self.left = like.new_zeros(self.count, len(like), dtype=torch.float32)
+        return self.left[i]
 
 
 class Mixed(NamedTuple):
@@ -3714,17 +3733,6 @@ class Added(NamedTuple):
     token: Tensor | None  # (N, D), without memory; None: the gradient goes through streams and factors
     streams: list[Tensor]  # (N, D)
     factors: list  # as in mix
-
-
-class GradCodes:
-    """Where mix leaves the gradient of a stream as e5m2 codes, for the one operation that made the stream."""
-
-    def __init__(self, scale):
-        self.scale, self.codes = scale, None  # static scale; codes (N, D) and (D, N)
-
-    def take(self):
-        codes, self.codes = self.codes, None
-        return codes
 
 
 @functools.cache
@@ -3828,10 +3836,14 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
 
 
 @triton.jit
-def _sum_of_tiles(Xs, n, d, N, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Gradient of the normed stream (tokens n, channels from START on), summed over its readers."""
+    d = START + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for k in tl.static_range(len(Xs)):
-        total += _tile(Xs[k], n, d, N, D)
+    for k in tl.static_range(len(dNormed)):
+        total += _tile(dNormed[k], n, d, N, D)
+    if dFirst is not None and START == 0:
+        total += _tile(dFirst, n, d, N, CHANNELS)
     return total
 
 
@@ -3850,10 +3862,7 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         rstd, dot = tl.load(Rstd + n, mask=n < N, other=0.0), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for start in tl.static_range(0, D, BLOCK_D):
             d = start + tl.arange(0, BLOCK_D)
-            dnormed = _sum_of_tiles(dNormed, n, d, N, D, BLOCK_N, BLOCK_D)
-            if dFirst is not None and start == 0:
-                dnormed += _tile(dFirst, n, d, N, CHANNELS)
-            dot += dnormed * _tile(X, n, d, N, D)
+            dot += _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, start, BLOCK_N, BLOCK_D) * _tile(X, n, d, N, D)
         along = tl.sum(dot, 1) * rstd * rstd * rstd / D
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -3861,9 +3870,7 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         for k in tl.static_range(len(dX)):
             g += _times(dXFactors[k], _tile(dX[k], n, d, N, D), n, N)
         if X is not None:
-            dnormed = _sum_of_tiles(dNormed, n, d, N, D, BLOCK_N, BLOCK_D)
-            if dFirst is not None and start == 0:
-                dnormed += _tile(dFirst, n, d, N, CHANNELS)
+            dnormed = _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, start, BLOCK_N, BLOCK_D)
             g += rstd[:, None] * dnormed - along[:, None] * _tile(X, n, d, N, D)
         if G is not None:
             _store(G, g, n, d, N, D)
@@ -3933,16 +3940,9 @@ def _block_d(D, launch):
     return launch | {"BLOCK_D": max(16, min(launch["BLOCK_D"], D & -D))}
 
 
-class _Dots:
-    """Gradients per token (count, N) of a vector of factors, which the backward passes of many sums fill."""
-
-    def __init__(self, count):
-        self.count, self.rows = count, None
-
-    def row(self, i, like):
-        if self.rows is None:
-            self.rows = like.new_zeros(self.count, len(like), dtype=torch.float32)
-        return self.rows[i]
+def apart(vector):
+    """The elements of a vector, 16 bytes apart: Triton compiles other kernels for pointers of another alignment."""
+    return F.pad(vector[:, None], (0, 16 // vector.element_size() - 1))[:, 0]
 
 
 class _Numbers(torch.autograd.Function):
@@ -3950,14 +3950,12 @@ class _Numbers(torch.autograd.Function):
     def forward(ctx, vector, dots):
         ctx.dots, ctx.like = dots, vector.detach()
         ctx.set_materialize_grads(False)
-        # 16 bytes apart: Triton compiles other kernels for pointers of another alignment.
-        apart = vector.new_empty(len(vector), 16 // vector.element_size())[:, 0].copy_(vector)
-        return apart.unbind(0)
+        return apart(vector).unbind(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        rows, ctx.dots.rows = ctx.dots.rows, None
+        rows = ctx.dots.take()
         total = torch.zeros_like(ctx.like) if rows is None else rows.sum(1).to(ctx.like.dtype)
         for i, grad in enumerate(grads):  # of numbers that something else reads, too
             if grad is not None:
@@ -4036,7 +4034,7 @@ class _Mix(torch.autograd.Function):
         if written or learned or channel or not as_given:
             g = new(N, D) if not as_given and wanted else None
             if channel:
-                codes = channel.codes = new(N, D, dtype=E5M2), new(D, N, dtype=E5M2)
+                codes = channel.left = new(N, D, dtype=E5M2), new(D, N, dtype=E5M2)
             launch = _block_d(D, MIX_GRAD_LAUNCH["plain" if codes[0] is None else "codes"])
             _mix_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
                 tuple(dxs), _columns(f for _, f in pairs), tuple(dnormeds),
@@ -4047,7 +4045,7 @@ class _Mix(torch.autograd.Function):
             g = given if as_given else g
         by_stream = [written.get(i, g) for i in range(len(factors))]
         for i in left:
-            of_streams[i].pair, by_stream[i] = (g, factors[i]), _without_memory(given)
+            of_streams[i].left, by_stream[i] = (g, factors[i]), _without_memory(given)
         if channel:
             by_stream[-1] = _without_memory(given)
         dfactors = [None if isinstance(f, Number) else (u if f.numel() == N else u.sum()).view(f.shape).to(f.dtype)
@@ -4087,24 +4085,23 @@ def mix(terms, reader=None, added=(), grad_codes=None):
 
 class _AddLater(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shape, *tensors):
-        """shape: for each place, for each stream whether it has a factor. tensors: the streams, the factors."""
-        ctx.save_for_backward(*tensors)
-        ctx.shape = shape
+    def forward(ctx, factors, *tensors):
+        """factors: of each place for each stream, without gradients. tensors: the streams, then what autograd knows of
+        the factors."""
+        streams = tensors[:len(factors[0])]
+        ctx.save_for_backward(*streams)
+        ctx.factors = factors
         ctx.set_materialize_grads(False)
-        streams = tensors[:len(shape[0])]
-        return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in shape)
+        return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        shape, count = ctx.shape, len(ctx.shape[0])
-        streams, given = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        left = iter(given)
-        factors = [[next(left) if has else None for has in row] for row in shape]
+        streams, factors, count = ctx.saved_tensors, ctx.factors, len(ctx.saved_tensors)
+        given = [f for row in factors for f in row if f is not None]
         passed, grads = grads[:count], grads[count:]
         if all(g is None for g in grads):
-            return None, *passed, *[None] * sum(map(sum, shape))
+            return None, *passed, *[None] * len(given)
         (N, D), used = streams[0].shape, [p for p, g in enumerate(grads) if g is not None]
         dstreams = [torch.empty_like(s) for s in streams]
         dots = streams[0].new_empty(len(used), count, N, dtype=torch.float32)
@@ -4127,12 +4124,10 @@ def add_later(streams, factors):
     """
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors)
-    shape = tuple(tuple(f is not None for f in row) for row in factors)
-    flat = [f for row in factors for f in row if f is not None]
-    results = _AddLater.apply(shape, *streams, *flat)
+    plain = [[f if f is None else f.detach() for f in row] for row in factors]
+    results = _AddLater.apply(plain, *streams, *(f for row in factors for f in row if f is not None))
     kept = [s.detach() for s in streams]
-    return results[:len(streams)], [Added(token, kept, [f if f is None else f.detach() for f in row])
-                                    for token, row in zip(results[len(streams):], factors)]
+    return results[:len(streams)], [Added(token, kept, row) for token, row in zip(results[len(streams):], plain)]
 
 
 # ---- Weights times factors -------------------------------------------------------------------------------------------

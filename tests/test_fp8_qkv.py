@@ -57,7 +57,7 @@ def block_inputs(kind, N, device, dtype):
 
 def codes_of(projections, x):
     inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
-    return projections(1, inputs, projections.scales({1: torch.tensor(FACTOR, device=x.device)})[1])
+    return projections(1, inputs, projections.factored({1: torch.tensor(FACTOR, device=x.device)})[1])
 
 
 def block_run(block, args, codes, grad, dtype):
@@ -273,7 +273,7 @@ def test_refresh(device):
     addresses = [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
     inputs = tk.both_layouts(kinds[0][1][1, :16], tk.x8_scale(64), E4M3)
     for _ in range(2):
-        scales = projections.scales(factors)
+        scales = projections.factored(factors)
         for i, weight in ((i, weight.double()) for numbers, weights in kinds for i, weight in zip(numbers, weights)):
             codes = projections(i, inputs, scales[i])
             scale = (weight.abs().max().float() / 448).clamp(min=1e-12)

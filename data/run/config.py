@@ -491,7 +491,8 @@ def misfits(config, world, first_step):
         yield "cooldown_frac", "must cover a scheduled step"
     if schedule.split_stage > len(stages):
         yield "split_stage", f"there are {len(stages)} stages, so it must be 1 to {len(stages)}"
-    # A run may end within the warm-up, as short trials of record74 do. Both are rounded, so they may share one step.
+    # A run may end within Muon's warm-up, as short trials of record74 do. Warm-up and cool-down are rounded to whole
+    # steps, so the two may share one step.
     if warmup < total < warmup + cooldown - 1:
         yield "muon_warmup muon_cooldown", f"{warmup} and {cooldown} steps, but the run has only {total}"
     steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)

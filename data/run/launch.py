@@ -82,7 +82,7 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
         speaker.join(2)  # it hangs if the main thread waits for a full pipe
         os._exit(128 + number)
     threading.Thread(target=wait, daemon=True).start()
-    # The interpreter writes the number to it at once, in whatever call the main thread is.
+    # Python writes the number of a signal to the pipe at once, even while the main thread is inside a call.
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for number in numbers:
         signal.signal(number, lambda *_: None)

@@ -16,8 +16,8 @@ from data.run.config import render, with_knobs
 from data.run.program import LESS_MEMORY, UserError
 
 
-# Streams (tokens, model_dim) in the dtype of the activations that live at once in a validation: counted with the scaled
-# weights in tests/test_check.py. At the peak, an MLP is 5 or 6 of them.
+# A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
+# included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
 MOST_ROWS = 4_000_000  # of n-grams that a run gets unasked: 16 million gain little (records/2026-11-26_ngrams)
 

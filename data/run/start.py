@@ -113,8 +113,8 @@ def read_shards(config, part, most=2**30) -> list[str]:
     return list(filter(None, found))
 
 
-# Each check takes a config and the number of ranks. It returns (what it found, whether all is well), and raises
-# UserError if the run will not start.
+# A check takes a config and the number of ranks. A check returns (what it has found, whether all is well). A check
+# raises UserError if the run will not start.
 
 def torch_version() -> tuple[int, ...]:
     """(major, minor) of PyTorch."""

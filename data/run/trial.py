@@ -180,7 +180,7 @@ def fp8_attention(x, weight, *others):
     """`attention_block` with a projection in FP8."""
     projections = kernels.Fp8Projections(lambda: [([0], weight.detach()[None])], 1.0)
     codes = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
-    scales = projections.scales({0: torch.ones((), device=x.device)})[0]
+    scales = projections.factored({0: torch.ones((), device=x.device)})[0]
     return kernels.attention_block(x, weight, *others, codes=projections(0, codes, scales))
 
 

@@ -104,7 +104,7 @@ def modules_apart():
 
 
 @contextmanager
-def only_compiling(threads=8):
+def only_compiling(threads):
     """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it. So many threads
     compile side by side; leaving the context waits for them.
 
