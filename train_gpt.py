@@ -48,7 +48,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate, groupby, takewhile
+from itertools import accumulate, groupby, islice, takewhile
 from pathlib import Path
 from typing import Annotated, Callable, Literal, NamedTuple
 
@@ -728,55 +728,61 @@ class Output(NamedTuple):
 
 class LayerWeights(NamedTuple):
     """What `GPT.layers` reads of the parameters in one layer. All fields are in the dtype of the activations, but for
-    the lambdas of skip (fp32), resid and post (bf16)."""
+    the lambda of skip (fp32)."""
 
     W1: Tensor  # (mlp_dim, D)
     W2: Tensor  # (mlp_dim, D), with one lane times the factor mlp0
-    resid: tuple[Tensor, Tensor]  # 0-D factors of what a lane carries past attention and past the MLP
     qkv: Tensor | None = None  # (2 H w + H d, D), w the width of the heads of q and k, times a lambda
     qkv_scales: tuple[Tensor, Tensor] | None = None  # see Fp8Projections; the codes contain the lambda, qkv does not
     mlp_scales: tuple[Tensor, Tensor] | None = None  # see Fp8Mlps; the codes contain the factor mlp0, W2 does not
     out: Tensor | None = None  # (D, H d), times a lambda
     gate: Tensor | None = None  # (H, GATE_CHANNELS), of the output of attention
     value_gate: Tensor | None = None  # (H, GATE_CHANNELS)
-    post: dict | None = None  # with two lanes: factors of the outputs of attention and MLP in each: attn0 ... mlp1
     skip: tuple[Tensor, Tensor] | None = None  # 0-D lambda and gate (1, GATE_CHANNELS) of the skip
 
 
 class Factors:
-    """factors[place, name]: the factors of x0, bigram and mix (each (n,)) and of xsa (H,) at a layer or the end; from
-    the first dynamic layer on, whose network adds to them, a row for every token."""
+    """factors[place, name]: a list of the factors at a layer or the end. resid: of what a lane carries past attention
+    and past the MLP; post: with two lanes, of the output of attention in each, then of the MLP's. From the first
+    dynamic layer on, whose network adds to them, x0, bigram, mix and xsa have a row for every token."""
 
     def __init__(self, model):
-        config, dtype = model.config, model.dtype
-        self.factors = {}
-        for name, row in ("x0", model.x0_lambdas), ("bigram", model.bigram_lambdas):
-            factors = kernels.apart(row.bfloat16().float()).split(1)  # K6
-            self.factors |= {(i, name): factor for i, factor in enumerate(factors)}
+        config, dtype, self.mix = model.config, model.dtype, model.ops.mix
+        networks, layers = config.dynamic_sizes, range(len(config.layers))
+        rounded = dict(x0=model.x0_lambdas, bigram=model.bigram_lambdas, resid=model.resid_lambdas)  # K6
+        if config.layers_with("two_lanes"):
+            rounded["post"] = model.post_lambdas
+        pieces = torch.cat([x.flatten() for x in rounded.values()]).bfloat16().float().split(
+            [x[i].numel() for x in rounded.values() for i in layers])
+        constants = dict(zip([(i, name) for name in rounded for i in layers], pieces))
+        if config.backout_layer is not None:
+            constants[len(layers), "backout"] = -model.backout_lambda
         if model.with_xsa:
-            self.factors |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
+            constants |= zip([(i, "xsa") for i in model.with_xsa], model.xsa_lambdas.unbind(0))
         if sizes := config.mix_sizes:
-            self.factors |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
+            constants |= zip([(i, "mix") for i in sizes], model.mix_lambdas.split(list(sizes.values())))
+        self.constants, dynamic = constants, {key for counts in networks.values() for key in counts}
+        self.factors = {key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic}
+        fixed = [key for key in constants if key[1] != "xsa" and key not in dynamic]
+        numbers = iter(self.mix.rows(torch.cat([constants[key] for key in fixed])))
+        self.factors |= {key: [*islice(numbers, len(constants[key]))] for key in fixed}
         self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
-        if sizes := config.dynamic_sizes:
-            rows = [sum(counts.values()) for counts in sizes.values()]
+        if networks:
+            rows = [sum(counts.values()) for counts in networks.values()]
             weights = model.dynamic_in.to(dtype).unbind(0), model.dynamic_out.to(dtype).split(rows)
-            self.networks = dict(zip(sizes, zip(sizes.values(), *weights)))
+            self.networks = dict(zip(networks, zip(networks.values(), *weights)))
 
     def run_network(self, i, stream):
         """Run the network of layer i on a stream (N, D)."""
         counts, W_in, W_out = self.networks[i]
-        constants = torch.cat([self.factors[key] for key in counts])
-        rows = torch.add(constants, F.linear(F.gelu(F.linear(stream, W_in)), W_out), alpha=0.1)
-        self.factors.update(zip(counts, rows.split(list(counts.values()), 1)))
+        constants = torch.cat([self.constants[key] for key in counts])
+        rows = torch.add(constants[:, None], W_out @ F.gelu(F.linear(stream, W_in)).mT, alpha=0.1)
+        sizes = {key: [count] if key[1] == "xsa" else [1] * count for key, count in counts.items()}
+        columns = iter(self.mix.columns(rows, sum(sizes.values(), [])))
+        self.factors.update((key, [*islice(columns, len(widths))]) for key, widths in sizes.items())
 
     def __getitem__(self, key):
         return self.factors[key]
-
-
-def terms(factors, streams):
-    """The terms of a sum of streams (N, D), each times its column of factors (n,) or (N, n)."""
-    return list(zip(factors.split(1, -1), streams, strict=True))
 
 
 # For the tokens before the last one of an n-gram, the nearest first.
@@ -887,12 +893,13 @@ class GPT(nn.Module):
     def projections(self, vs) -> list[tuple[list[int], Tensor]]:
         """[(layers, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of the heads of q and k.
 
-        vs: the matrix V of each layer with attention.
+        vs: the matrices V of the layers with attention (layers, D, D).
         """
-        vs, found = dict(zip(self.with_attention, vs)), []
+        found, by_layer = [], dict(zip(self.with_attention, vs.unbind(0)))
         for layers, label, _ in self.config.qk_banks:
-            qk = self.get_parameter(label).to(vs[layers[0]].dtype).flatten(1, 3)
-            found.append((layers, torch.cat((qk, torch.stack([vs[i] for i in layers])), 1)))
+            qk = self.get_parameter(label).to(vs.dtype).flatten(1, 3)
+            own = vs if len(layers) == len(vs) else torch.stack([by_layer[i] for i in layers])
+            found.append((layers, torch.cat((qk, own), 1)))
         return found
 
     def weights_of_layers(self) -> list[LayerWeights]:
@@ -913,34 +920,26 @@ class GPT(nn.Module):
         found, in_fp8 = {"qkv": {}}, bool(trains and self.fp8_projections)
         if in_fp8:
             found["qkv_scales"] = self.fp8_projections.factored(of_qkv)
-        for layers, weights in self.projections(vs.unbind(0)):
+        for layers, weights in self.projections(vs):
             found["qkv"] |= scaled(weights, layers, of_qkv, in_fp8)
         found["out"] = scaled(os, self.with_attention, of_out)
 
-        # Columns are unbound before rows, so that a column that no layer uses has one gradient of zeros, not one per
-        # layer. With one lane, the factor of the MLP scales W2, which saves two passes over (N, D) in the backward
-        # pass.
+        # With one lane, the factor of the MLP scales W2, which saves two passes over (N, D) in the backward pass.
         one_lane = min(config.layers_with("two_lanes"), default=count)  # so many layers have one lane
-        names = ("attn0", "attn1", "mlp0", "mlp1") if one_lane < count else ("mlp0",)
-        columns = dict(zip(names, self.post_lambdas.bfloat16().view(count, -1).unbind(1)))
-        factors = F.pad(columns["mlp0"][:one_lane], (0, count - one_lane), value=1.0)
+        post = self.post_lambdas.bfloat16().view(count, -1, 1 + (one_lane < count))[:one_lane, -1, 0]
+        factors = F.pad(post, (0, count - one_lane), value=1.0)
         in_fp8 = bool(trains and self.fp8_mlps)
         if in_fp8:
             found["mlp_scales"] = dict(enumerate(self.fp8_mlps.factored(factors)))
         mlps = mix.scaled_weights(self.mlp_bank.to(dtype), factors, in_fp8)
         found["W1"], found["W2"] = (dict(enumerate(matrices)) for matrices in zip(*mlps))
-        if one_lane < count:
-            rows = zip(*(column.unbind(0) for column in columns.values()))
-            found["post"] = {i: dict(zip(columns, row)) for i, row in enumerate(rows)}
 
-        found["gate"] = dict(zip(self.with_attention, self.attn_gate_bank.to(dtype).unbind(0)))
+        found["gate"] = dict(zip(self.with_attention, mix.rows(self.attn_gate_bank.to(dtype))))
         if self.with_values:
-            found["value_gate"] = dict(zip(self.with_values, self.ve_gate_bank.to(dtype).unbind(0)))
+            found["value_gate"] = dict(zip(self.with_values, mix.rows(self.ve_gate_bank.to(dtype))))
         if self.with_skip:
             skips = zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))
             found["skip"] = dict(zip(self.with_skip, skips))
-        resid = mix.numbers(self.resid_lambdas.bfloat16().view(-1))  # K6
-        found["resid"] = dict(enumerate(zip(resid[0::2], resid[1::2])))
         return [LayerWeights(**{name: by_layer[i] for name, by_layer in found.items() if i in by_layer})
                 for i in range(count)]
 
@@ -984,11 +983,12 @@ class GPT(nn.Module):
                      for paired in {False, *(layer.paired for layer in layers)}}
 
         # Token embedding, smeared one token forward (PR 130, classiclarryd; K1).
-        gate = torch.sigmoid(F.linear(e[:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
-        smeared = mix([(None, e), (self.smear_lambda[0] * gate, kernels.Previous(e))],
-                      kernels.Reader(channels=GATE_CHANNELS))
+        e, first = mix.first_channels(e, GATE_CHANNELS)
+        gate = mix.token_gate(first, self.smear_gate.to(self.dtype), self.smear_lambda)
+        (e,), before = mix.add_later([e], [[gate]], previous=True)
+        smeared = mix([(None, e)], kernels.Reader(channels=GATE_CHANNELS), before)
         first, lane0, lane1 = smeared.first, kernels.Mixed(smeared.normeds), None  # lane 1: where a layer has two lanes
-        del embeddings, e, gate, smeared  # what has a name takes memory
+        del embeddings, e, gate, before, smeared  # what has a name takes memory
 
         def reader(i):
             """What reads the norm of lane 0 in layer i, before the layer adds to it. A wrong answer costs time only."""
@@ -1010,9 +1010,9 @@ class GPT(nn.Module):
             if layer.dynamic or i == 0:
                 end = min([j for j in self.with_dynamic if j > i], default=last + 1)
                 places = [j for j in range(i, end) if layers[j].embeds]
-                rows = [[factors[j, "x0"], factors[j, "bigram"] if j else None] for j in places]
+                rows = [[*factors[j, "x0"], *(factors[j, "bigram"] if j else [None])] for j in places]
                 if i == 0:  # later layers add n-grams before their MLPs
-                    rows, x0 = [[None, factors[0, "bigram"]], *rows], lane0.x
+                    rows, x0 = [[None, *factors[0, "bigram"]], *rows], lane0.x
                 (x0, ngram), sums = mix.add_later([x0, ngram], rows)
                 added.update(zip(reversed(places), reversed(sums)))
                 if i == 0:
@@ -1020,17 +1020,16 @@ class GPT(nn.Module):
                     embedded = lane0.x
             if layer.skip_from is not None:
                 skip_lambda, skip_gate = w.skip
-                gate = torch.sigmoid(skip_lambda) * 2 * torch.sigmoid(F.linear(first, skip_gate))
+                gate = mix.token_gate(first, skip_gate, torch.sigmoid(skip_lambda) * 2)
                 lane0 = mix([(None, lane0.x), (gate, skips[layer.skip_from].x)], reader(i))
             if layer.two_lanes and lane1 is None:
                 lane1 = lane0
             if layer.mix:
-                places = [*factors[i, "mix"].chunk(2, -1)]  # three factors each
+                places = [factors[i, "mix"][:3], factors[i, "mix"][3:]]
                 if i >= max(self.with_dynamic, default=0):  # the factors of the end will not change
-                    of_mixture, of_others = factors[last + 1, "mix"].split([3, config.mix_sizes[last + 1] - 3], -1)
-                    places.append(of_mixture)
+                    places.append(factors[last + 1, "mix"][:3])
                 (embedded, backout, before_mix), (for_value, for_lane, *at_end) = mix.add_later(
-                    [embedded, backout, lane0.x], [factor.split(1, -1) for factor in places])
+                    [embedded, backout, lane0.x], places)
                 mixed = mix([(None, ve)], None, [for_value])
                 ve, first_ve = mixed.x, mixed.x if first_ve is None else first_ve
                 lane0 = mix([(None, before_mix)], reader(i), [for_lane])
@@ -1038,15 +1037,15 @@ class GPT(nn.Module):
                 first_ve = ve
 
             # `w.out` contains a factor of the output of attention. Two lanes also have factors of their own for it.
-            resid_attn, resid_mlp = w.resid
+            resid_attn, resid_mlp = factors[i, "resid"]
             if layer.attention:
                 source = self.read(lane0 if layer.input_from is None else inputs[layer.input_from], by_attention)
-                a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"] if layer.xsa else None,
+                a = self.attention(i, w, source, ve, cu_seqlens, attn, factors[i, "xsa"][0] if layer.xsa else None,
                                    documents)
                 if lane1 is None:
                     lane0 = mix([(resid_attn, lane0.x), (None, a)], by_mlp, [added.pop(i)])
                 else:  # K5: x0 and n-grams into lane 0 only
-                    at = mix.add_later([a], [[w.post["attn0"]], [w.post["attn1"]]])[1]
+                    at = mix.add_later([a], [[factor] for factor in factors[i, "post"][:2]])[1]
                     lane0 = mix([(resid_attn, lane0.x)], None, [at[0], added.pop(i)])
                     lane1 = mix([(resid_attn, lane1.x)], by_mlp, [at[1]])
                     del at
@@ -1064,7 +1063,7 @@ class GPT(nn.Module):
                 lane0 = mix([(resid_mlp, lane0.x), (None, m)], next_reader, (), grad_codes)
             else:
                 m = self.mlp(i, w, self.read(lane1, by_mlp))
-                at = mix.add_later([m], [[w.post["mlp0"]], [w.post["mlp1"]]])[1]
+                at = mix.add_later([m], [[factor] for factor in factors[i, "post"][2:]])[1]
                 lane0 = mix([(resid_mlp, lane0.x)], next_reader, [at[0]])
                 lane1 = mix([(resid_mlp, lane1.x)], None, [at[1]])
                 del at
@@ -1076,10 +1075,10 @@ class GPT(nn.Module):
 
         ends = [(None, lane0.x)] if lane1 is None else [(0.5, lane0.x), (0.5, lane1.x)]
         if config.backout_layer is not None:
-            ends.append((-self.backout_lambda[0], backout))
+            ends.append((*factors[last + 1, "backout"], backout))
         if config.mix_sizes:
-            of_end, earlier = (of_others, ()) if at_end else (factors[last + 1, "mix"], (embedded, backout, before_mix))
-            ends += terms(of_end, (*earlier, first_ve, *(skip.x for skip in skips.values())))
+            streams = [embedded, backout, before_mix, first_ve, *(skip.x for skip in skips.values())]
+            ends += [*zip(factors[last + 1, "mix"], streams, strict=True)][3 * bool(at_end):]
         x = mix(ends, by_head, at_end)
         return x.normed, x.codes, self.pointer_inputs(x.normed, documents) if config.pointer else None
 

@@ -1113,10 +1113,11 @@ def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: tl.constexpr, H: tl.c
 
 @triton.jit
 def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr):
-    """Gradient of gate_input (tokens, channels); stores these tokens' part of the gradient of W to dW.
+    """Gradient of gate_input (tokens, channels); stores these tokens' part of the gradient of W to dW (parts, H, C).
 
     The gradient of the logits is rounded to the dtype of gate_input.
     """
+    dW += tl.program_id(0) * H * C
     gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
     gate = tl.load(gate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
     dgate_ptrs, _ = _gate_ptrs((dGate, H), t, N, h, 0, H)
@@ -1138,16 +1139,15 @@ def _add_to_channels(X, grad, t, N, c, first, end):
 
 
 @triton.jit
-def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dW, N, FROM_X: tl.constexpr,
+def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dWVe, dWOut, N, FROM_X: tl.constexpr,
                             H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
                             BLOCK: tl.constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
-    dW += tl.program_id(0) * (1 if Ve is None else 2) * H * C
     x, mixed = _gate_inputs(X, Ve, t, N, c, FROM_X, C)
-    grad = _gate_grad(x, WOut, Gates, dOutGate, dW, t, N, h, c, H, C, 1.0)
+    grad = _gate_grad(x, WOut, Gates, dOutGate, dWOut, t, N, h, c, H, C, 1.0)
     if Ve is not None:
-        ve_grad = _gate_grad(mixed, WVe, Gates + N * H, dVeGate, dW + H * C, t, N, h, c, H, C, 2.0)
+        ve_grad = _gate_grad(mixed, WVe, Gates + N * H, dVeGate, dWVe, t, N, h, c, H, C, 2.0)
         _add_to_channels(dVe, ve_grad, t, N, c, FROM_X, C)
         grad += tl.where((c < FROM_X)[None, :], ve_grad, 0.0)
     _add_to_channels(dX, grad, t, N, c, 0, C)
@@ -1169,18 +1169,20 @@ def head_gates(x, ve, w_ve, w_out, paired):
     return gates
 
 
-def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve):
-    """Adds to dx and dve in place; returns the gradients of w_out and w_ve, (1 or 2, H, C) fp32.
-
-    The caller has checked the arguments.
-    """
-    N = x.size(0)
-    programs = triton.cdiv(N, GATE_LAUNCH["BLOCK"])
-    parts = x.new_empty(programs, len(gates), *w_out.shape, dtype=torch.float32)
-    _head_gates_grad_kernel[(programs,)](
-        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), parts, N,
+def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, of_ve=None, of_out=None):
+    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, None where their parts (see `rows`) get it.
+    The caller has checked the arguments."""
+    N, dtype = x.size(0), dict(dtype=torch.float32)
+    parts, gathered = [], []
+    for w, of_w in (w_ve, of_ve), (w_out, of_out):
+        shape = triton.cdiv(N, GATE_LAUNCH["BLOCK"]), *w_out.shape
+        part = None if w is None else _part(of_w, x, *shape)
+        gathered.append(part is not None)
+        parts.append(part if part is not None or w is None else x.new_empty(shape, **dtype))
+    _head_gates_grad_kernel[(len(parts[1]),)](
+        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, N,
         **_gate_launch(ve, w_out, paired))
-    return parts.sum(0)
+    return [None if part is None or beside else part.sum(0).to(w_out.dtype) for part, beside in zip(parts, gathered)]
 
 
 # ---- Exclusive attention ---------------------------------------------------------------------------------------------
@@ -1231,7 +1233,8 @@ def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D
         back = tl.where(square > _VALUE_FLOOR, 2 * scaled * cosine, 0.0)
         dv = back[:, None] * v - scaled[:, None] * y - (tanh * cosine)[:, None] * dz
         _store(dV, dv, r, d, rows, D)
-        tl.store(dShare + r, -along * cosine * (1 - tanh * tanh), mask=r < rows)
+        pointer, stride_n, stride_h = dShare
+        tl.store(pointer + r // H * stride_n + r % H * stride_h, -along * cosine * (1 - tanh * tanh), mask=r < rows)
     gate = tl.load(Gate + r, mask=r < rows, other=0.0).to(tl.float32)
     dgate = tl.where(gate > 0, tl.sum(dy * y, 1) / gate, 0.0)  # a sigmoid that underflowed passes no gradient on
     tl.store(dGate + r, dgate, mask=r < rows)
@@ -1249,18 +1252,20 @@ def exclude_values(y, v, share):
     return z
 
 
-def output_grad(dz, y, v, share, gate):
+def output_grad(dz, y, v, share, gate, of_share=None):
     """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: the output of the
-    block is y, so dy is dz, and dv and dshare are None. The caller has checked the arguments."""
+    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient. The
+    caller has checked the arguments."""
     (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
-    dy, dv, dshare = dz, None, None
+    dy, dv, dshare, part = dz, None, None, None
     if share is not None:
-        dy, dv, dshare = torch.empty_like(y), torch.empty_like(v), y.new_empty(N, H, dtype=torch.float32)
+        dy, dv, part = torch.empty_like(y), torch.empty_like(v), _part(of_share, y, N, H)
+        dshare = y.new_empty(N, H, dtype=torch.float32) if part is None else part
     dgate = y.new_empty(N, H, dtype=torch.float32)
     _output_grad_kernel[(triton.cdiv(N * H, block),)](
-        dz, y, v, _share_of_heads(share), gate, dy, dv, dshare, dgate, N * H, H, d, **HEADS_LAUNCH)
+        dz, y, v, _share_of_heads(share), gate, dy, dv, _share_of_heads(dshare), dgate, N * H, H, d, **HEADS_LAUNCH)
     if share is not None:
-        dshare = (dshare if share.ndim == 2 else dshare.sum(0)).to(share.dtype)
+        dshare = None if part is not None else (dshare if share.ndim == 2 else dshare.sum(0)).to(share.dtype)
     return dy, dv, dshare, dgate
 
 
@@ -1551,6 +1556,7 @@ class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow,
                 *codes):
+        ctx.settings, ctx.parts = (window, scale, paired, offset), _parts(share, weight, w_ve, w_out)
         if codes:  # of x, only the columns of the gates are read; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous() if first is None else first, codes[1]
         gates = head_gates(x, ve, w_ve, w_out, paired)
@@ -1561,7 +1567,6 @@ class _AttentionBlock(torch.autograd.Function):
         y = y.view(v.shape)
         ctx.save_for_backward(share, x, weight, rotary, ve, w_ve, w_out, start, end, y, v, lse, qk, rstd, gates,
                               *codes[3:])
-        ctx.settings = window, scale, paired, offset
         return y if share is None else exclude_values(y, v, share)
 
     @staticmethod
@@ -1571,7 +1576,8 @@ class _AttentionBlock(torch.autograd.Function):
         window, scale, paired, offset = ctx.settings
         w_scale, x8_t, w8_t, grad_scale, dw_scale = codes or [None] * 5
         (N, H, d), rows = v.shape, weight.size(0)
-        dy, dv, dshare, dgate = output_grad(dz, y, v, share, gates[0])
+        of_share, of_weight, *of_gates = ctx.parts
+        dy, dv, dshare, dgate = output_grad(dz, y, v, share, gates[0], of_share)
         dqkv = x.new_empty(N, rows, dtype=E5M2 if codes else x.dtype)
         dqkv_t = dqkv.new_empty(rows, N) if codes else None
         q, k, values = _pair_heads(qk, v, paired)
@@ -1583,12 +1589,11 @@ class _AttentionBlock(torch.autograd.Function):
                                          offset, dqkv, dqkv_t, grad_scale)
         if codes:
             dx = scaled_product(dqkv, w8_t, grad_scale, w_scale).to(x.dtype)
-            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale).to(x.dtype)
+            dweight = scaled_product(dqkv_t, x8_t, grad_scale, dw_scale, out=_part(of_weight, x, *weight.shape))
         else:
-            dx, dweight = dqkv @ weight, dqkv.t() @ x
-        dgate_weights = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve)
-        dw_out, *dw_ve = dgate_weights.to(dx.dtype)
-        return None, dshare, dx, dweight, None, dve, *(dw_ve or (None,)), dw_out, *[None] * (7 + 8 * bool(codes))
+            dx, dweight = dqkv @ weight, torch.mm(dqkv.t(), x, out=_part(of_weight, x, *weight.shape))
+        dw_ve, dw_out = head_gates_backward(dgate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, *of_gates)
+        return None, dshare, dx, dweight.to(x.dtype), None, dve, dw_ve, dw_out, *[None] * (7 + 8 * bool(codes))
 
 
 def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
@@ -1701,11 +1706,12 @@ def _factored(pairs, factors):
     return [tuple(pair) for pair in (pairs * factors.detach()[:, None, None])[..., 0].unbind(0)]
 
 
-def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16):
+def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16, out=None):
     """a (M, K) times the transpose of b (N, K), codes with 0-D scales -> (M, N). fast: sums of fewer bits."""
     if _takes_ref(a):
-        return (a.float() @ b.float().mT * (scale_a * scale_b)).to(dtype)
-    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+        result = (a.float() @ b.float().mT * (scale_a * scale_b)).to(dtype)
+        return result if out is None else out.copy_(result)
+    return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
 def _saturated(x, DTYPE: tl.constexpr):
@@ -2177,15 +2183,18 @@ class _Mlp(torch.autograd.Function):
     def forward(ctx, x, W1, W2):
         post = _relu_square(x, W1)
         ctx.save_for_backward(x, W1, W2, post)
+        ctx.parts = _parts(W1, W2)
         return post @ W2
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         (x, W1, W2, post), grad = ctx.saved_tensors, grad.contiguous()
-        dW2 = post.mT @ grad  # first: a product gives a new thread of autograd the CUDA context that descriptors need
+        dW1, dW2 = (_part(of_w, x, *W1.shape) for of_w in ctx.parts)
+        # First: a product gives a new thread of autograd the CUDA context that descriptors need.
+        dW2 = torch.mm(post.mT, grad, out=dW2)
         dpre = _relu_square(grad, W2, post)
-        return dpre @ W1, dpre.mT @ x, dW2
+        return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
 def _check_mlp(x, W1, W2):
@@ -2269,6 +2278,7 @@ class _MlpFp8(torch.autograd.Function):
         x8, x8_t = x_codes or both_layouts(x, x8_scale(x.size(1)), E4M3)
         post, post_t = relu_square_codes(x8, w1, x_scale, w1_scale, post_scale, mlps.post_max[i])
         ctx.save_for_backward(w2_scale, dw2_scale, x8_t, post, post_t, mlps.codes, mlps.codes_t, mlps.scales)
+        ctx.parts, ctx.shape = _parts(W1, W2), W1.shape
         ctx.i, ctx.grad_codes, ctx.g_scale = i, grad_codes, G8_SCALE * mlps.loss_scale
         ctx.dpre_max = mlps.dpre_max  # not saved: the backward pass of a later layer changes it in between
         return scaled_product(post, w2_t, post_scale, w2_scale, fast=True)
@@ -2279,11 +2289,12 @@ class _MlpFp8(torch.autograd.Function):
         w2_scale, dw2_scale, x8_t, post, post_t, codes, codes_t, scales = ctx.saved_tensors
         x_scale, w1_scale, _, post_scale, g_scale, dpre_scale = scales[ctx.i, :, 0]
         g, g_t = ctx.grad_codes and ctx.grad_codes.take() or both_layouts(grad, ctx.g_scale, E5M2)
-        dW2 = scaled_product(post_t, g_t, post_scale, dw2_scale)
+        dW1, dW2 = (_part(of_w, grad, *ctx.shape) for of_w in ctx.parts)
+        dW2 = scaled_product(post_t, g_t, post_scale, dw2_scale, out=dW2)
         dpre, dpre_t = relu_square_codes(g, codes[ctx.i, 1], g_scale, w2_scale, dpre_scale, ctx.dpre_max[ctx.i], post,
                                          post_scale)
         return (scaled_product(dpre, codes_t[ctx.i, 0], dpre_scale, w1_scale),
-                scaled_product(dpre_t, x8_t, dpre_scale, x_scale), dW2, *[None] * 5)
+                scaled_product(dpre_t, x8_t, dpre_scale, x_scale, out=dW1), dW2, *[None] * 5)
 
 
 class Fp8Mlps:
@@ -3619,10 +3630,10 @@ def polar_express(X, scale, ops, steps=5):
 #   streams, sums = add_later(streams, factors)                replaces the sums f₁ s₁ + f₂ s₂, one for each place
 #       their gradient                                         ds = Σ f g over the places, df = g · s
 #
-#   values = numbers(vector)                                   a factor f for each element of a vector
+#   pieces = rows(bank), columns(matrix, sizes)                factors, and what else gets its gradient from many tokens
+#   f = token_gate(first, w, λ) = λ σ(first wᵀ)                a factor for each token
 #
-#   s, x, normed (N, D), contiguous; or Previous(s), row n - 1 of s for token n, 0 for the first. f: None (1), a number,
-#   a tensor of one number, a Number, or a column (N, 1).
+#   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
 # A residual network is sums between products, and each sum that is an operation of its own reads and writes (N, D). mix
 # reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
 # layouts in its place.
@@ -3634,7 +3645,8 @@ def polar_express(X, scale, ops, steps=5):
 #
 # A gradient ds = f g of a stream that another mix has made is not written: its mix reads g and f.
 #
-# numbers makes one gradient of a vector of factors: each mix leaves df per token in a row, and one sum takes all rows.
+# rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
+# token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
 #
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
 # codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded: an edit that reads one gets
@@ -3655,20 +3667,6 @@ class Reader(NamedTuple):
     scale: float | None = None  # static scale of the FP8 codes that it reads; None: it reads the normed stream
     channels: int = 0  # it reads a copy of so many first channels of the normed stream
     whole: bool = False  # with codes: it also reads the normed stream
-
-
-class Previous(NamedTuple):
-    """A stream (N, D) one token later: row n is row n - 1 of it, row 0 is 0."""
-
-    stream: Tensor
-
-
-class Number(NamedTuple):
-    """Element i of a vector of factors; see `numbers`."""
-
-    value: Tensor  # 0-D
-    i: int
-    dots: "_Dots"
 
 
 READERS = 4  # so many gradients of a stream come to mix by themselves; autograd sums those of further readers
@@ -3696,16 +3694,39 @@ class GradCodes(_Beside):
         self.scale = scale  # static
 
 
-class _Dots(_Beside):
-    """Gradients per token (count, N) of a vector of factors, which the backward passes of many sums fill."""
+class _Parts(_Beside):
+    """Gradients of the pieces of a tensor, which backward passes write here in place of returning them.
 
-    def __init__(self, count):
-        self.count = count
+    new(like, *shape): the memory, for a piece that needs `shape`; pieces(memory): its pieces.
+    """
 
-    def row(self, i, like):
+    def __init__(self, new, pieces=lambda memory: memory):
+        self.new, self.pieces, self.given = new, pieces, set()
+
+    def part(self, i, like, *shape, adds=False):
+        """Memory of piece i; None if another reader that does not add has it."""
         if self.left is None:
-            self.left = like.new_zeros(self.count, len(like), dtype=torch.float32)
-        return self.left[i]
+            self.left, self.given = self.new(like, *shape), set()
+        if i in self.given and not adds:
+            return None
+        self.given.add(i)
+        return self.pieces(self.left)[i]
+
+
+def _part(parts, like, *shape, adds=False):
+    """The part of a piece, by its `parts`; None: autograd gets the gradient."""
+    return parts and parts[0].part(parts[1], like, *shape, adds=adds)
+
+
+def _parts(*tensors):
+    return [getattr(x, "parts", None) for x in tensors]
+
+
+def _as_pieces(tensors, parts):
+    """The tensors, whose readers find the parts of their gradients."""
+    for i, x in enumerate(tensors):
+        x.parts = parts, i
+    return tensors
 
 
 class Mixed(NamedTuple):
@@ -3733,6 +3754,7 @@ class Added(NamedTuple):
     token: Tensor | None  # (N, D), without memory; None: the gradient goes through streams and factors
     streams: list[Tensor]  # (N, D)
     factors: list  # as in mix
+    previous: bool  # token n adds row n - 1 of the streams, the first token nothing
 
 
 @functools.cache
@@ -3747,14 +3769,14 @@ def _without_memory(x):
 
 def mix_ref(terms, reader=None, added=(), grad_codes=None):
     """mix in plain PyTorch, rounded after each operation. grad_codes: not used."""
-    def product(factor, s):
-        s = F.pad(s.stream[:-1], (0, 0, 1, 0)) if isinstance(s, Previous) else s
-        factor = factor.value if isinstance(factor, Number) else factor
+    def product(factor, s, previous=False):
+        s = F.pad(s[:-1], (0, 0, 1, 0)) if previous else s
         return s if factor is None else (factor.to(s.dtype) if isinstance(factor, Tensor) else factor) * s
 
     x = functools.reduce(torch.add, (product(*term) for term in terms))
     for part in added:
-        x = x + functools.reduce(torch.add, (product(f, s) for f, s in zip(part.factors, part.streams) if f is not None))
+        x = x + functools.reduce(torch.add, (product(f, s, part.previous) for f, s in zip(part.factors, part.streams)
+                                             if f is not None))
     if reader is None:
         return Mixed([x])
     normed = rms_norm(x)
@@ -3762,14 +3784,24 @@ def mix_ref(terms, reader=None, added=(), grad_codes=None):
     return Mixed([x], reader, [normed], normed[:, :reader.channels] if reader.channels else None, codes)
 
 
-def add_later_ref(streams, factors):
+def add_later_ref(streams, factors, previous=False):
     """(the streams, [Added]); factors: a list for each place, None for a stream that it does not add."""
-    return streams, [Added(None, streams, row) for row in factors]
+    return streams, [Added(None, streams, row, previous) for row in factors]
+
+
+def columns_ref(matrix, sizes):
+    """The rows of a matrix (rows, N), in groups of `sizes`, each as columns (N, size)."""
+    return tuple(piece.mT for piece in matrix.split(sizes))
+
+
+def first_channels_ref(x, channels):
+    """(x, its first channels)."""
+    return x, x[:, :channels]
 
 
 @triton.jit
 def _times(Factor, x, n, N):
-    """x (tokens n, channels) times a factor; see _columns."""
+    """x (tokens n, channels) times a factor; see _per_token."""
     if Factor is not None:
         factor, stride = Factor
         if isinstance(factor, tl.tensor) and factor.dtype.is_ptr():
@@ -3789,15 +3821,6 @@ def _stream_tile(X, n, d, N, D, PREVIOUS: tl.constexpr):
 
 
 @triton.jit
-def _store_stream(dX, x, n, d, N, D, PREVIOUS: tl.constexpr):
-    """Store the gradient of what _stream_tile gives."""
-    if PREVIOUS:  # the last row has no token that takes it
-        x = tl.where((n == 0)[:, None], 0.0, x)
-        n = tl.where(n == 0, N - 1, tl.where(n < N, n - 1, N))
-    _store(dX, x, n, d, N, D)
-
-
-@triton.jit
 def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
     """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
     codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
@@ -3809,7 +3832,8 @@ def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
 @triton.jit
 def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: tl.constexpr,
                 D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream.
+    # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream, set if
+    # token n takes row n - 1.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunks, squares = (), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for start in tl.static_range(0, D, BLOCK_D):
@@ -3848,12 +3872,18 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START: tl.constexpr, BLOCK_
 
 
 @triton.jit
+def _add_dot(Dots, dot, n, N):
+    """Add to the gradient per token of a factor, because a number may be a factor of many sums. The program does not
+    wait for what an atomic addition finds, and no two programs add to one token, so the order of sums is fixed."""
+    tl.atomic_add(Dots + n, dot, mask=n < N, sem="relaxed")
+
+
+@triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
-                     inverse_scale, PREVIOUS: tl.constexpr, SHIFTED: tl.constexpr, D: tl.constexpr,
-                     CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    # dX, with its factors, and dNormed: of each reader. Streams and Dots, each (N,): of the terms with a learned factor,
-    # with bits PREVIOUS; dot products add to Dots, because a number may be a factor of many sums. Factors and dStreams,
-    # with bits SHIFTED: of the terms whose gradient is written.
+                     inverse_scale, D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr,
+                     BLOCK_D: tl.constexpr):
+    # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
+    # and dStreams: of the terms whose gradient is written.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dots = ()
     for _ in tl.static_range(len(Streams)):
@@ -3877,21 +3907,22 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         if Codes is not None:
             _store_codes(Codes, CodesT, g, inverse_scale, n, d, N, D)
         for k in tl.static_range(len(dStreams)):
-            _store_stream(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D, SHIFTED >> k & 1)
+            _store(dStreams[k], _times(Factors[k], g, n, N), n, d, N, D)
         sums = ()
         for k in tl.static_range(len(Streams)):
-            sums = sums + (dots[k] + g * _stream_tile(Streams[k], n, d, N, D, PREVIOUS >> k & 1),)
+            sums = sums + (dots[k] + g * _tile(Streams[k], n, d, N, D),)
         dots = sums
     for k in tl.static_range(len(Streams)):
-        tl.store(Dots[k] + n, tl.load(Dots[k] + n, mask=n < N, other=0.0) + tl.sum(dots[k], 1), mask=n < N)
+        _add_dot(Dots[k], tl.sum(dots[k], 1), n, N)
 
 
 @triton.jit
-def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_D: tl.constexpr):
-    # Factors: of every place, for every stream; None: the place does not add the stream. Passed: what other readers add
-    # to dStreams. Dots (places, streams, N).
+def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVIOUS: tl.constexpr, D: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    # Factors and Dots: of every place, for every stream; None: the place does not add the stream. Passed: what other
+    # readers add to dStreams. Token m adds the rows n of the streams.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = n + PREVIOUS
     dots = ()
     for _ in tl.static_range(len(Grads) * len(Streams)):
         dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
@@ -3906,13 +3937,13 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl
                 totals = totals + (_tile(Passed[k], n, d, N, D),)
         sums = ()
         for place in tl.static_range(len(Grads)):
-            g, new = _tile(Grads[place], n, d, N, D), ()
+            g, new = _tile(Grads[place], m, d, N, D), ()
             for k in tl.static_range(len(Streams)):
                 if Factors[place][k] is None:
                     sums, new = sums + (dots[place * len(Streams) + k],), new + (totals[k],)
                 else:
                     sums = sums + (dots[place * len(Streams) + k] + g * streams[k],)
-                    new = new + (totals[k] + _times(Factors[place][k], g, n, N),)
+                    new = new + (totals[k] + _times(Factors[place][k], g, m, N),)
             totals = new
         dots = sums
         for k in tl.static_range(len(Streams)):
@@ -3920,15 +3951,34 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, D: tl
     for place in tl.static_range(len(Grads)):
         for k in tl.static_range(len(Streams)):
             if Factors[place][k] is not None:
-                dot = tl.sum(dots[place * len(Streams) + k], 1)
-                tl.store(Dots + (place * len(Streams) + k) * N + n, dot, mask=n < N)
+                _add_dot(Dots[place][k], tl.sum(dots[place * len(Streams) + k], 1), m, N)
 
 
-def _columns(factors):
+def _per_token(factors):
     """What a kernel takes for factors: (a number or a tensor, stride from token to token). None stays None."""
-    factors = [f.value if isinstance(f, Number) else f for f in factors]
-    return tuple(f if f is None else (f, f.stride(0) if isinstance(f, Tensor) and f.ndim == 2 and len(f) > 1 else 0)
+    return tuple(f if f is None else (f, f.stride(0) if isinstance(f, Tensor) and f.ndim and len(f) > 1 else 0)
                  for f in factors)
+
+
+def _dots(factors, like):
+    """Where the gradients per token of learned factors go, each (N,) or (N, 1) fp32: to the parts of `rows` and
+    `columns`, else to zeros."""
+    own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
+    return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
+
+
+def _factor_grads(factors, dots):
+    """What autograd gets."""
+    return [None if hasattr(f, "parts") else (u if f.numel() == len(u) else u.sum()).view(f.shape).to(f.dtype)
+            for f, u in zip(factors, dots)]
+
+
+def _detached(factor):
+    """A factor without its gradient, but with its parts."""
+    plain = factor.detach() if isinstance(factor, Tensor) else factor
+    if hasattr(factor, "parts"):
+        plain.parts = factor.parts
+    return plain
 
 
 def _bits(flags):
@@ -3945,36 +3995,43 @@ def apart(vector):
     return F.pad(vector[:, None], (0, 16 // vector.element_size() - 1))[:, 0]
 
 
-class _Numbers(torch.autograd.Function):
+class _Pieces(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, vector, dots):
-        ctx.dots, ctx.like = dots, vector.detach()
+    def forward(ctx, tensor, parts, of_rows):
+        ctx.parts, ctx.of_rows, ctx.like = parts, of_rows, tensor.detach()
         ctx.set_materialize_grads(False)
-        return apart(vector).unbind(0)
+        return parts.pieces(tensor) if not of_rows else (apart(tensor) if tensor.ndim == 1 else tensor).unbind(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        rows = ctx.dots.take()
-        total = torch.zeros_like(ctx.like) if rows is None else rows.sum(1).to(ctx.like.dtype)
-        for i, grad in enumerate(grads):  # of numbers that something else reads, too
+        left, like = ctx.parts.take(), ctx.like
+        total = torch.zeros_like(like) if left is None else (left.sum(1) if ctx.of_rows else left).to(like.dtype)
+        for piece, grad in zip(ctx.parts.pieces(total), grads):  # of pieces that something else reads, too
             if grad is not None:
-                total[i] += grad
-        return total, None
+                piece.add_(grad)
+        return total, None, None
 
 
-def numbers(vector):
-    """The elements of a vector (count,) as factors for mix."""
-    dots = _Dots(len(vector))
-    return [Number(value, i, dots) for i, value in enumerate(_Numbers.apply(vector, dots))]
+def rows(bank):
+    """The rows of a bank (n, ...), or the numbers of a vector (n,)."""
+    count = len(bank)
+    parts = _Parts(lambda like, *shape: like.new_zeros(count, *shape, dtype=torch.float32))
+    return _as_pieces(_Pieces.apply(bank, parts, True), parts)
+
+
+def columns(matrix, sizes):
+    """As `columns_ref`."""
+    shape = matrix.shape
+    parts = _Parts(lambda like, *_: like.new_zeros(shape, dtype=torch.float32), functools.partial(columns_ref, sizes=sizes))
+    return _as_pieces(_Pieces.apply(matrix, parts, False), parts)
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, factors, previous, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms, without gradients; previous: which streams are Previous; products: a _Product or None
-        for each use of x, then for each stream. tensors: the streams, the tokens of `added`, then what autograd knows
-        of the factors."""
+    def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
+        """factors: of the terms, without gradients; products: a _Product or None for each use of x, then for each
+        stream. tensors: the streams, the tokens of `added`, then what autograd knows of the factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
@@ -3983,17 +4040,17 @@ class _Mix(torch.autograd.Function):
             codes = (new(N, D, dtype=E4M3), new(D, N, dtype=E4M3)) if reader.scale else codes
             first = new(N, reader.channels) if reader.channels else None
             normed = new(N, D) if reader.whole or not reader.scale else None
-        terms = list(zip(factors, streams))
+        terms = [(f, s, False) for f, s in zip(factors, streams)]
         for part in added:
-            terms += [(f, s) for f, s in zip(part.factors, part.streams) if f is not None]
+            terms += [(f, s, part.previous) for f, s in zip(part.factors, part.streams) if f is not None]
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
         _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
-            tuple(s for _, s in terms), _columns(f for f, _ in terms), x, normed, first, *codes, rstd, N,
-            1 / reader.scale if reader and reader.scale else 1.0, _bits(previous), D, reader.channels if reader else 0,
-            **launch)
-        ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, (Tensor, Number))]
+            tuple(s for _, s, _ in terms), _per_token(f for f, _, _ in terms), x, normed, first, *codes, rstd, N,
+            1 / reader.scale if reader and reader.scale else 1.0, _bits(previous for _, _, previous in terms), D,
+            reader.channels if reader else 0, **launch)
+        ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, Tensor)]
         ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in ctx.learned))
-        ctx.factors, ctx.previous, ctx.grad_codes, ctx.products = factors, previous, grad_codes, products
+        ctx.factors, ctx.grad_codes, ctx.products = factors, grad_codes, products
         ctx.tokens = len(added)
         ctx.set_materialize_grads(False)
         if reader and normed is None:
@@ -4016,17 +4073,16 @@ class _Mix(torch.autograd.Function):
         dxs, dnormeds = [u.contiguous() for u, _ in pairs], [
             u.contiguous() for u in grads[READERS:2 * READERS] if u is not None]
         if not dxs and not dnormeds and dfirst is None:
-            return (None,) * (6 + len(factors) + ctx.tokens + len(learned))
+            return (None,) * (5 + len(factors) + ctx.tokens + len(learned))
         if dfirst is None and not dnormeds:
             x = rstd = None
         given = (*dxs, *dnormeds, x)[0]
         (N, D), new = given.shape, given.new_empty
         of_streams = ctx.products[READERS:]
-        left = [i for i, f in enumerate(factors) if f is not None and of_streams[i] and not ctx.previous[i]]
-        written = {i: new(N, D) for i, f in enumerate(factors)
-                   if i not in left and (f is not None or ctx.previous[i])}
-        own = iter(given.new_zeros(sum(not isinstance(factors[i], Number) for i in learned), N, dtype=torch.float32))
-        dots = [f.dots.row(f.i, given) if isinstance(f, Number) else next(own) for f in (factors[i] for i in learned)]
+        left = [i for i, f in enumerate(factors) if f is not None and of_streams[i]]
+        written = {i: new(N, D) for i, f in enumerate(factors) if i not in left and f is not None}
+        learned_factors = [factors[i] for i in learned]
+        dots = _dots(learned_factors, given)
         # Whether something takes g itself: a stream without a factor, but for one that takes codes, a token, a product.
         wanted = len(factors) - len(written) + ctx.tokens > (channel is not None)
         as_given = x is None and len(dxs) == 1 and pairs[0][1] is None  # g is the gradient of the sum
@@ -4037,20 +4093,17 @@ class _Mix(torch.autograd.Function):
                 codes = channel.left = new(N, D, dtype=E5M2), new(D, N, dtype=E5M2)
             launch = _block_d(D, MIX_GRAD_LAUNCH["plain" if codes[0] is None else "codes"])
             _mix_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
-                tuple(dxs), _columns(f for _, f in pairs), tuple(dnormeds),
+                tuple(dxs), _per_token(f for _, f in pairs), tuple(dnormeds),
                 dfirst if dfirst is None else dfirst.contiguous(), x, rstd, tuple(streams), tuple(dots),
-                _columns(factors[i] for i in written), tuple(written.values()), g, *codes, N,
-                1 / channel.scale if channel else 1.0, _bits(ctx.previous[i] for i in learned),
-                _bits(ctx.previous[i] for i in written), D, 0 if dfirst is None else dfirst.size(1), **launch)
+                _per_token(factors[i] for i in written), tuple(written.values()), g, *codes, N,
+                1 / channel.scale if channel else 1.0, D, 0 if dfirst is None else dfirst.size(1), **launch)
             g = given if as_given else g
         by_stream = [written.get(i, g) for i in range(len(factors))]
         for i in left:
             of_streams[i].left, by_stream[i] = (g, factors[i]), _without_memory(given)
         if channel:
             by_stream[-1] = _without_memory(given)
-        dfactors = [None if isinstance(f, Number) else (u if f.numel() == N else u.sum()).view(f.shape).to(f.dtype)
-                    for f, u in zip((factors[i] for i in learned), dots)]
-        return *[None] * 6, *by_stream, *[g] * ctx.tokens, *dfactors
+        return *[None] * 5, *by_stream, *[g] * ctx.tokens, *_factor_grads(learned_factors, dots)
 
 
 def mix(terms, reader=None, added=(), grad_codes=None):
@@ -4060,8 +4113,6 @@ def mix(terms, reader=None, added=(), grad_codes=None):
     GradCodes, which gets the gradient of the last stream; the factor of that stream is None.
     """
     factors, streams = zip(*terms)
-    previous = [isinstance(s, Previous) for s in streams]
-    streams = [s.stream if isinstance(s, Previous) else s for s in streams]
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
     for stream in (*streams, *(stream for part in added for stream in part.streams)):
         _require("mix", MIX_STREAMS, {"stream": stream}, sizes, dtype, device)
@@ -4069,13 +4120,10 @@ def mix(terms, reader=None, added=(), grad_codes=None):
         raise ValueError("mix: the stream whose gradient becomes codes has a factor")
     if _takes_ref(*streams, any_dtype=True):
         return mix_ref(terms, reader, added)
-    learned = [f.value if isinstance(f, Number) else f for f in factors if isinstance(f, (Tensor, Number))]
-    plain = [f.detach() if isinstance(f, Tensor) else f._replace(value=f.value.detach()) if isinstance(f, Number) else f
-             for f in factors]
     products = [None, *(_Product() for _ in range(READERS - 1))]  # many may read the first one
-    results = _Mix.apply(plain, previous, reader, added, grad_codes,
+    results = _Mix.apply([*map(_detached, factors)], reader, added, grad_codes,
                          [*products, *(getattr(s, "product", None) for s in streams)], *streams,
-                         *(part.token for part in added), *learned)
+                         *(part.token for part in added), *(f for f in factors if isinstance(f, Tensor)))
     for x, product in zip(results, products):
         x.product = product  # a mix that reads x looks here
     first, *codes = results[2 * READERS:]
@@ -4085,49 +4133,145 @@ def mix(terms, reader=None, added=(), grad_codes=None):
 
 class _AddLater(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, factors, *tensors):
-        """factors: of each place for each stream, without gradients. tensors: the streams, then what autograd knows of
-        the factors."""
+    def forward(ctx, factors, previous, owners, *tensors):
+        """factors: of each place for each stream, without gradients; owners: of the streams, see _FirstChannels.
+        tensors: the streams, then what autograd knows of the factors."""
         streams = tensors[:len(factors[0])]
         ctx.save_for_backward(*streams)
-        ctx.factors = factors
+        ctx.factors, ctx.previous, ctx.owners = factors, previous, owners
         ctx.set_materialize_grads(False)
         return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        streams, factors, count = ctx.saved_tensors, ctx.factors, len(ctx.saved_tensors)
-        given = [f for row in factors for f in row if f is not None]
-        passed, grads = grads[:count], grads[count:]
-        if all(g is None for g in grads):
-            return None, *passed, *[None] * len(given)
-        (N, D), used = streams[0].shape, [p for p, g in enumerate(grads) if g is not None]
+        streams, count = ctx.saved_tensors, len(ctx.saved_tensors)
+        passed, used = grads[:count], [p for p, g in enumerate(grads[count:]) if g is not None]
+        if not used:
+            return None, None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
+        (N, D), factors = streams[0].shape, [ctx.factors[p] for p in used]
         dstreams = [torch.empty_like(s) for s in streams]
-        dots = streams[0].new_empty(len(used), count, N, dtype=torch.float32)
+        flat = [f for row in factors for f in row if f is not None]
+        dots = _dots(flat, streams[0])
+        pointers = iter(dots)
         launch = _block_d(D, ADDED_GRAD_LAUNCH)
         _added_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
-            tuple(grads[p].contiguous() for p in used), streams, tuple(_columns(factors[p]) for p in used),
-            tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams), dots, N, D, **launch)
-        sums, place = dots.sum(2) if any(f.numel() == 1 for f in given) else None, {p: i for i, p in enumerate(used)}
-        dfactors = [None if p not in place else
-                    (dots if f.numel() == N else sums)[place[p], k].view(f.shape).to(f.dtype)
-                    for p, row in enumerate(factors) for k, f in enumerate(row) if f is not None]
-        return None, *dstreams, *dfactors
+            tuple(grads[count + p].contiguous() for p in used), streams, tuple(map(_per_token, factors)),
+            tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams),
+            tuple(tuple(f if f is None else next(pointers) for f in row) for row in factors), N, int(ctx.previous), D,
+            **launch)
+        for owner, dstream in zip(ctx.owners, dstreams):
+            if owner:
+                owner.left = dstream
+        dfactors = iter(_factor_grads(flat, dots))
+        return None, None, None, *dstreams, *(next(dfactors) if p in used else None for p, row in enumerate(ctx.factors)
+                                              for f in row if f is not None)
 
 
-def add_later(streams, factors):
+def add_later(streams, factors, previous=False):
     """(the streams for later readers, [Added]), one for each place.
 
     streams (N, D); factors: for each place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that
-    the place does not add. Each Added goes into one mix.
+    the place does not add. Each Added goes into one mix. previous: token n adds row n - 1 of the streams, the first
+    token nothing.
     """
     if not factors or _takes_ref(*streams, any_dtype=True):
-        return add_later_ref(streams, factors)
-    plain = [[f if f is None else f.detach() for f in row] for row in factors]
-    results = _AddLater.apply(plain, *streams, *(f for row in factors for f in row if f is not None))
+        return add_later_ref(streams, factors, previous)
+    plain = [[*map(_detached, row)] for row in factors]
+    results = _AddLater.apply(plain, previous, [getattr(s, "owner", None) for s in streams], *streams,
+                              *(f for row in factors for f in row if f is not None))
     kept = [s.detach() for s in streams]
-    return results[:len(streams)], [Added(token, kept, row) for token, row in zip(results[len(streams):], plain)]
+    return results[:len(streams)], [
+        Added(token, kept, row, previous) for token, row in zip(results[len(streams):], plain)]
+
+
+class _FirstChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, channels, owner):
+        ctx.channels, ctx.owner = channels, owner
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x[:, :channels].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx, dfirst):
+        own = ctx.owner.take()
+        if dx is None or dfirst is None:
+            dx = dx if dfirst is None else F.pad(dfirst, (0, ctx.channels - dfirst.size(1)))
+        else:  # in place if add_later made dx and nobody else has it
+            dx = dx if own is not None and own.data_ptr() == dx.data_ptr() else dx.clone()
+            dx[:, :dfirst.size(1)] += dfirst
+        return dx, None, None
+
+
+def first_channels(x, channels):
+    """(x for add_later, a copy of its first channels)."""
+    owner = _Beside()
+    x, first = _FirstChannels.apply(x, channels, owner)
+    x.owner = owner
+    return x, first
+
+
+def token_gate_ref(first, weight, factor):
+    """λ σ(first wᵀ) (N, 1) in plain PyTorch; first (N, C), w (1, C), λ one number."""
+    return factor * torch.sigmoid(F.linear(first, weight))
+
+
+TOKEN_GATE_LAUNCH = dict(BLOCK=512, num_warps=4)
+
+
+@triton.jit
+def _gate_of_tokens(First, Weight, n, c, N, C):
+    x, w = _tile(First, n, c, N, C), tl.load(Weight + c, mask=c < C, other=0.0).to(tl.float32)
+    return x, w, tl.sigmoid(tl.sum(x * w[None, :], 1))
+
+
+@triton.jit
+def _token_gate_kernel(First, Weight, Factor, Gate, N, C: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+    n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
+    _, _, gate = _gate_of_tokens(First, Weight, n, c, N, C)
+    tl.store(Gate + n, tl.load(Factor) * gate, mask=n < N)
+
+
+@triton.jit
+def _token_gate_grad_kernel(dGate, First, Weight, Factor, dFirst, Parts, N, C: tl.constexpr, CHANNELS: tl.constexpr,
+                            BLOCK: tl.constexpr):
+    # Parts (programs, C + 1): the gradients of Weight and of Factor from these tokens.
+    n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
+    x, w, gate = _gate_of_tokens(First, Weight, n, c, N, C)
+    dgate = tl.load(dGate + n, mask=n < N, other=0.0)
+    dlogit = tl.load(Factor) * dgate * gate * (1 - gate)
+    _store(dFirst, dlogit[:, None] * w[None, :], n, c, N, C)
+    parts = Parts + tl.program_id(0) * (C + 1)
+    tl.store(parts + c, tl.sum(dlogit[:, None] * x, 0), mask=c < C)
+    tl.store(parts + C, tl.sum(dgate * gate, 0))
+
+
+class _TokenGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, first, weight, factor):
+        (N, C), gate = first.shape, first.new_empty(len(first), 1, dtype=torch.float32)
+        ctx.save_for_backward(first, weight, factor)
+        ctx.sizes = dict(N=N, C=C, CHANNELS=triton.next_power_of_2(C), **TOKEN_GATE_LAUNCH)
+        _token_gate_kernel[(triton.cdiv(N, TOKEN_GATE_LAUNCH["BLOCK"]),)](first, weight, factor, gate, **ctx.sizes)
+        return gate
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dgate):
+        first, weight, factor = ctx.saved_tensors
+        (N, C), dfirst = first.shape, torch.empty_like(first)
+        parts = dgate.new_empty(triton.cdiv(N, TOKEN_GATE_LAUNCH["BLOCK"]), C + 1)
+        _token_gate_grad_kernel[(len(parts),)](dgate.contiguous(), first, weight, factor, dfirst, parts, **ctx.sizes)
+        dweight, dfactor = parts.sum(0).split([C, 1])
+        return dfirst, dweight.view(weight.shape).to(weight.dtype), dfactor.view(factor.shape)
+
+
+def token_gate(first, weight, factor):
+    """token_gate_ref in fp32; factor fp32."""
+    if _takes_ref(first, any_dtype=True):
+        return token_gate_ref(first, weight, factor)
+    return _TokenGate.apply(first.contiguous(), weight.contiguous(), factor)
 
 
 # ---- Weights times factors -------------------------------------------------------------------------------------------
@@ -4189,9 +4333,9 @@ def _scale_weights(a, factors, scaled=None, b=None):
 
 class _ScaledWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, bank, factors, in_codes):
+    def forward(ctx, bank, factors, in_codes, parts):
         ctx.save_for_backward(bank, factors)
-        ctx.in_codes = in_codes
+        ctx.in_codes, ctx.parts = in_codes, parts
         *others, last = bank.unbind(1)
         if not in_codes:
             scaled = torch.empty_like(last, memory_format=torch.contiguous_format)
@@ -4202,21 +4346,26 @@ class _ScaledWeights(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        bank, factors = ctx.saved_tensors
-        grad = torch.stack(grads).view(bank.shape)
+        (bank, factors), left = ctx.saved_tensors, ctx.parts.take()
+        in_place = left is not None and all(u.data_ptr() == v.data_ptr() for u, v in zip(grads, left))
+        grad = (left if in_place else torch.stack(grads)).view(bank.shape)
         dfactors = _scale_weights(grad[:, -1], factors.contiguous(), None if ctx.in_codes else grad[:, -1], bank[:, -1])
-        return grad, dfactors.to(factors.dtype), None
+        return grad, dfactors.to(factors.dtype), None, None
 
 
 def scaled_weights(bank, factors, in_codes=False):
     """[the P matrices of each layer]; see above."""
-    matrices, P = _ScaledWeights.apply(bank, factors, in_codes), bank.size(1)
+    L, P = bank.shape[:2]
+    parts = _Parts(lambda like, *shape: like.new_empty(L * P, *shape))
+    matrices = _as_pieces(_ScaledWeights.apply(bank, factors, in_codes, parts), parts)
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
 
 # One choice for all of these.
-mix.add_later, mix.numbers, mix.scaled_weights = add_later, numbers, scaled_weights
-mix_ref.add_later, mix_ref.numbers, mix_ref.scaled_weights = add_later_ref, torch.unbind, scaled_weights_ref
+mix.rows, mix.columns, mix.first_channels = rows, columns, first_channels
+mix.add_later, mix.token_gate, mix.scaled_weights = add_later, token_gate, scaled_weights
+mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, first_channels_ref
+mix_ref.add_later, mix_ref.token_gate, mix_ref.scaled_weights = add_later_ref, token_gate_ref, scaled_weights_ref
 IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 
 

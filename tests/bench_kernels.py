@@ -204,6 +204,12 @@ def mix_cases():
         yield Case("mix, backward", f"3 places that add 2 streams, {N}",
                    partial(torch.autograd.grad, outputs, (x0, ngram, *rows), [rand(N, D) for _ in outputs], True),
                    **needs("added_backward", N, D, 7))
+        inputs = rand(N, T.GATE_CHANNELS), rand(1, T.GATE_CHANNELS), torch.ones(1, device=DEVICE)
+        gate = tk.token_gate(*(x.requires_grad_() for x in inputs))
+        yield Case("token_gate", f"{N}", partial(tk.token_gate, *inputs), {"plain": partial(tk.token_gate_ref, *inputs)},
+                   bytes=N * (2 * T.GATE_CHANNELS + 4))
+        yield Case("token_gate, backward", f"{N}", partial(torch.autograd.grad, gate, inputs, torch.ones_like(gate), True),
+                   bytes=N * (4 * T.GATE_CHANNELS + 4))
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:
             kind, gate = f"{N}{', without values' if share is None else ''}", rand(N, H).sigmoid()

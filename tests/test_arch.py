@@ -105,7 +105,7 @@ def make_trainer(folder, *args):
     tk.triton.compiler.CompiledKernel.run = None  # Triton would load the kernel
     bmm = torch.bmm  # in bf16 it takes minutes on processors without AVX-512
     torch.bmm = lambda a, b, out: out.copy_(bmm(a.float(), b.float()))
-    tk.scaled_product = lambda a, b, *scales, fast=False, dtype=torch.bfloat16: (a.float() @ b.float().mT).to(dtype)
+    tk.scaled_product = lambda a, b, *scales, dtype=torch.bfloat16, **others: (a.float() @ b.float().mT).to(dtype)
     tokens = np.random.default_rng(0).integers(0, 512, 40000)
     tokens[::300] = 512
     for name in "train", "val":

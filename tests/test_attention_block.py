@@ -162,9 +162,8 @@ def test_gates(N, H, d, D, C, paired, value, device, dtype):
         return tk.head_gates_backward(upstream[0], upstream[-1], gates, *args, paired, dx, dve)
 
     inner = [torch.zeros_like(u) for u in before]
-    dweights = backward(*inner)
-    assert dweights.shape == (1 + value, H, C) and dweights.dtype == FP32
-    dw_out, *dw_ve = dweights.to(dtype)
+    dw_ve, dw_out = dweights = backward(*inner)
+    dw_ve = [dw_ve] if value else []
 
     outs64, grads64 = plain_gates(args, paired, upstream, torch.float64)
     outs, ref_grads = plain_gates(args, paired, upstream, dtype)
@@ -175,7 +174,8 @@ def test_gates(N, H, d, D, C, paired, value, device, dtype):
 
     # The gradients are added to dx and dve, rounded once; other channels stay unchanged; a run repeats bit for bit.
     after = [u.clone() for u in before]
-    assert torch.equal(backward(*after), dweights) and torch.equal(tk.head_gates(*args, paired), gates)
+    assert all(u is v is None or torch.equal(u, v) for u, v in zip(backward(*after), dweights))
+    assert torch.equal(tk.head_gates(*args, paired), gates)
     for was, total, ref, grad64, seen in zip(before, after, ref_grads, grads64, (C, 0 if paired else C // 2)):
         assert torch.equal(total[:, seen:], was[:, seen:])
         oracles.assert_as_good(total, was + ref, was.double() + grad64, "sum", worst_ref=12)
@@ -231,6 +231,26 @@ def test_values_excluded_in_the_block(kind, per_token, device):
     for part in zip(*(run(*each) for each in ((tk.attention_block, DTYPE), (tk.attention_block_ref, DTYPE),
                                               (tk.attention_block_ref, torch.float64)))):
         oracles.assert_as_good(*part, slack=8)
+
+
+@pytest.mark.parametrize("kind", ["long+value", "paired+value"])
+def test_gradients_beside_autograd(kind, device):
+    """Rows of banks, columns and scaled matrices get the gradients of plain tensors, also those that two blocks read or
+    none."""
+    (x, _, table, ve, _, _, *others), H = block_inputs(21, 4, 16, 24, kind, device, FP32), 4
+    given = [torch.randn(*shape, device=device) for shape in ((3, 1, 192, 24), (3,), (3, H, 12), (3, H, 12), (2 * H + 1, 21))]
+    upstream = [torch.randn(21, H, 16, device=device) for _ in range(3)]
+
+    def gradients(rows, columns, scaled_weights):
+        weights, factors, w_ves, w_outs, shares = inputs = leaves(given, FP32)
+        weights, w_ves, w_outs = scaled_weights(weights, factors), rows(w_ves), rows(w_outs)
+        shares = columns(shares, [H, 1, H])
+        ys = [tk.attention_block(x, *weights[i], table, ve, w_ves[i], w_outs[i], *others, share=shares[2 * i])
+              for i in (0, 1, 1)]
+        return torch.autograd.grad(ys, inputs, upstream)
+    for got, wanted in zip(gradients(tk.rows, tk.columns, tk.scaled_weights),
+                           gradients(torch.unbind, tk.columns_ref, tk.scaled_weights_ref), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["paired", "long+value"])

@@ -31,7 +31,7 @@ def unrounded(monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(tk, "E5M2", FP32)
         monkeypatch.setitem(tk.FP8_MAX, FP32, 57344.0)
-        monkeypatch.setattr(tk, "scaled_product", lambda a, b, *scales: a.float() @ b.float().mT * torch.prod(
+        monkeypatch.setattr(tk, "scaled_product", lambda a, b, *scales, out=None: a.float() @ b.float().mT * torch.prod(
             torch.stack(scales)))
 
 
@@ -57,7 +57,7 @@ def block_inputs(kind, N, device, dtype):
 
 def codes_of(projections, x):
     inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
-    return projections(1, inputs, projections.factored({1: torch.tensor(FACTOR, device=x.device)})[1])
+    return projections(1, inputs, projections.factored({1: torch.full((), FACTOR, device=x.device)})[1])
 
 
 def block_run(block, args, codes, grad, dtype):

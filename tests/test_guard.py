@@ -150,6 +150,7 @@ def test_cpu(corpus, preset):
         assert (ours.model, ours.schedule, ours.optim) == (others.model, others.schedule, others.optim)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here: test_gpu")
 def test_sums_by_kernels(corpus):
     """The kernels of `mix`, in the interpreter, through every kind of sum: two losses and the update between them."""
     small = ["--micro_batches=1", "--model_dim=32", "--stage1.batch_tokens=96", "--val_tokens=96", "--val_batch_tokens=96"]

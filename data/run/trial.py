@@ -86,16 +86,19 @@ def trials(model, dtype, device) -> dict:
         return results
 
     def mix(op):
-        rows, numbers = random(N, 4, dtype=torch.float32).split(1, 1), [random(dtype=torch.float32) for _ in range(3)]
+        numbers = [random(dtype=torch.float32) for _ in range(4)]
 
-        def run(lane, a, x0, ngram, bank, vector, *factors):
-            (x0, _), added = op.add_later([x0, ngram], [factors[:2], [factors[2], None]])
-            first, second = op.numbers(vector)
-            one = op([(factors[3], lane), (None, a)], kernels.Reader(channels=12), added[:1])
-            two = op([(0.5, one.x), (factors[4], x0), (first, kernels.Previous(x0)), (second, lane)], None, added[1:])
-            return one.normed, one.first, two.x, *op.scaled_weights(bank, vector)[1]
+        def run(lane, a, x0, ngram, bank, vector, matrix, weight, *factors):
+            (first, second), columns = op.rows(vector), op.columns(matrix, [1, 1])
+            (x0, _), added = op.add_later([x0, ngram], [columns, [factors[0], None]])
+            x0, channels = op.first_channels(x0, 12)
+            gate = op.token_gate(channels, weight, factors[3])
+            (x0,), before = op.add_later([x0], [[gate]], previous=True)
+            one = op([(factors[1], lane), (None, a)], kernels.Reader(channels=12), added[:1])
+            two = op([(0.5, one.x), (factors[2], x0), (first, lane), (second, lane)], None, [*added[1:], *before])
+            return one.normed, one.first, two.x, channels, *op.scaled_weights(bank, vector)[1]
         return with_gradients(run, *(random(N, D) for _ in range(4)), random(2, 2, 64, D),
-                              random(2, dtype=torch.float32), *(x.contiguous() for x in rows[:2]), *numbers)
+                              random(2, dtype=torch.float32), random(2, N, dtype=torch.float32), random(1, 12), *numbers)
 
     def mlp(op):
         weights = [random(F, D, std=D**-0.5) for _ in range(2)]
