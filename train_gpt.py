@@ -926,11 +926,11 @@ class GPT(nn.Module):
 
         # With one lane, the factor of the MLP scales W2, which saves two passes over (N, D) in the backward pass.
         one_lane = min(config.layers_with("two_lanes"), default=count)  # so many layers have one lane
-        post = self.post_lambdas.bfloat16().view(count, -1, 1 + (one_lane < count))[:one_lane, -1, 0]
-        factors = F.pad(post, (0, count - one_lane), value=1.0)
+        factors = self.post_lambdas.bfloat16().view(count, -1, 1 + (one_lane < count))[:one_lane, -1, 0]
         in_fp8 = bool(trains and self.fp8_mlps)
         if in_fp8:
-            found["mlp_scales"] = dict(enumerate(self.fp8_mlps.factored(factors)))
+            of_all = F.pad(factors, (0, count - one_lane), value=1.0)
+            found["mlp_scales"] = dict(enumerate(self.fp8_mlps.factored(of_all)))
         mlps = mix.scaled_weights(self.mlp_bank.to(dtype), factors, in_fp8)
         found["W1"], found["W2"] = (dict(enumerate(matrices)) for matrices in zip(*mlps))
 

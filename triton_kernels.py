@@ -27,15 +27,15 @@ Banners give the time of an operation at 49152 tokens on this GPU, and how much 
 3.0 TB/s of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
-  2   attend, attend_backward               sliding-window attention within packed documents           64     330
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     720
+  2   attend, attend_backward               sliding-window attention within packed documents           64     320
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     670
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 540
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 500
   6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      345
   7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             285
-  10  mix, scaled_weights                   sums of streams, their norm and its FP8 codes; factors                600
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                750
   11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
 """
 
@@ -4278,8 +4278,8 @@ def token_gate(first, weight, factor):
 #
 #   [matrices of a layer, ...] = scaled_weights(bank, factors, in_codes)
 #
-#   bank (L, P, R, K), contiguous but for its first axis; factors (L,). The last of the P matrices of a layer is times
-#   its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as in the bank, and the
+#   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of such
+#   a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as in the bank, and the
 #   gradient dW that it gets contains the factor.
 #   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
 # To scale weights is cheaper than to scale x (PR 166). One launch has all layers, and so has the backward pass.
@@ -4291,9 +4291,10 @@ def scaled_weights_ref(bank, factors, in_codes=False):
     """The matrices in plain PyTorch."""
     if in_codes:
         return scaled_weights(bank, factors, True)
-    matrices, P = bank.flatten(0, 1).unbind(0), bank.size(1)
-    return [(*matrices[i * P:i * P + P - 1], (factor * matrices[i * P + P - 1]).to(bank.dtype))
-            for i, factor in enumerate(factors.unbind(0))]
+    matrices, P = list(bank.flatten(0, 1).unbind(0)), bank.size(1)
+    for i, factor in enumerate(factors.unbind(0)):
+        matrices[i * P + P - 1] = (factor * matrices[i * P + P - 1]).to(bank.dtype)
+    return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
 
 @triton.jit
@@ -4336,12 +4337,13 @@ class _ScaledWeights(torch.autograd.Function):
     def forward(ctx, bank, factors, in_codes, parts):
         ctx.save_for_backward(bank, factors)
         ctx.in_codes, ctx.parts = in_codes, parts
-        *others, last = bank.unbind(1)
+        matrices = [[*part.unbind(0)] for part in bank.unbind(1)]
         if not in_codes:
+            last = bank[:len(factors), -1]
             scaled = torch.empty_like(last, memory_format=torch.contiguous_format)
             _scale_weights(last, factors.contiguous(), scaled)
-            last = scaled
-        return tuple(m for row in zip(*(part.unbind(0) for part in (*others, last))) for m in row)
+            matrices[-1][:len(factors)] = scaled.unbind(0)
+        return tuple(m for row in zip(*matrices) for m in row)
 
     @staticmethod
     @once_differentiable
@@ -4349,7 +4351,8 @@ class _ScaledWeights(torch.autograd.Function):
         (bank, factors), left = ctx.saved_tensors, ctx.parts.take()
         in_place = left is not None and all(u.data_ptr() == v.data_ptr() for u, v in zip(grads, left))
         grad = (left if in_place else torch.stack(grads)).view(bank.shape)
-        dfactors = _scale_weights(grad[:, -1], factors.contiguous(), None if ctx.in_codes else grad[:, -1], bank[:, -1])
+        dscaled, last = (x[:len(factors), -1] for x in (grad, bank))
+        dfactors = _scale_weights(dscaled, factors.contiguous(), None if ctx.in_codes else dscaled, last)
         return grad, dfactors.to(factors.dtype), None, None
 
 

@@ -238,7 +238,8 @@ def test_gradients_beside_autograd(kind, device):
     """Rows of banks, columns and scaled matrices get the gradients of plain tensors, also those that two blocks read or
     none."""
     (x, _, table, ve, _, _, *others), H = block_inputs(21, 4, 16, 24, kind, device, FP32), 4
-    given = [torch.randn(*shape, device=device) for shape in ((3, 1, 192, 24), (3,), (3, H, 12), (3, H, 12), (2 * H + 1, 21))]
+    shapes = (3, 1, 192, 24), (3,), (3, H, 12), (3, H, 12), (2 * H + 1, 21)
+    given = [torch.randn(*shape, device=device) for shape in shapes]
     upstream = [torch.randn(21, H, 16, device=device) for _ in range(3)]
 
     def gradients(rows, columns, scaled_weights):

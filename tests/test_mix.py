@@ -134,8 +134,8 @@ def test_an_mlp_in_fp8_between_two_sums(has_factor, device, monkeypatch):
 
 
 def bank_of(P, dtype, device):
-    """Three layers of matrices larger than a block of the kernel. With one matrix a layer, they lie between NaN."""
-    bank = torch.randn(3, 2, 50, 90, device=device).to(dtype)
+    """Four layers of matrices larger than a block of the kernel. With one matrix a layer, they lie between NaN."""
+    bank = torch.randn(4, 2, 50, 90, device=device).to(dtype)
     if P == 2:
         return bank
     bank[:, 0] = torch.nan
@@ -145,7 +145,7 @@ def bank_of(P, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("P", [1, 2])
 class TestScaledWeights:
-    """In bf16 the interpreter would not round; plain operations then stand for the kernel."""
+    """The last layer has no factor. In bf16 the interpreter would not round; plain operations then stand for the kernel."""
 
     @pytest.fixture(autouse=True)
     def no_interpreter_in_bf16(self, dtype, monkeypatch):
@@ -154,7 +154,7 @@ class TestScaledWeights:
 
     def test_weights_times_factors(self, P, dtype, device):
         bank, factors = bank_of(P, dtype, device), torch.tensor([0.7, 0.0, -1.3], device=device)
-        upstream = [torch.randn(50, 90, device=device).to(dtype) for _ in range(3 * P)]
+        upstream = [torch.randn(50, 90, device=device).to(dtype) for _ in range(4 * P)]
 
         def run(function, dtype, of_factors):
             inputs = *leaves([bank], dtype), *leaves([factors], of_factors)
@@ -163,7 +163,7 @@ class TestScaledWeights:
             return *(m.detach() for m in matrices), *grads
 
         def exact(bank, factors):
-            return [(*layer[:-1], factor * layer[-1]) for layer, factor in zip(bank, factors)]
+            return [(*layer[:-1], factor * layer[-1]) for layer, factor in zip(bank, [*factors, 1.0])]
         for part in zip(run(tk.scaled_weights, dtype, torch.float32), run(tk.scaled_weights_ref, dtype, torch.float32),
                         run(exact, FP64, FP64), strict=True):
             # The gradient of a factor is a sum of products, which may cancel.
@@ -172,14 +172,15 @@ class TestScaledWeights:
     def test_factors_in_codes(self, P, dtype, device):
         """The matrices are those of the bank, in its memory, and their gradients contain the factors."""
         bank, factors = leaves([bank_of(P, dtype, device), torch.tensor([0.7, 0.0, -1.3], device=device)])
-        layers, upstream = tk.scaled_weights(bank, factors, in_codes=True), torch.randn(3, P, 50, 90, device=device)
-        upstream = (upstream * factors.detach()[:, None, None, None]).to(dtype)
+        layers, upstream = tk.scaled_weights(bank, factors, in_codes=True), torch.randn(4, P, 50, 90, device=device)
+        upstream[:3] *= factors.detach()[:, None, None, None]
+        upstream = upstream.to(dtype)
         assert all(matrix.data_ptr() == bank[i, p].data_ptr() for i, layer in enumerate(layers)
                    for p, matrix in enumerate(layer))
         matrices = [matrix for layer in layers for matrix in layer]
         dbank, dfactors = torch.autograd.grad(matrices, (bank, factors), upstream.flatten(0, 1).unbind(0))
         assert torch.equal(dbank, upstream) and dfactors[1] == 0
-        dots = (bank.detach().double() * upstream.double())[:, -1]
+        dots = (bank.detach().double() * upstream.double())[:3, -1]
         wanted = dots.sum((1, 2)) / factors.detach().double()
         for i in 0, 2:
             assert abs(dfactors[i] - wanted[i]) <= 2**-22 * dots[i].abs().sum() / abs(factors[i])
