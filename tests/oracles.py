@@ -295,18 +295,22 @@ def softcapped_logits(params, h):
     return 23 * torch.sigmoid((h @ params["lm_head"] + 5) / 7.5)
 
 
+def target_losses(z, targets, weights, gate=None, mass=None, sink_mass=None):
+    """Losses (N,) from softcapped logits z (N, C); targets (N, K) are columns of z, -1 = none.
+
+    With the column `gate`: of a head with a pointer, whose attention on copies of the targets is mass (N, K).
+    """
+    targets = targets.to(z.device)
+    log_p = torch.log_softmax(z, dim=-1).gather(1, targets.clamp(min=0))
+    if gate is not None:
+        alpha = torch.softmax(z, dim=-1)[:, gate, None]
+        log_p = torch.log(log_p.exp() * (1 + alpha * sink_mass[:, None] / (1 - alpha)) + alpha * mass)
+    return -(torch.as_tensor(weights).to(z) * (targets >= 0) * log_p).sum(1)
+
+
 def mtp_losses(z, targets, weights):
     """Losses (N,) from softcapped logits z (N, V); prediction k of token t has target t+k of the packed sequence."""
-    N = z.shape[0]
-    targets = torch.as_tensor(targets).long().to(z.device)
-    lse = torch.logsumexp(z, dim=-1)
-    loss = torch.zeros_like(lse)
-    for k, w in enumerate(weights):
-        w, M = float(w), N - k  # tokens t < M have a target t+k
-        if w > 0 and M > 0:
-            term = w * (lse[:M] - z[:M].gather(1, targets[k:, None])[:, 0])
-            loss = loss + torch.cat([term, torch.zeros_like(lse[M:])])
-    return loss
+    return target_losses(z, later_targets(targets, len(weights)), weights)
 
 
 def pointer_inputs(params, h, cu):
@@ -362,29 +366,14 @@ def later_targets(targets, count):
                          for i in range(len(targets))])
 
 
-def copy_probabilities(z, gate, mass, sink_mass, targets):
-    """(N, K): p' of the targets (N, K) (-1: of class 0) from softcapped logits z (N, C) and column `gate`."""
-    p = torch.softmax(z, dim=-1)
-    alpha = p[:, gate, None]
-    return p.gather(1, targets.clamp(min=0)) * (1 + alpha * sink_mass[:, None] / (1 - alpha)) + alpha * mass
-
-
-def copy_losses(z, gate, mass, sink_mass, targets, weights):
-    """Losses (N,) of a head with a pointer; targets (N, K) are columns of z, -1 = none."""
-    w = torch.as_tensor(weights).to(z) * (targets >= 0)
-    return -(w * copy_probabilities(z, gate, mass, sink_mass, targets).log()).sum(1)
-
-
 def losses_of_head(params, h, tok, targets, cu, mtp_weights, pointer=None):
     """(losses (N,), softcapped logits (N, V)). pointer: None, or (class of the gate, window) of the pointer head."""
-    z = softcapped_logits(params, h)
-    if pointer is None:
-        return mtp_losses(z, targets, mtp_weights), z
-    (gate, window), cu = pointer, [int(c) for c in cu]
-    shifted = later_targets(targets, len(mtp_weights))
-    attn = pointer_attention(*pointer_inputs(params, h, cu), cu, window, 128**-0.5)
-    masses = copy_masses(attn, pointer_hits(tok, shifted))
-    return copy_losses(z, gate, *masses, shifted.to(z.device), mtp_weights), z
+    z, shifted, copies = softcapped_logits(params, h), later_targets(targets, len(mtp_weights)), ()
+    if pointer is not None:
+        (gate, window), cu = pointer, [int(c) for c in cu]
+        attn = pointer_attention(*pointer_inputs(params, h, cu), cu, window, 128**-0.5)
+        copies = gate, *copy_masses(attn, pointer_hits(tok, shifted))
+    return target_losses(z, shifted, mtp_weights, *copies), z
 
 
 def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale, pointer=None, **settings):
@@ -688,7 +677,8 @@ def mtp_weights(step):
 
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: Triton's interpreter gets it wrong or takes minutes")
-bf16 = pytest.param(torch.bfloat16, marks=gpu)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
+only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731
+bf16 = only_gpu(torch.bfloat16)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
 
 
 def framed(values, *margins):
