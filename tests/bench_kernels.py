@@ -26,7 +26,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
@@ -70,9 +69,21 @@ def needs(name, *sizes):
     return dict(zip(("bf16", "bytes"), WORK[name][1](*sizes)))
 
 
-def case(name, shape, args, sizes, peers={}, calls=0):
-    """The case of the function `name` of triton_kernels.py with these arguments and the work of these sizes."""
-    return Case(name, shape, partial(getattr(tk, name), *args), peers, **needs(name, *sizes), calls=calls)
+def case(name, shape, args, sizes=None, peers={}, calls=0, bytes=0):
+    """The case of the function `name` of triton_kernels.py with these arguments, and the work of these sizes or as many
+    bytes. peers "compiled" and "plain": the reference with these arguments."""
+    if isinstance(peers, str):
+        reference = getattr(tk, name + "_ref")
+        peers = {peers: partial(compiled(reference) if peers == "compiled" else reference, *args)}
+    work = needs(name, *sizes) if sizes else dict(bytes=bytes)
+    return Case(name, shape, partial(getattr(tk, name), *args), peers, **work, calls=calls)
+
+
+def backward(name, shape, outputs, inputs, sizes=None, calls=0, of=None, **work):
+    """The case of the gradients of `inputs`, with the work of the operation `of` (name_backward) at these sizes."""
+    run = partial(torch.autograd.grad, outputs, inputs, [rand(*x.shape, dtype=x.dtype) for x in outputs], True)
+    work = work or needs(of or f"{name}_backward", *sizes)
+    return Case(f"{name}, backward", shape, run, **work, calls=calls)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -150,20 +161,17 @@ def update_cases():
                                   ("fused_momentum", (grad, m, 0.9, 1.02, slow, 0.85, 0.01, 0.5), 20),
                                   ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95), 10),
                                   ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95, slow, 0.1), 18)):
-            yield Case(name, f"{shape}, {moved} bytes", partial(getattr(tk, name), *args),
-                       {"compiled": partial(compiled(getattr(tk, name + "_ref")), *args)}, bytes=moved * size, calls=1)
+            yield case(name, f"{shape}, {moved} bytes", args, None, "compiled", 1, bytes=moved * size)
     p, grad = rand(V, D), rand(V, D)
     m, v, average = (torch.ones(V, D, device=DEVICE) for _ in range(3))
     for more, moved in ((), 22), ((average, 0.1), 30):
         args = p, m, v, grad, 1e-6, 1e-6, 0.5, 0.95, 1e-10, *more
-        yield Case("adam_update", f"{V}x{D}, {moved} bytes", partial(tk.adam_update, *args),
-                   {"compiled": partial(compiled(tk.adam_update_ref), *args)}, bytes=moved * V * D, calls=0.5)
+        yield case("adam_update", f"{V}x{D}, {moved} bytes", args, None, "compiled", 0.5, bytes=moved * V * D)
     for dtype in BF16, torch.float32:
-        args = rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3
-        coefficients = *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10
-        yield Case("replicated_update", f"{2**18}, {dtype}", partial(tk.replicated_update, *args, *coefficients),
-                   {"compiled": partial(compiled(tk.replicated_update_ref), *args, *coefficients)},
-                   bytes=(32 + 3 * p.new_empty(0, dtype=dtype).element_size()) * 2**18, calls=0.5)
+        args = (rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3,
+                *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10)
+        yield case("replicated_update", f"{2**18}, {dtype}", args, None, "compiled", 0.5,
+                   bytes=(32 + 3 * dtype.itemsize) * 2**18)
 
 
 def mix_cases():
@@ -196,23 +204,15 @@ def mix_cases():
         for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4)))[:1 + FP8]:
             channel = tk.GradCodes(2.0**-6) if reader.scale else None
             mixed = after_mlp(tk.mix, reader, channel)
-            outputs, inputs = (mixed.x, mixed.normed), (lane, a, number)
-            yield Case("mix, backward", f"2 streams{kind}, {N}",
-                       partial(torch.autograd.grad, outputs, inputs, [rand(N, D), rand(N, D)], True),
-                       **needs("mix_backward", N, D, 6))
-        outputs = places(tk.mix)
-        yield Case("mix, backward", f"3 places that add 2 streams, {N}",
-                   partial(torch.autograd.grad, outputs, (x0, ngram, *rows), [rand(N, D) for _ in outputs], True),
-                   **needs("added_backward", N, D, 7))
+            yield backward("mix", f"2 streams{kind}, {N}", (mixed.x, mixed.normed), (lane, a, number), (N, D, 6))
+        yield backward("mix", f"3 places that add 2 streams, {N}", places(tk.mix), (x0, ngram, *rows), (N, D, 7),
+                       of="added_backward")
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:
             kind, gate = f"{N}{', without values' if share is None else ''}", rand(N, H).sigmoid()
             if share is not None:
-                yield Case("exclude_values", kind, partial(tk.exclude_values, y, v, share),
-                           {"compiled": partial(compiled(tk.exclude_values_ref), y, v, share)},
-                           **needs("exclude_values", N, D))
-            yield Case("output_grad", kind, partial(tk.output_grad, dz, y, v, share, gate),
-                       **needs("output_grad", N, D, share is not None))
+                yield case("exclude_values", kind, (y, v, share), (N, D), "compiled")
+            yield case("output_grad", kind, (dz, y, v, share, gate), (N, D, share is not None))
 
 
 def weights_cases():
@@ -221,15 +221,12 @@ def weights_cases():
     for n, P, height in (BANK[0] // 4, 1, D), (BANK[1] // 2, 2, MLP_DIM):
         bank, factors = rand(n, P, height, D).requires_grad_(), torch.ones(n, device=DEVICE, requires_grad=True)
         for in_codes in (False, True)[:1 + FP8]:
-            scaled = partial(tk.scaled_weights, bank, factors, in_codes)
             shape, size = f"{n}x{P}x{height}x{D}{', codes' * in_codes}", n * height * D
             if not in_codes:
-                yield Case("scaled_weights", shape, scaled, {"plain": partial(tk.scaled_weights_ref, bank, factors)},
-                           bytes=4 * size, calls=MICRO)
-            matrices = [matrix for layer in scaled() for matrix in layer]
-            yield Case("scaled_weights, backward", shape, partial(
-                torch.autograd.grad, matrices, (bank, factors), [rand(height, D) for _ in matrices], True),
-                bytes=4 * P * size + (4 if in_codes else 6) * size, calls=MICRO)
+                yield case("scaled_weights", shape, (bank, factors), None, "plain", MICRO, bytes=4 * size)
+            matrices = [matrix for layer in tk.scaled_weights(bank, factors, in_codes) for matrix in layer]
+            yield backward("scaled_weights", shape, matrices, (bank, factors), calls=MICRO,
+                           bytes=4 * P * size + (4 if in_codes else 6) * size)
 
 
 def transpose_cases():
@@ -262,20 +259,6 @@ def flash2(q, k, v, dy, cu, longest, window):
         dy, q, k, v, out, lse, *packed, no_dropout, no_dropout, **window)
 
 
-def flex(q, k, v, dy, start, window):
-    """(forward, backward) of FlexAttention; its block mask is made before."""
-    def seen(b, h, i, j):
-        return (i >= j) & (i - j <= window) & (start[i] == start[j])
-
-    N = len(q)
-    mask = create_block_mask(seen, None, None, N, N, device=DEVICE)
-    q, k, v, dy = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v, dy))
-    attend = compiled(flex_attention)
-    out = attend(q, k, v, block_mask=mask, scale=0.1)
-    return (lambda: attend(q.detach(), k.detach(), v.detach(), block_mask=mask, scale=0.1),
-            lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True))
-
-
 def attention_cases():
     for tokens, stage in zip(TOKENS, STAGES):
         for paired, long, d in (False, False, HEAD), (False, True, HEAD), (True, False, HEAD), (
@@ -291,12 +274,9 @@ def attention_cases():
             y, lse = tk.attend(*args)
             name = f"FA2{', q and k padded with zeros' * (d < HEAD)}"
             peers = {name: flash2(q, k, v, dy, cu, longest, window)} if PEERS else {}
-            if PEERS and N == TOKENS[0]:
-                peers["Flex"] = flex(q, k, v, dy, start, window)
             sizes = tokens, D, HEAD, d / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
             shape = f"{N}, {heads} heads of {d}/{HEAD}, window {window}"
-            layers = sum(n for kind, n in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
-            calls = MICRO * layers
+            calls = MICRO * sum(n for kind, n in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
             *_, dgate = tk.output_grad(dy, y, v, None, args[3])
@@ -327,8 +307,8 @@ def block_cases():
                 continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
-            sizes, peers = (N, channels, H * len(gates)), {"torch": partial(tk.head_gates_ref, *args)}
-            yield case("head_gates", shape, args, sizes, peers, MICRO * layers)
+            sizes = N, channels, H * len(gates)
+            yield case("head_gates", shape, args, sizes, "plain", MICRO * layers)
             back = gates[0], gates[-1], gates, *args, torch.zeros_like(x), torch.zeros_like(ve) if value else None
             yield case("head_gates_backward", shape, back, sizes, calls=MICRO * layers)
 
@@ -422,7 +402,6 @@ def head_cases():
     weights = torch.tensor([1.0, 0.5, 0.25], device=DEVICE)
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
-    plain = compiled(tk.cross_entropy_ref)
     yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_weights", D * V), calls=0.5)
     head.embedding = torch.nn.Parameter(rand(V, D))
     head.embedding.grad = torch.zeros_like(head.embedding)
@@ -432,18 +411,17 @@ def head_cases():
         rows = min(N, head.block)
         logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
         args = logits, tk.multi_token_targets(targets, len(w))[:rows], w, 0.1, 0.001, grad
-        yield case("cross_entropy", f"{rows} rows of {N}", args, (rows, V, True), {"compiled": partial(plain, *args)},
-                   MICRO * N / rows)
+        yield case("cross_entropy", f"{rows} rows of {N}", args, (rows, V, True), "compiled", MICRO * N / rows)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
         yield Case("transpose_copy", f"{N}x{V} bytes", partial(tk.transpose_copy, codes, turned),
                    {"copy_": partial(turned.copy_, codes.mT)}, **needs("transpose_bytes", N * V), calls=MICRO)
 
-        def whole(h=h, targets=targets, w=w):
+        def whole(targets, candidates=None, h=h, w=w):
             weight.grad = h.grad = None
-            head(h, targets, w, 0.125).backward()
+            head(h, targets, w, 0.125, candidates=candidates).backward()
 
-        yield Case("HeadLoss, all of it", str(N), whole, fp8=6 * N * D * V, bytes=7 * N * V)
+        yield Case("HeadLoss, all of it", str(N), partial(whole, targets), fp8=6 * N * D * V, bytes=7 * N * V)
 
         P = min(V, T.num_candidates(CONFIG, N) or V)
         text = (np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int64) % V  # not more distinct ids than text
@@ -451,12 +429,8 @@ def head_cases():
         logits, grad = rand(N, P) * 4, torch.empty(N, P, device=DEVICE, dtype=torch.float8_e5m2)
         args = logits, tk.multi_token_targets(positions, len(w)), w, 0.1, 0.001, grad
         yield case("cross_entropy", f"{N} rows, {P} candidates", args, (N, P, True))
-
-        def sampled(h=h, targets=positions, w=w, candidates=candidates):
-            h.grad = None
-            head(h, targets, w, 0.125, candidates=candidates).backward()
-
-        yield Case("HeadLoss, sampled", f"{N}, {P} candidates", sampled, fp8=6 * N * D * P, bytes=7 * N * P)
+        yield Case("HeadLoss, sampled", f"{N}, {P} candidates", partial(whole, positions, candidates),
+                   fp8=6 * N * D * P, bytes=7 * N * P)
 
 
 def pointer_cases():
@@ -468,16 +442,12 @@ def pointer_cases():
         args = (q, k, sink, ids.int(), *tk.document_of_tokens(cu, N), N, 0.1, targets)
         sizes = N, T.POINTER_WIDTH, seen_pairs(np.diff(cu.tolist()), N) - N
         yield case("pointer", str(N), args, sizes, calls=MICRO)
-        masses = tk.pointer(*args)
-        back = partial(torch.autograd.grad, masses, (q, k, sink), [torch.ones_like(x) for x in masses], True)
-        yield Case("pointer, backward", str(N), back, **needs("pointer_backward", *sizes), calls=MICRO)
+        yield backward("pointer", str(N), tk.pointer(*args), args[:3], sizes, MICRO)
         projected, gain, weights = (x.requires_grad_() for x in (
             rand(N, 3 * T.POINTER_WIDTH), rand(1, dtype=torch.float32), rand(T.POINTER_WIDTH, dtype=torch.float32)))
         args, sizes = (projected, gain, weights, args[4]), sizes[:2]
-        yield case("pointer_inputs", str(N), args, sizes, {"plain": partial(tk.pointer_inputs_ref, *args)}, MICRO)
-        results = tk.pointer_inputs(*args)
-        back = partial(torch.autograd.grad, results, args[:3], [torch.ones_like(x) for x in results], True)
-        yield Case("pointer_inputs, backward", str(N), back, **needs("pointer_inputs_backward", *sizes), calls=MICRO)
+        yield case("pointer_inputs", str(N), args, sizes, "plain", MICRO)
+        yield backward("pointer_inputs", str(N), tk.pointer_inputs(*args), args[:3], sizes, MICRO)
 
 
 def claiming(few, sorted_ids, upstream, *signs):
@@ -496,8 +466,7 @@ def embedding_cases():
             sorted_ids = tk.SortedIds(rows_of_tokens, pieces)
             grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
             args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
-            yield case("embedding_grad", f"{name}, {N}", args, sizes,
-                       {"dense": partial(tk.embedding_grad_ref, *args)}, calls)
+            yield case("embedding_grad", f"{name}, {N}", args, sizes, "plain", calls)
         for orders in 1, 2:
             table, signs = rand(V * 5, D), rand(8192, D)
             ids, sign_ids = (torch.randint(n, (orders * N,), device=DEVICE, dtype=torch.int32) for n in (V * 5, 8192))
@@ -505,9 +474,8 @@ def embedding_cases():
             yield Case("embedding_grad", f"{orders} orders, {N}, places for all rows",
                        partial(claiming, tk.FewRows(table, len(ids)), sorted_ids, upstream, signs, sign_ids),
                        bytes=2 * D * (len(ids) + ids.unique().numel()), calls=MICRO)
-            args = table, ids, orders, signs, sign_ids
-            yield case("signed_rows", f"{orders} orders, {N}", args, (N, D, orders),
-                       {"plain": partial(tk.signed_rows_ref, *args)}, MICRO)
+            yield case("signed_rows", f"{orders} orders, {N}", (table, ids, orders, signs, sign_ids), (N, D, orders),
+                       "plain", MICRO)
     rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
     p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
     ids = torch.arange(touched, device=DEVICE) * 7919 % rows
