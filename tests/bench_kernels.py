@@ -145,9 +145,6 @@ def muon_cases():
             yield case(name, shape, (X, Q), (n, D, height), {"bmm": partial(torch.bmm, *factors, out=Q)}, 5 * on_one)
             yield case("ba_plus_cAA", square, (P, 0.5, -2.0, Q, 3.0), (n, D),
                        {"baddbmm": partial(torch.baddbmm, P, P, P, beta=-2.0, alpha=0.5)}, 5 * on_one)
-            yield Case("X Q (library)", shape, partial(torch.matmul, X, Q),
-                       {"aX + XQ": partial(torch.baddbmm, X, X, Q, beta=3.0)},
-                       bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
 
 
 def update_cases():
@@ -293,9 +290,9 @@ def block_cases():
             grads = [rand(N, H, w) for w in (width, width, HEAD)]
             weight = rand(H * (2 * width + HEAD), D) * D**-0.5
             dqkv = torch.empty(N, weight.size(0), device=DEVICE, dtype=BF16)
-            switches = zip(("paired", "offset", "narrow", "value"), (paired, offset, narrow, value))
-            names = [name for name, on in switches if on]
-            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
+            switches = dict(paired=paired, offset=offset, narrow=narrow, value=value)
+            shape = f"{N}, {'+'.join(name for name, on in switches.items() if on) or 'plain'}"
+            values = (ve, gate) if value else (None, None)
             args = (x, weight, rotary, *values, paired, offset, narrow)
             planes, _, rstd = tk.project(*args)
             yield case("project", shape, args, (N, D, value, width / HEAD),
@@ -327,68 +324,52 @@ def mlp_cases():
         yield Case("mlp: dpre", shape, partial(tk._relu_square, g, W2, post), {
             "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
             **(work | needs("mlp_backward", N, D, width)))
-        yield Case("mlp: post W2 (library)", shape, partial(torch.matmul, post, W2), **work)
-        yield Case("mlp: postᵀ g (library)", shape, partial(torch.matmul, post.t(), g), **work)
 
 
 def fp8_projection_cases():
-    """The projection in FP8 and its gradient: the two kernels and the library's products, each beside bf16."""
+    """The two kernels of the projection in FP8 and of its gradient, each beside bf16."""
     one = torch.ones((), device=DEVICE)
     for N in TOKENS:
         x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)
-        x8, x8_t = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
+        x8, _ = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
         for narrow, value in product((False, True), repeat=2):
             width = HEAD // 2 if narrow else HEAD
             weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
-            w8, w8_t = tk.both_layouts(weight, one, tk.E4M3)
+            w8, _ = tk.both_layouts(weight, one, tk.E4M3)
             shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
-            sizes, work = (N, D, value, width / HEAD), dict(fp8=2 * N * weight.numel())
             project = partial(tk.project, x, weight, rotary, *values, False, False, narrow)
             qk, _, rstd = project()
             yield Case("project, FP8", shape, partial(project, codes=(x8, w8, one, one)), {"bf16": project},
-                       bytes=WORK["project_codes"][1](*sizes)[1], **work)
+                       fp8=2 * N * weight.numel(), bytes=WORK["project_codes"][1](N, D, value, width / HEAD)[1])
             grads = [rand(N, H, w) for w in (width, width, HEAD)]
             codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
-            dqkv = rand(N, len(weight))
             back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
-            yield Case("project_backward, FP8", shape, partial(back, *codes, one), {"bf16": partial(back, dqkv)},
+            yield Case("project_backward, FP8", shape, partial(back, *codes, one), {"bf16": partial(back, rand(N, len(weight)))},
                        bytes=WORK["project_codes_backward"][1](N, D, value, False, width / HEAD)[1])
-            if not value:
-                yield Case("dqkv W, FP8 (library)", shape, partial(tk.scaled_product, codes[0], w8_t, one, one),
-                           {"bf16": partial(torch.matmul, dqkv, weight)}, bytes=3 * N * D + dqkv.numel(), **work)
-                yield Case("dqkvᵀ x, FP8 (library)", shape, partial(tk.scaled_product, codes[1], x8_t, one, one),
-                           {"bf16": partial(torch.matmul, dqkv.t(), x)}, bytes=N * D + dqkv.numel(), **work)
 
 
 def fp8_cases():
-    """The MLP in FP8: quantising, the two kernels, the library's products, and all of it beside the MLP in bf16."""
+    """The MLP in FP8: quantising, the two kernels, and all of it beside the MLP in bf16."""
     count, width = len(CONFIG.model.layers), MLP_DIM
     bank = rand(count, 2, width, D) * D**-0.5
     mlps = tk.Fp8Mlps(bank, 1.0)
     yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=6 * bank.numel(), calls=1)
-    (W1, W2), (W1_t, W2_t) = mlps.codes[0], mlps.codes_t[0]
+    W1, W2 = mlps.codes[0]
     x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = mlps.scales[0, :, 0]
     for N in TOKENS:
         shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
         x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
-        (x8, x8_t), (g8, g8_t) = (tk.both_layouts(x, tk.x8_scale(D), tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2))
+        (x8, x8_t), (g8, _) = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2)
         yield Case("transpose_copy", f"{N}x{D} bytes", partial(tk.transpose_copy, x8, x8_t),
                    **needs("transpose_bytes", N * D), calls=2 * MICRO * count)
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
-        post, post_t = tk.relu_square_codes(*up)
+        post, _ = tk.relu_square_codes(*up)
         yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up), {
             "product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)},
             bytes=N * (D + 2 * width), **each)
         down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
-        dpre, dpre_t = tk.relu_square_codes(*down)
         yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down), {
             "product alone": partial(tk.scaled_product, g8, W2, g_scale, w2_scale)}, bytes=N * (D + 3 * width), **each)
-        for name, *args in (("post W2", post, W2_t, post_scale, w2_scale, True),
-                            ("postᵀ g", post_t, g8_t, post_scale, g_scale),
-                            ("dpre W1", dpre, W1_t, dpre_scale, w1_scale),
-                            ("dpreᵀ x", dpre_t, x8_t, dpre_scale, x_scale)):
-            yield Case(f"mlp, FP8: {name} (library)", shape, partial(tk.scaled_product, *args),
-                       bytes=N * (3 * D + width), **each)
         leaves = [t.requires_grad_() for t in (x, *bank[0].clone())]
 
         def whole(mlp, leaves=leaves, g=g):
@@ -478,32 +459,27 @@ def embedding_cases():
                        "plain", MICRO)
     rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
     p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
-    ids = torch.arange(touched, device=DEVICE) * 7919 % rows
-    grad[ids] = rand(touched, D)
-    v, last = torch.ones(rows, D, device=DEVICE), torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32)
-    m = torch.zeros_like(v)
-    values = grad[ids]
-
-    is_touched = torch.zeros(rows, device=DEVICE, dtype=torch.bool)
+    ids, values = torch.arange(touched, device=DEVICE) * 7919 % rows, rand(touched, D)
+    distinct, is_touched = ids.unique(), torch.zeros(rows, device=DEVICE, dtype=torch.bool)
+    m, v, v_of_rows = torch.zeros(rows, D, device=DEVICE), *(torch.ones(rows, n, device=DEVICE) for n in (D, 1))
+    last, numbers = torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32), (1, 1e-3, 0.0, 0.95, 1e-10)
+    few = tk.FewRows(p, 2 * touched)
+    few.load(distinct, values[:len(distinct)])
+    place, count = few.place.clone(), few.count.clone()
 
     def update_rows():
         grad[ids], is_touched[ids] = values, True  # the update clears both
-        tk.update_rows(p, v, last, is_touched, grad, 1, 1e-3, 0.0, 0.95, 1e-10)
-
-    yield Case("update_rows", f"{touched} of {rows} rows, and the write of their gradients", update_rows,
-               {"all rows, with a first moment": lambda: tk.adam_update(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
-               bytes=D * 20 * len(ids.unique()), calls=0.5)
-
-    few = tk.FewRows(p, 2 * touched)
-    few.load(ids.unique(), values[:len(ids.unique())])
-    place, count, v = few.place.clone(), few.count.clone(), v[:, :1].contiguous()
+        tk.update_rows(p, v, last, is_touched, grad, *numbers)
 
     def update_few_rows():
         few.grad[:touched], few.place[:], few.count[:] = values, place, count  # the update clears them
-        tk.update_few_rows(p, v, last, few.grad, few.place, few.rows, few.count, 1, 1e-3, 0.0, 0.95, 1e-10)
+        tk.update_few_rows(p, v_of_rows, last, few.grad, few.place, few.rows, few.count, *numbers)
 
-    yield Case("update_few_rows", f"{touched} of {rows} rows, and the write of their gradients", update_few_rows,
-               bytes=D * 12 * len(ids.unique()), calls=0.5)
+    shape = f"{touched} of {rows} rows, and the write of their gradients"
+    yield Case("update_rows", shape, update_rows,
+               {"all rows, with a first moment": lambda: tk.adam_update(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
+               bytes=D * 20 * len(distinct), calls=0.5)
+    yield Case("update_few_rows", shape, update_few_rows, bytes=D * 12 * len(distinct), calls=0.5)
 
 
 def replayed(run):
