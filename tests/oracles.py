@@ -329,12 +329,7 @@ def pointer_inputs(params, h, cu):
 
 def pointer_attention(q, k, sink, cu, window, scale):
     """(N, 1 + N): softmax over the sink's score and the keys i - window ... i - 1 of token i's own document."""
-    n = q.shape[0]
-    seen = torch.zeros(n, n, dtype=torch.bool)
-    for a, b in zip(cu[:-1], cu[1:]):
-        for i in range(a, b):
-            for j in range(max(a, i - window), i):
-                seen[i, j] = True
+    seen = attention_mask(cu, q.shape[0], window).fill_diagonal_(False)
     scores = (scale * (q @ k.T)).masked_fill(~seen.to(q.device), -math.inf)
     return torch.softmax(torch.cat([sink[:, None], scores], dim=1), dim=1)
 
@@ -412,46 +407,37 @@ def write_library(folder):
     return folder
 
 
-def one_call(tokens, B, i, n, M, ranks):
-    """One call of the batcher from cursor i: (one batch per rank, new cursor), or None if B has too few documents."""
-    batches = []
-    for _ in range(ranks):
-        count, pieces, lengths = 0, [], []
-        while count <= n:
-            if i == len(B):
-                return None
-            s = B[i]
-            following = B[i + 1] if i + 1 < len(B) else len(tokens)
-            e = min(following, s + M, s + n - count + 1)
-            pieces.append(tokens[s:e])
-            lengths.append(e - s)
-            count += e - s
-            i += 1
-        assert count == n + 1
-        c = np.concatenate(pieces)
-        batches.append((c[0:n].astype(np.int32), c[1:n + 1].astype(np.int64), lengths))
-    return batches, i
+def one_batch(tokens, B, i, n, M):
+    """One batch from cursor i: ((inputs, targets, lengths), new cursor), or None if B has too few documents."""
+    pieces = []
+    while sum(map(len, pieces)) <= n:
+        if i == len(B):
+            return None
+        following = B[i + 1] if i + 1 < len(B) else len(tokens)
+        pieces.append(tokens[B[i]:min(following, B[i] + M, B[i] + n - sum(map(len, pieces)) + 1)])
+        i += 1
+    c = np.concatenate(pieces)
+    assert len(c) == n + 1
+    return (c[:n].astype(np.int32), c[1:].astype(np.int64), [*map(len, pieces)]), i
 
 
-def pack_documents(tokens_of_shards, sep, spec, ranks=8):
-    """For each (n, M) of spec, the list of `ranks` tuples (inputs (n,), targets (n,), document lengths).
+def pack_documents(tokens_of_shards, sep, spec):
+    """For each (n, M) of spec (inputs (n,), targets (n,), document lengths), as on one rank.
 
-    The lengths sum to n + 1. A call that finds too few documents starts again on the next shard; after the last shard
-    comes the first. Raises a ValueError if no shard holds enough documents for one call.
+    The lengths sum to n + 1. A batch that finds too few documents starts again on the next shard; after the last shard
+    comes the first. Raises a ValueError if no shard holds enough documents for one batch.
     """
     shards = [(tokens, [p for p, x in enumerate(tokens.tolist()) if x == sep]) for tokens in tokens_of_shards]
     shard, i = 0, 0
     for n, M in spec:
         for _ in range(len(shards) + 1):
-            tokens, B = shards[shard]
-            result = one_call(tokens, B, i, n, M, ranks)
-            if result is not None:
+            if result := one_batch(*shards[shard], i, n, M):
                 break
             shard, i = (shard + 1) % len(shards), 0
         else:
-            raise ValueError(f"no shard fills {ranks} x {n} tokens with documents of at most {M}")
-        batches, i = result
-        yield batches
+            raise ValueError(f"no shard fills {n} tokens with documents of at most {M}")
+        batch, i = result
+        yield batch
 
 
 def cu_capacity(n):
@@ -462,24 +448,24 @@ def cu_capacity(n):
     return K
 
 
+def padded(cu, n, K):
+    """Cumulative lengths (K,), padded with n: at least one n must follow the start of the last document."""
+    if len(cu) >= K:
+        raise ValueError(f"{len(cu)} documents do not fit into {K} cumulative lengths")
+    return np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
+
+
 def cu_seqlens(lengths, n, K):
     """Cumulative lengths (K,) of documents that sum to n + 1 tokens (the last document loses one), padded with n."""
     assert sum(lengths) == n + 1
-    if len(lengths) >= K:
-        raise ValueError(f"{len(lengths)} documents do not fit into {K} cumulative lengths")
-    cu = [0, *np.cumsum(lengths)]
-    cu[-1] -= 1
-    return np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
+    return padded([0, *np.cumsum(lengths[:-1])], n, K)
 
 
 def validation_piece(tokens, pos, n, sep, K):
     """(inputs, targets, cu) of the n tokens from pos on; cu is 0, the position of every separator, and n as padding."""
     inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
     assert len(targets) == n
-    cu = [0] + [p for p, x in enumerate(inputs.tolist()) if x == sep]
-    if len(cu) >= K:  # at least one n must follow
-        raise ValueError(f"{len(cu)} segments do not fit into {K} cumulative lengths")
-    cu = np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
+    cu = padded([0] + [p for p, x in enumerate(inputs.tolist()) if x == sep], n, K)
     return inputs.astype(np.int32), targets.astype(np.int64), cu
 
 
@@ -649,19 +635,13 @@ def stage_of(step):
 def lr_factor(step):
     """Learning-rate factor of a step."""
     base = [1.0, 1.52, 1.73, 1.73][stage_of(step)]  # has no effect in the extension
-    if step < 580:
-        return base
-    t = min(1, (step - 580) / (1450 - 580))
+    t = min(max(0, (step - 580) / (1450 - 580)), 1)
     return base * (1 - t) + 0.15 * t
 
 
 def muon_momentum(step):
     """Momentum of NorMuon at a step."""
-    if step < 300:
-        return 0.85 + 0.10 * step / 300
-    if step <= 1440:
-        return 0.95
-    return 0.95 - 0.10 * (step - 1440) / 50
+    return np.interp(step, (0, 300, 1440, 1490), (0.85, 0.95, 0.95, 0.85))
 
 
 def mtp_weights(step):

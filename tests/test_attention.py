@@ -164,7 +164,7 @@ def test_attention_production(N, H, window, cap, d, dv, device):
 
 
 def test_nothing_leaks(device):
-    """Outputs and gradients keep their bits when rows outside the window or the document change."""
+    """Outputs and gradients keep their bits when rows outside the window or the document become huge."""
     N, window = 100, 20
     cu = borders(40, 60).to(device)
     x = inputs(N, 1, 16, device, FP32)
@@ -175,13 +175,6 @@ def test_nothing_leaks(device):
     a, b = (run(attention, *y, cu, window) for y in (x, changed))
     for i in (0, 1, 4):
         assert torch.equal(a[i][seen], b[i][seen])
-    later = [a.clone() for a in x]
-    for a in later:
-        a[66:] = 0.5
-    a, b = (run(attention, *y, cu, window) for y in (x, later))
-    assert torch.equal(a[0][:66], b[0][:66])  # causal
-    for i in (2, 3):
-        assert torch.equal(a[i][:46], b[i][:46])  # keys that no changed query sees
 
 
 def test_scores_up_to_the_bound(device):

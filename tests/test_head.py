@@ -216,18 +216,7 @@ def test_cross_entropy_refuses(name, change, message, device):
         tk.cross_entropy(**good | wrong, loss_scale=1.0, copies=copies)
 
 
-# ---- Codes and bytes -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (64, 128), (65, 130), (100, 300), (0, 4), only_gpu((49152, 50304))])
-def test_transposed_bytes(shape, device):
-    src = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-    buffer = torch.full((shape[1] + 2, shape[0] + 16), 77, dtype=torch.uint8, device=device)
-    dst = buffer[1:-1, 8:-8]
-    assert tk.transpose_copy(src.view(E5M2), dst.view(E5M2)).data_ptr() == dst.data_ptr()
-    assert torch.equal(dst, src.T)
-    dst.fill_(77)
-    assert (buffer == 77).all()
+# ---- Codes and targets ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), only_gpu((768, 50304))])
