@@ -88,7 +88,6 @@ def backward(name, shape, outputs, inputs, sizes=None, calls=0, of=None, **work)
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
 
-
 class Timer:
     def __init__(self, repetitions):
         self.repetitions = repetitions
@@ -132,7 +131,6 @@ def rand(*shape, dtype=BF16):
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
-
 
 def muon_cases():
     for ranks in 8, 1:

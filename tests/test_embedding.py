@@ -112,7 +112,6 @@ def test_wrong_arguments(device):
 
 # ---- Updates of some rows --------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), pytest.param(50304, 768, marks=gpu)])
 @pytest.mark.parametrize("update", [tk.update_rows, tk.update_rows_ref])
 def test_update_rows(rows, width, update, device):

@@ -27,7 +27,6 @@ LOSS_SCALE = 0.25
 
 # ---- Cross-entropy of rows -------------------------------------------------------------------------------------------
 
-
 @pytest.fixture
 def no_reference(monkeypatch):
     """A wrapper that falls back to its reference fails the test."""
@@ -218,7 +217,6 @@ def test_cross_entropy_refuses(name, change, message, device):
 
 # ---- Codes and targets ------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), only_gpu((768, 50304))])
 def test_codes_of_the_weight(shape, device):
     """Static scale: the bits of the reference, in both layouts, saturated; NaN stays NaN; the scale stays."""
@@ -243,7 +241,6 @@ def test_multi_token_targets():
 
 
 # ---- Head and loss ---------------------------------------------------------------------------------------------------
-
 
 class Inputs(NamedTuple):
     h: torch.Tensor
@@ -432,7 +429,6 @@ def test_block_is_a_power_of_two():
 
 # ---- FP8 head --------------------------------------------------------------------------------------------------------
 
-
 def assert_as_quantised(got, wanted, exact):
     """(loss, dh, dW, ...) agree with those of quantised arithmetic, much better than these agree with the exact ones."""
     # Seen on a CPU: 5e-4 from the quantised loss, 8e-4 from the exact one.
@@ -504,7 +500,6 @@ def test_weights_beyond_the_range_saturate(device):
 
 
 # ---- Sampled softmax -------------------------------------------------------------------------------------------------
-
 
 @fp32_and_fp8
 @pytest.mark.parametrize("count, gate", [(1, None), (2, None), (3, None), (1, 639), (3, 639)])

@@ -40,7 +40,6 @@ def leaves(*tensors):
 
 # ---- Attention on copies ---------------------------------------------------------------------------------------------
 
-
 def operands(lengths, d, count, device, dtype, words=5):
     """q, k, sink, tokens, start, end, targets. Few words, so that there are many copies.
 
@@ -167,7 +166,6 @@ def test_attention_on_copies_refuses(name, change, message, device):
 
 
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
-
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("lengths, d", [((1,), 16), ((16, 1, 20), 32), ((3, 1, 1, 27), 128), ((40,), 64),
@@ -310,7 +308,6 @@ def test_bf16_is_near_fp32():
 
 # ---- Text and endings ------------------------------------------------------------------------------------------------
 
-
 def test_greedy_text_is_the_argmax_at_every_position():
     config, model = tiny_model()
     new = list(generate(model, config, final_attention(config, model), b"the cat ", 20, 0.0, 0))
@@ -339,7 +336,6 @@ def test_losses_of_endings_do_not_depend_on_the_packing():
 
 
 # ---- Loader ----------------------------------------------------------------------------------------------------------
-
 
 def test_candidates_begin_with_the_gate():
     """Distinct, positions right, the rest the same sweep; None when gate and targets are one too many."""
