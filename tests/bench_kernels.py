@@ -1,16 +1,13 @@
 """Time every kernel against the limits of this GPU.
 
     python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
-    python tests/bench_kernels.py --against=table.json    also name the kernels that are slower than they were
 
 Prints one line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured
 matmul rate and bytes / measured copy bandwidth, with each operand counted once. "recoverable" is the time that a
 training step on one GPU would gain if the kernel ran at its limit, for shapes that occur there. Times are medians and
 quartiles with a cold L2 cache; kernel and PyTorch calls run in turn. Attention counts the (query, key) pairs inside
 window and document; "64/128" are the widths of a head of q and k, and of v.
---against compares with a table that --json wrote on the same kind of GPU. A kernel is slower if its lower
-quartile is more than 5 % above the old median. The exit status is then 1. `records/compare.py` compares
-step times. The other files in this folder test correctness.
+`records/compare.py` compares step times. The other files in this folder test correctness.
 """
 
 import argparse
@@ -342,7 +339,8 @@ def fp8_projection_cases():
             grads = [rand(N, H, w) for w in (width, width, HEAD)]
             codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
             back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
-            yield Case("project_backward, FP8", shape, partial(back, *codes, one), {"bf16": partial(back, rand(N, len(weight)))},
+            yield Case("project_backward, FP8", shape, partial(back, *codes, one),
+                       {"bf16": partial(back, rand(N, len(weight)))},
                        bytes=WORK["project_codes_backward"][1](N, D, value, False, width / HEAD)[1])
 
 
@@ -518,23 +516,6 @@ def optimizer_cases():
                        {"launched one by one": one_by_one}, **work)
 
 
-def slower(table, old):
-    """One line for every kernel of `table` that is slower than in `old`; both are what --json writes.
-
-    Raises ValueError when the tables are of different GPUs or have no kernel in common.
-    """
-    gpus = [each["machine"]["gpu"] for each in (old, table)]
-    before = {(row["kernel"], row["shape"]): row["us"] for row in old["rows"]}
-    rows = [(row, before[row["kernel"], row["shape"]]) for row in table["rows"]
-            if (row["kernel"], row["shape"]) in before]
-    if gpus[0] != gpus[1]:
-        raise ValueError(f"that table is of {gpus[0]}, this GPU is {gpus[1]}")
-    if not rows:
-        raise ValueError("no kernel is in both tables")
-    return [f"{row['kernel']}, {row['shape']}: {row['us']:.1f} µs, was {us:.1f}" for row, us in rows
-            if row["quartiles"][0] > 1.05 * us]
-
-
 FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, weights=weights_cases, transpose=transpose_cases,
                 attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases,
                 fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
@@ -545,17 +526,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(FAMILIES), help="comma-separated: %(default)s")
     parser.add_argument("--json", help="also write the table here")
-    parser.add_argument("--against", help="name the kernels that are slower than in this table, which --json wrote")
     parser.add_argument("--repetitions", type=int, default=25)
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(FAMILIES):
         parser.error(f"unknown families {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
-    try:
-        old = json.loads(Path(args.against).read_text(encoding="utf-8")) if args.against else None
-        if args.against:
-            slower(old, old)  # raises for what is no table
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"--against={args.against}: not a table that --json wrote ({error!r})")
     if not torch.cuda.is_available():
         sys.exit("error: bench_kernels.py needs a GPU")
     torch.manual_seed(0)
@@ -566,7 +540,7 @@ def main():
                    copy_gb_per_s=limits["copy"] / 1e9)
     print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}"
                     for key, value in machine.items()))
-    rows, late = [], []
+    rows = []
     try:
         for family in args.only.split(","):
             for case in FAMILIES[family]():
@@ -587,14 +561,7 @@ def main():
                   f" {row['recoverable_ms']:.2f} | {peers} |")
         if args.json:
             Path(args.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
-    if old:
-        try:
-            late = slower({"machine": machine, "rows": rows}, old)
-        except ValueError as error:
-            sys.exit(f"error: --against={args.against}: {error}")
-        print(f"\nslower than in {args.against} by more than 5 %: {len(late)}", *late, sep="\n")
-    return bool(late)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

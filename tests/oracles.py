@@ -16,8 +16,8 @@ import torch
 RMS_EPS = 2.0 ** -23
 GATE = 12  # channels that a gate reads
 
-# One row per layer:
-# (number among the layers with attention, window, paired, key offset, (value table, gate channels of x, gate channels of ve))
+# One row per layer: (number among the layers with attention, window, paired, key offset,
+#  (value table, gate channels of x, gate channels of ve))
 LAYERS = [
     (0, "S", True, False, None),
     (1, "S", False, False, (0, 6, 6)),
@@ -524,15 +524,19 @@ def normuon_step(state, g, mu, lrs, wd, slow=None):
 
     slow: (decay of m, rate of the slow average s, its share in the averaged gradient), if there is one.
     """
-    w, m, v = state["w"], state["m"], state["v"]
-    lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(-1, 1, 1)
+    m, lrs = state["m"], torch.as_tensor(lrs, dtype=g.dtype, device=g.device).reshape(-1, 1, 1)
     # 1-3
     decay, rate, share = slow or (mu, 0.0, 0.0)
     m.copy_(decay * m + (1 - decay) * g)
     if slow:
         state["s"].copy_((1 - rate) * state["s"] + rate * g)
     u = (1 - mu) * g + mu * ((1 - share) * m + share * state.get("s", 0.0))
-    y = polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
+    normuon_update(state, polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6)), lrs, wd)
+
+
+def normuon_update(state, y, lrs, wd):
+    """The part of `normuon_step` that follows the orthogonalisation: y (c, R, C), lrs (c, 1, 1)."""
+    w, v = state["w"], state["v"]
     # 4
     q, n = (y * y).mean(2, keepdim=True), w.shape[2]
     norm = torch.sqrt(n * q.sum((1, 2), keepdim=True))
@@ -557,11 +561,18 @@ def adam_step(state, g, lr, beta1, beta2, wd_mul):
     state["t"] += 1
     m.copy_(beta1 * m + (1 - beta1) * g)
     v.copy_(beta2 * v + (1 - beta2) * g * g)
-    size = lr * math.sqrt(1 - beta2 ** state["t"]) / (1 - beta1 ** state["t"])
+    size = lr * (1 - beta2 ** state["t"]) ** 0.5 / (1 - beta1 ** state["t"])
     u = size * m / (torch.sqrt(v) + ADAM_EPS)
     wd = lr * lr * ADAM_WD * wd_mul
     u = u + wd * p * (u * p > 0).to(p.dtype)
     p.copy_(p - u)
+
+
+def rows_step(p, v, g, lr, wd, beta2, eps, one_number=False):
+    """(p, v) after one step of Adam without first moment; v (rows, width), or one number for each row (rows, 1)."""
+    v = beta2 * v + (1 - beta2) * (g.square().mean(1, keepdim=True) if one_number else g.square())
+    u = lr * g / (v.sqrt() + eps)
+    return p - u - wd * p * (u * p > 0), v
 
 
 class OracleOptimizer:

@@ -1,5 +1,5 @@
-"""Head and loss, without the pointer head's copies and with them, against the dense fp64 code of oracles.py: compiled on
-a GPU, in Triton's interpreter without a GPU."""
+"""Head and loss, without the pointer head's copies and with them, against the dense fp64 code of oracles.py: compiled
+on a GPU, in Triton's interpreter without a GPU."""
 
 import itertools
 import math
@@ -215,7 +215,7 @@ def test_cross_entropy_refuses(name, change, message, device):
         tk.cross_entropy(**good | wrong, loss_scale=1.0, copies=copies)
 
 
-# ---- Codes and targets ------------------------------------------------------------------------------------------------
+# ---- Codes of the weight ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), only_gpu((768, 50304))])
 def test_codes_of_the_weight(shape, device):
@@ -231,13 +231,6 @@ def test_codes_of_the_weight(shape, device):
     assert torch.equal(value.isnan(), exact.isnan())
     assert ((value - exact).abs() <= exact.abs() / 16 * (1 + 1e-6) + 2**-10).logical_or(exact.isnan()).all()
     assert torch.equal(head.codes_t.view(torch.uint8), head.codes.view(torch.uint8).T)
-
-
-def test_multi_token_targets():
-    targets = torch.tensor([5, 6, 7])
-    assert tk.multi_token_targets(targets, 1).tolist() == [[5], [6], [7]]
-    assert tk.multi_token_targets(targets, 3).tolist() == [[5, 6, 7], [6, 7, -1], [7, -1, -1]]
-    assert tk.multi_token_targets(targets[:1], 3).tolist() == [[5, -1, -1]]
 
 
 # ---- Head and loss ---------------------------------------------------------------------------------------------------
@@ -430,7 +423,7 @@ def test_block_is_a_power_of_two():
 # ---- FP8 head --------------------------------------------------------------------------------------------------------
 
 def assert_as_quantised(got, wanted, exact):
-    """(loss, dh, dW, ...) agree with those of quantised arithmetic, much better than these agree with the exact ones."""
+    """The results agree with those of quantised arithmetic, much better than these agree with the exact ones."""
     # Seen on a CPU: 5e-4 from the quantised loss, 8e-4 from the exact one.
     assert got[0].item() == pytest.approx(wanted[0].item(), rel=2e-3)
     assert got[0].item() == pytest.approx(exact[0].item(), rel=5e-3)

@@ -19,7 +19,7 @@ from data.run.program import UserError
 from data.run.sample import forward, log_probabilities
 from data.run.state import whole_state
 from forks import Forks, rank_variables
-from oracles import gpu, only_gpu
+from oracles import gpu, only_gpu, rows_step
 from records import evaluate as E
 from test_checkpoint import LAST_ONLY, differing, read_logs, train
 from test_embedding import sorted_ids
@@ -120,9 +120,7 @@ def test_updates_are_those_of_all_rows(rows, width, n, ops, device):
         torch.testing.assert_close(few.grad[:count].double(), wanted[listed], rtol=1e-5, atol=5e-4)
         numbers = [torch.tensor(float(x), device=device) if t % 2 else x for x in (t, 0.1 / t, 0.05)]
         ops.update_few_rows(table, v, last, few.grad, few.place, few.rows, few.count, *numbers, beta2, eps)
-        exact_v = beta2 * exact_v + (1 - beta2) * wanted.square().mean(1, keepdim=True)
-        u = 0.1 / t * wanted / (exact_v.sqrt() + eps)
-        exact = exact - u - 0.05 * exact * (u * exact > 0)
+        exact, exact_v = rows_step(exact, exact_v, wanted, 0.1 / t, 0.05, beta2, eps, one_number=True)
         torch.testing.assert_close(table[seen].double(), exact, rtol=1e-5, atol=1e-5)
         assert few.count.item() == 0 and (few.place == -1).all() and not few.grad.any()
         idle = torch.ones(rows, dtype=torch.bool, device=device)
@@ -323,10 +321,9 @@ def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
     trainer.optimizer.step_rows(trainer.plans[1], T.update_numbers(trainer.config, trainer.plans[1]))
     assert few.count.item() == 0
     optim, lr = trainer.config.optim, trainer.config.optim.adam_lr * trainer.plans[1].lr_factor * 75
-    v = (1 - beta2) * grad.square().mean(1, keepdim=True)
-    u = lr * math.sqrt(1 - beta2) * grad / (v.sqrt() + optim.adam_eps)
     start = start.double()
-    wanted = start - u - lr**2 * optim.adam_wd * 5 * start * (u * start > 0)
+    wanted, _ = rows_step(start, 0, grad, lr * math.sqrt(1 - beta2), lr**2 * optim.adam_wd * 5, beta2, optim.adam_eps,
+                          one_number=True)
     tolerance = dict(rtol=2**-7, atol=1e-5)  # bf16
     torch.testing.assert_close(trainer.model.ngram_embed.double()[occurred], wanted[occurred], **tolerance)
     idle = torch.ones(len(grad), dtype=torch.bool)

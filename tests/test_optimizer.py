@@ -85,18 +85,16 @@ def test_normuon_update_against_fp64(shape, dtype, device):
     start, y, old = torch.randn(shape, device=device), torch.randn(shape, device=device).to(dtype), torch.rand(shape)
     v, rates = torch.rand(*shape[:2], 1, device=device), torch.rand(shape[0], 1, 1, device=device) + 1
     p, mantissa = (half.to(torch.int16) for half in (start.view(torch.int32) >> 16, start.view(torch.int32)))
-    average, q = old.clone().to(device), y.double().square().mean(-1, keepdim=True)
-    wanted_v = 0.9 * v.double() + 0.1 * q
+    average = old.clone().to(device)
+    oracle, steps = (dict(w=w.double(), v=v.double()) for w in (start, 0 * start))
+    for state, wd in (oracle, 0.5), (steps, 0.0):
+        oracles.normuon_update(state, y.double(), 0.02 * rates.double(), wd)
     lr, decay, rate = (torch.tensor(x, device=device) for x in (0.02, 0.5, 0.25))
-    kernels.normuon_update(p, mantissa, v, y, lr, rates, decay, 0.9, average, rate)
-    scaled = y.double() * wanted_v.rsqrt()
-    scaled = scaled * q.sum((1, 2), True).sqrt() / (scaled.square().mean(-1, True).sum((1, 2), True)).sqrt()
-    w, step = start.double(), 0.02 * rates.double()
-    wanted = w - (scaled * w >= 0) * w * 0.5 * step - scaled * step
+    kernels.normuon_update(p, mantissa, v, y, lr, rates, decay, oracles.NORMUON_BETA2, average, rate)
     got = kernels.join_master(p, mantissa).double()
-    assert torch.allclose(v.double(), wanted_v, rtol=1e-6, atol=0)
-    limit = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps * 0.04 * scaled.abs().max()
-    assert (got - wanted).abs().max() <= limit, (got - wanted).abs().max()
+    assert torch.allclose(v.double(), oracle["v"], rtol=1e-6, atol=0)
+    limit = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps * steps["w"].abs().max()
+    assert (got - oracle["w"]).abs().max() <= limit, (got - oracle["w"]).abs().max()
     assert torch.allclose(average.double(), old.to(device).double().lerp(got, 0.25), rtol=0, atol=1e-6)
 
 
@@ -112,23 +110,23 @@ def test_adam_against_fp64(vectors, dtype, device):
     if not vectors:
         beta1, beta2, lr_mul, wd_mul = 0.9, 0.99, 1.5, 50.0
     b1, b2, lr, wd = (x.double() if vectors else x for x in (beta1, beta2, lr_mul, wd_mul))
-    lr, wd = 0.01 * lr, (0.01 * lr)**2 * wd
-    w, m64, v64, average64 = p.double(), m.double(), v.double(), average.double()
+    oracle, average64 = dict(p=p.double(), m=m.double(), v=v.double(), t=0), average.double()
     for t, grad in enumerate(grads, 1):
         if vectors:
             number = functools.partial(torch.tensor, device=device)
-            kernels.replicated_update(p, m, v, grad, number(0.01), number(float(t)), beta1, beta2, lr_mul, wd_mul, 1.0,
-                                      1e-8)
+            kernels.replicated_update(p, m, v, grad, number(0.01), number(float(t)), beta1, beta2, lr_mul, wd_mul,
+                                      200 * oracles.ADAM_WD, oracles.ADAM_EPS)
         else:
-            kernels.adam_update(p, m, v, grad, kernels.adam_step_size(lr, t, b1, b2), wd, b1, b2, 1e-8, average, 0.25)
-        g = grad.double()
-        m64, v64 = b1 * m64 + (1 - b1) * g, b2 * v64 + (1 - b2) * g * g
-        u = lr * (1 - b2**t)**0.5 / (1 - b1**t) * m64 / (v64.sqrt() + 1e-8)
-        w = w - u - wd * w * (u * w > 0)
-        average64 = average64 if vectors else average64.lerp(w, 0.25)
-        w = w if dtype == torch.float32 else p.double()  # each update rounds
+            decay = (0.01 * lr)**2 * oracles.ADAM_WD * 200 * wd
+            kernels.adam_update(p, m, v, grad, kernels.adam_step_size(0.01 * lr, t, b1, b2), decay, b1, b2,
+                                oracles.ADAM_EPS, average, 0.25)
+        oracles.adam_step(oracle, grad.double(), 0.01 * lr, b1, b2, 200 * wd)
+        average64 = average64 if vectors else average64.lerp(oracle["p"], 0.25)
+        w = oracle["p"].clone()
+        if dtype != torch.float32:
+            oracle["p"] = p.double()  # each update rounds
     eps = 4 * torch.finfo(dtype).eps  # three updates; largest seen in fp32: 4.8e-7
-    for got, wanted, limit in ((p, w, eps), (m, m64, 1e-6), (v, v64, 1e-6), (average, average64, eps)):
+    for got, wanted, limit in ((p, w, eps), (m, oracle["m"], 1e-6), (v, oracle["v"], 1e-6), (average, average64, eps)):
         assert torch.allclose(got.double(), wanted, rtol=limit, atol=limit), (got - wanted).abs().max()
 
 
