@@ -167,37 +167,28 @@ def update_cases():
 
 
 def mix_cases():
-    """The sums of a layer, after attention and after its MLP, in bf16 and with FP8 codes; the peers are compiled by
-    PyTorch, and make codes in one layout."""
+    """The sums of a layer, after attention and after its MLP, in bf16 and with FP8 codes."""
     for N in TOKENS:
         lane, a, x0, ngram = (rand(N, D).requires_grad_() for _ in range(4))
         number = torch.ones((), device=DEVICE, requires_grad=True)
         rows = [rand(N, 2, dtype=torch.float32).requires_grad_() for _ in range(3)]
 
-        def after_attention(mix, reader):
-            added = mix.add_later([x0, ngram], [rows[0].split(1, 1)])[1]
-            return mix([(number, lane), (None, a)], reader, added)
+        def after_attention(reader):
+            added = tk.mix.add_later([x0, ngram], [rows[0].split(1, 1)])[1]
+            return tk.mix([(number, lane), (None, a)], reader, added)
 
-        def after_mlp(mix, reader, codes=None):
-            return mix([(number, lane), (None, a)], reader, (), codes)
-
-        def places(mix):
-            return [mix([(None, lane)], None, [each]).x for each in
-                    mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
+        def after_mlp(reader, codes=None):
+            return tk.mix([(number, lane), (None, a)], reader, (), codes)
 
         for name, function, streams in ("4 streams", after_attention, 4), ("2 streams", after_mlp, 2):
             for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4, T.GATE_CHANNELS)))[:1 + FP8]:
-                def plain(lane, a, x0, ngram, factors, function=function, reader=reader):
-                    mixed = function(tk.mix_ref, tk.Reader())
-                    return mixed.x, (mixed.normed.float() * 16).to(tk.E4M3) if reader.scale else mixed.normed
-                yield Case("mix", f"{name}{kind}, {N}", partial(function, tk.mix, reader),
-                           {"compiled": partial(compiled(plain), lane, a, x0, ngram, rows)} if PEERS else {},
-                           **needs("mix", N, D, streams + 2))
+                yield Case("mix", f"{name}{kind}, {N}", partial(function, reader), **needs("mix", N, D, streams + 2))
         for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4)))[:1 + FP8]:
-            channel = tk.GradCodes(2.0**-6) if reader.scale else None
-            mixed = after_mlp(tk.mix, reader, channel)
+            mixed = after_mlp(reader, tk.GradCodes(2.0**-6) if reader.scale else None)
             yield backward("mix", f"2 streams{kind}, {N}", (mixed.x, mixed.normed), (lane, a, number), (N, D, 6))
-        yield backward("mix", f"3 places that add 2 streams, {N}", places(tk.mix), (x0, ngram, *rows), (N, D, 7),
+        places = [tk.mix([(None, lane)], None, [each]).x for each in
+                  tk.mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
+        yield backward("mix", f"3 places that add 2 streams, {N}", places, (x0, ngram, *rows), (N, D, 7),
                        of="added_backward")
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:

@@ -257,19 +257,6 @@ def test_second_moment_of_a_table(label, beta2, every, decay):
     assert (optimizer.state[label]["v"] == (1 - decay) * 4).all()
 
 
-@pytest.mark.parametrize("steps", [4, 5])
-def test_steps_of_the_orthogonalisation(steps):
-    config, got = dataclasses.replace(small_config(), optim=T.Optim(polar_steps=steps)), []
-    ops = SimpleNamespace(**vars(OPS) | {"normuon_update": lambda p, mantissa, v, y, *args: got.append(y)})
-    _, optimizer = make_optimizer(config, ops=ops)
-    grad = torch.randn_like(optimizer.shards["vo_bank"])
-    numbers = T.update_numbers(config, T.make_plan(config, 0))
-    optimizer._update("vo_bank", grad, numbers, False)
-    X, scale = OPS.fused_momentum(grad, torch.zeros(grad.shape), numbers["momentum"], kernels.POLAR_SAFETY)
-    wanted = [kernels.polar_express(X.clone(), scale, OPS, count) for count in (4, 5)]
-    assert torch.equal(got[0], wanted[steps - 4]) and not torch.equal(*wanted)
-
-
 @pytest.mark.parametrize("world", [1, 3, 7, 60, 61])
 def test_head_pairs_against_svd(world):
     """At momentum 0, every pair of heads of Q or K comes to its polar factor, whoever owns it; in fp64. 60 ranks own

@@ -404,8 +404,7 @@ def test_two_ranks_agree_with_one(corpus, trained, tmp_path):  # noqa: F811
     """To the tolerances of test_run.py: gradients in bf16 are added in another order."""
     out, err, status = finish(start(corpus, *SHORT, f"--log_dir={tmp_path}", "--save=true", ranks=2))
     assert status == 0, out + err
-    (saved,) = tmp_path.glob("*/*.pt")
-    one, two = (torch.load(path, weights_only=True) for path in (trained.saved[5], saved))
+    one, two = (torch.load(path, weights_only=True) for path in (trained.saved[5], *tmp_path.glob("*/*.pt")))
     assert one["loader"] == two["loader"]
     for name in "pointer_weights", "pointer_sink", "pointer_gain":
         for a, b in ((one["model"][name], two["model"][name]),
