@@ -524,14 +524,12 @@ def main():
     if not torch.cuda.is_available():
         sys.exit("error: bench_kernels.py needs a GPU")
     torch.manual_seed(0)
-    timer = Timer(args.repetitions)
-    limits = ceilings()
+    timer, limits, rows = Timer(args.repetitions), ceilings(), []
     machine = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=tk.triton.__version__,
                    cuda=torch.version.cuda, bf16_tflops=limits["bf16"] / 1e12, fp8_tflops=limits["fp8"] / 1e12,
                    copy_gb_per_s=limits["copy"] / 1e9)
     print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}"
                     for key, value in machine.items()))
-    rows = []
     try:
         for family in args.only.split(","):
             for case in FAMILIES[family]():
@@ -541,9 +539,8 @@ def main():
         print(file=sys.stderr)
     finally:  # after an error, the rows measured so far are printed
         rows.sort(key=lambda row: -row["recoverable_ms"])
-        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms |"
-              " beside it, µs |")
-        print("|---" * 8 + "|")
+        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms | beside it, µs |",
+              "|---" * 8 + "|", sep="\n")
         for row in rows:
             low, median, high = row["quartiles"]
             peers = ", ".join(f"{name} {us:.1f}" for name, us in row["peers"].items())

@@ -484,24 +484,12 @@ POLAR = [
 ]
 
 # label: (beta1, beta2, lr_mul, wd_mul)
-ADAM_TABLE = {
-    "sa_lambdas": (0.9, 0.99, 5.0, 0),
-    "smear_lambda": (0.9, 0.99, 5.0, 0),
-    "backout_lambda": (0.9, 0.99, 5.0, 0),
-    "skip_lambda": (0.9, 0.99, 5.0, 0),
-    "smear_gate": (0.9, 0.99, 0.01, 0),
-    "skip_gate": (0.9, 0.99, 0.05, 0),
-    "attn_gate_bank": (0.9, 0.99, 1, 1),
-    "ve_gate_bank": (0.9, 0.99, 1, 1),
-    "lm_head": (0.5, 0.95, 1, 150),
-    "bigram_embed": (0.75, 0.95, 75, 5),
-    "post_lambdas": (0.9, 0.95, 1.0, 0),
-    "x0_lambdas": (0.9, 0.95, 1.0, 0),
-    "bigram_lambdas": (0.9, 0.95, 1.0, 0),
-    "resid_lambdas": (0.9, 0.95, 5.0, 0),
-    "value_embeds": (0.75, 0.95, 75, 5),
-    "embed": (0.5, 0.95, 1, 150),
-}
+ADAM_TABLE = {label: row for labels, row in {
+    "sa_lambdas smear_lambda backout_lambda skip_lambda": (0.9, 0.99, 5.0, 0), "resid_lambdas": (0.9, 0.95, 5.0, 0),
+    "post_lambdas x0_lambdas bigram_lambdas": (0.9, 0.95, 1.0, 0), "attn_gate_bank ve_gate_bank": (0.9, 0.99, 1, 1),
+    "smear_gate": (0.9, 0.99, 0.01, 0), "skip_gate": (0.9, 0.99, 0.05, 0),
+    "lm_head embed": (0.5, 0.95, 1, 150), "bigram_embed value_embeds": (0.75, 0.95, 75, 5)}.items()
+    for label in labels.split()}
 
 # label: learning-rate multipliers of the matrices of one bank, repeated along the bank
 NORMUON_TABLE = {
@@ -587,7 +575,7 @@ class OracleOptimizer:
         self.states = {}
         self.banks = [label for label in NORMUON_TABLE if label in params]
         for label in self.banks:
-            w = self._matrices(self.params[label])
+            w = self.params[label].flatten(0, -3)
             m, s, v = (torch.zeros_like(x) for x in (w, w, w[:, :, :1]))
             self.states[label] = dict(w=w, m=m, s=s, v=v)
         for label in ADAM_TABLE:
@@ -596,10 +584,6 @@ class OracleOptimizer:
         self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}
         self.tied = True
 
-    def _matrices(self, tensor):
-        """Optimizer view (matrices, R, C); shares storage."""
-        return tensor.view(-1, *tensor.shape[-2:])
-
     @torch.no_grad()
     def step(self, grads, step, s, mu, split_step, slow=None, every=2):
         """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`; every:
@@ -607,7 +591,7 @@ class OracleOptimizer:
         assert split_step % 2 == 1
         for label in self.banks:
             muls = NORMUON_TABLE[label]
-            g = self._matrices(grads[label].double().contiguous())
+            g = grads[label].double().flatten(0, -3)
             lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
             normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s, slow)
 

@@ -133,7 +133,7 @@ def test_what_run_sh_shows(err, lines):
     assert as_run_sh_shows(err) == lines
 
 
-def test_a_step_that_does_not_end():
+def test_a_step_that_does_not_end(monkeypatch):
     """NCCL does not watch the collectives of a CUDA graph, so the host does, with several ranks."""
     event = SimpleNamespace(query=lambda: False)
     with pytest.raises(RuntimeError) as error:
@@ -142,10 +142,7 @@ def test_a_step_that_does_not_end():
     T.wait_for(SimpleNamespace(query=lambda: True), world=2, limit=0)
     event.synchronize = lambda: setattr(event, "query", lambda: True)
     T.wait_for(event, world=1, limit=0)
-
-
-def test_waiting_for_all_work_of_a_gpu_has_a_limit(monkeypatch):
-    calls = Mock()
+    calls = Mock()  # waiting for all work of a GPU has a limit, too
     monkeypatch.setattr(T, "wait_for", calls.wait_for)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: "event"))
     monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
