@@ -20,7 +20,6 @@ from data.run.sample import forward, log_probabilities
 from data.run.state import whole_state
 from forks import Forks, rank_variables
 from oracles import gpu, only_gpu, rows_step
-from records import evaluate as E
 from test_checkpoint import LAST_ONLY, differing, read_logs, train
 from test_embedding import sorted_ids
 from test_run import STEPS, VAL_BATCH, corpus, finish, start  # noqa: F401 (corpus is a fixture)
@@ -274,17 +273,6 @@ def test_no_token_sees_what_it_must_not():
             differs = (predictions(documents, *args) != wanted).any(1)
             assert differs[place] and not differs[:place].any()
             assert not args or differs[border:].any() == (place >= border - ORDERS)
-
-
-@pytest.mark.parametrize("rows", ["500", "500,300", "500,300,200", "0,0,200"])
-def test_a_question_does_not_see_the_one_before(rows):
-    """The losses of endings in one sequence are those of each pair alone."""
-    config, model, attention = random_model(f"--ngram_rows={rows}")
-    pairs = [(b"a rose", b" is a rose"), (b"the end", b" of it"), (b"x", b"yz")]
-    together = list(E.ending_losses(model, config, attention, pairs))
-    for pair, losses in zip(pairs, together, strict=True):
-        (alone,) = E.ending_losses(model, config, attention, [pair])
-        torch.testing.assert_close(losses, alone, rtol=1e-5, atol=1e-5)
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------

@@ -308,9 +308,11 @@ def test_bf16_is_near_fp32():
 
 # ---- Endings ---------------------------------------------------------------------------------------------------------
 
-def test_losses_of_endings_do_not_depend_on_the_packing():
-    """Of sequences of 64 and of 512 tokens; they are those of the oracle for each pair alone."""
-    config, model = tiny_model()
+@pytest.mark.parametrize("rows", ["500", "500,300", "500,300,200", "0,0,200"])
+def test_losses_of_endings_do_not_depend_on_the_packing(rows):
+    """Of sequences of 64 and of 512 tokens; they are those of the oracle for each pair alone, so no question sees the
+    one before, whatever n-grams it reads."""
+    config, model = tiny_model(f"--ngram_rows={rows}", "--bigram_signs=true")
     text = b"a rose is a rose is a rose"
     pairs = [(text[:9 + i], text[9 + i:20 + 2 * (i % 3)]) for i in range(6)]
     found = [list(E.ending_losses(model, dataclasses.replace(config, data=dataclasses.replace(
