@@ -442,10 +442,7 @@ def pack_documents(tokens_of_shards, sep, spec):
 
 def cu_capacity(n):
     """K, the smallest positive multiple of 128 that is at least n // 300."""
-    K = 128
-    while K < n // 300:
-        K += 128
-    return K
+    return next(K for K in range(128, n + 129, 128) if K >= n // 300)
 
 
 def padded(cu, n, K):

@@ -141,14 +141,20 @@ def test_update_rows(rows, width, update, device):
     torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
 
 
-def test_update_rows_refuses():
-    p, last = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int32)
-    for change, message in ((dict(v=p.bfloat16()), "v must be contiguous torch.float32"),
-                            (dict(last=last.long()), "last must be .* torch.int32"),
-                            (dict(v=None), "v must be a tensor, got None"),
-                            (dict(touched=last.view(-1)), "touched must be .* torch.bool"),
-                            (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)")):
-        arguments = dict(p=p.clone(), v=p.clone(), last=last, touched=torch.ones(4, dtype=torch.bool), grad=p, t=1,
-                         step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1) | change
-        with pytest.raises(ValueError, match=f"update_rows: {message}"):
-            tk.update_rows(**arguments)
+@pytest.mark.parametrize("name, change, message", [
+    ("update_rows", dict(v=torch.ones(4, 8).bfloat16()), "v must be contiguous torch.float32"),
+    ("update_rows", dict(last=torch.zeros(4, 1, dtype=torch.int64)), "last must be .* torch.int32"),
+    ("update_rows", dict(v=None), "v must be a tensor, got None"),
+    ("update_rows", dict(touched=torch.zeros(4, dtype=torch.int32)), "touched must be .* torch.bool"),
+    ("update_rows", dict(grad=torch.ones(8, 4).mT), r"grad must be contiguous .* strides \(1, 4\)"),
+    ("update_few_rows", dict(v=torch.ones(4, 8)), r"v must be .* shape \(4, 1\)"),
+    ("update_few_rows", dict(place=torch.zeros(3, dtype=torch.int32)), r"place must be .*\(4,"),
+    ("update_few_rows", dict(rows=torch.zeros(2, dtype=torch.int32)), r"rows must be .* \(3,"),
+    ("update_few_rows", dict(count=None), "count must be a")])
+def test_updates_refuse(name, change, message):
+    p, few = torch.ones(4, 8), tk.FewRows(torch.ones(4, 8), 3)
+    last, numbers = torch.zeros(4, 1, dtype=torch.int32), dict(t=1, step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1)
+    good = (dict(v=p.clone(), touched=torch.ones(4, dtype=torch.bool), grad=p.clone()) if name == "update_rows" else
+             dict(v=p[:, :1].clone(), grad=few.grad, place=few.place, rows=few.rows, count=few.count))
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        getattr(tk, name)(**dict(p=p, last=last) | good | numbers | change)

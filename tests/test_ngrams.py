@@ -218,18 +218,6 @@ def test_lists_of_any_length_take_the_same_kernels(device):
     assert len(compiled) == 1
 
 
-def test_update_refuses():
-    few, p = tk.FewRows(torch.ones(4, 8), 3), torch.ones(4, 8)
-    good = dict(p=p, v=p[:, :1].clone(), last=torch.zeros(4, 1, dtype=torch.int32), grad=few.grad, place=few.place,
-                rows=few.rows, count=few.count, t=1, step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1)
-    for change, message in ((dict(v=p), r"v must be .* shape \(4, 1\)"),
-                            (dict(place=few.rows), r"place must be .*\(4,"),
-                            (dict(rows=few.rows[:2]), r"rows must be .* \(3,"),
-                            (dict(count=None), "count must be a")):
-        with pytest.raises(ValueError, match=f"update_few_rows: {message}"):
-            tk.update_few_rows(**good | change)
-
-
 # ---- What a token sees -----------------------------------------------------------------------------------------------
 
 ORDERS = 3  # bigrams, trigrams, 4-grams
