@@ -1,16 +1,13 @@
 """Time every kernel against the limits of this GPU.
 
     python tests/bench_kernels.py [--only=attend,mlp] [--json=table.json]
-    python tests/bench_kernels.py --against=table.json    also name the kernels that are slower than they were
 
 Prints one line per kernel and shape, most recoverable time first. The limit is the larger of operations / measured
 matmul rate and bytes / measured copy bandwidth, with each operand counted once. "recoverable" is the time that a
 training step on one GPU would gain if the kernel ran at its limit, for shapes that occur there. Times are medians and
 quartiles with a cold L2 cache; kernel and PyTorch calls run in turn. Attention counts the (query, key) pairs inside
 window and document; "64/128" are the widths of a head of q and k, and of v.
---against compares with a table that --json wrote on the same kind of GPU. A kernel is slower if its lower
-quartile is more than 5 % above the old median. The exit status is then 1. `records/compare.py` compares
-step times. The other files in this folder test correctness.
+`records/compare.py` compares step times. The other files in this folder test correctness.
 """
 
 import argparse
@@ -26,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt as T
@@ -70,13 +66,24 @@ def needs(name, *sizes):
     return dict(zip(("bf16", "bytes"), WORK[name][1](*sizes)))
 
 
-def case(name, shape, args, sizes, peers={}, calls=0):
-    """The case of the function `name` of triton_kernels.py with these arguments and the work of these sizes."""
-    return Case(name, shape, partial(getattr(tk, name), *args), peers, **needs(name, *sizes), calls=calls)
+def case(name, shape, args, sizes=None, peers={}, calls=0, bytes=0):
+    """The case of the function `name` of triton_kernels.py with these arguments, and the work of these sizes or as many
+    bytes. peers "compiled" and "plain": the reference with these arguments."""
+    if isinstance(peers, str):
+        reference = getattr(tk, name + "_ref")
+        peers = {peers: partial(compiled(reference) if peers == "compiled" else reference, *args)}
+    work = needs(name, *sizes) if sizes else dict(bytes=bytes)
+    return Case(name, shape, partial(getattr(tk, name), *args), peers, **work, calls=calls)
+
+
+def backward(name, shape, outputs, inputs, sizes=None, calls=0, of=None, **work):
+    """The case of the gradients of `inputs`, with the work of the operation `of` (name_backward) at these sizes."""
+    run = partial(torch.autograd.grad, outputs, inputs, [rand(*x.shape, dtype=x.dtype) for x in outputs], True)
+    work = work or needs(of or f"{name}_backward", *sizes)
+    return Case(f"{name}, backward", shape, run, **work, calls=calls)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
-
 
 class Timer:
     def __init__(self, repetitions):
@@ -122,7 +129,6 @@ def rand(*shape, dtype=BF16):
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
-
 def muon_cases():
     for ranks in 8, 1:
         on_one = ranks == 1
@@ -134,9 +140,6 @@ def muon_cases():
             yield case(name, shape, (X, Q), (n, D, height), {"bmm": partial(torch.bmm, *factors, out=Q)}, 5 * on_one)
             yield case("ba_plus_cAA", square, (P, 0.5, -2.0, Q, 3.0), (n, D),
                        {"baddbmm": partial(torch.baddbmm, P, P, P, beta=-2.0, alpha=0.5)}, 5 * on_one)
-            yield Case("X Q (library)", shape, partial(torch.matmul, X, Q),
-                       {"aX + XQ": partial(torch.baddbmm, X, X, Q, beta=3.0)},
-                       bf16=2 * n * height * D * D, bytes=2 * n * D * (2 * height + D), calls=5 * on_one)
 
 
 def update_cases():
@@ -150,75 +153,54 @@ def update_cases():
                                   ("fused_momentum", (grad, m, 0.9, 1.02, slow, 0.85, 0.01, 0.5), 20),
                                   ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95), 10),
                                   ("normuon_update", (*halves, v, y, 1e-6, rates, 0.1, 0.95, slow, 0.1), 18)):
-            yield Case(name, f"{shape}, {moved} bytes", partial(getattr(tk, name), *args),
-                       {"compiled": partial(compiled(getattr(tk, name + "_ref")), *args)}, bytes=moved * size, calls=1)
+            yield case(name, f"{shape}, {moved} bytes", args, None, "compiled", 1, bytes=moved * size)
     p, grad = rand(V, D), rand(V, D)
     m, v, average = (torch.ones(V, D, device=DEVICE) for _ in range(3))
     for more, moved in ((), 22), ((average, 0.1), 30):
         args = p, m, v, grad, 1e-6, 1e-6, 0.5, 0.95, 1e-10, *more
-        yield Case("adam_update", f"{V}x{D}, {moved} bytes", partial(tk.adam_update, *args),
-                   {"compiled": partial(compiled(tk.adam_update_ref), *args)}, bytes=moved * V * D, calls=0.5)
+        yield case("adam_update", f"{V}x{D}, {moved} bytes", args, None, "compiled", 0.5, bytes=moved * V * D)
     for dtype in BF16, torch.float32:
-        args = rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3
-        coefficients = *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10
-        yield Case("replicated_update", f"{2**18}, {dtype}", partial(tk.replicated_update, *args, *coefficients),
-                   {"compiled": partial(compiled(tk.replicated_update_ref), *args, *coefficients)},
-                   bytes=(32 + 3 * p.new_empty(0, dtype=dtype).element_size()) * 2**18, calls=0.5)
+        args = (rand(2**18, dtype=dtype), *torch.ones(2, 2**18, device=DEVICE), rand(2**18, dtype=dtype), 1e-6, 3,
+                *torch.full((4, 2**18), 0.9, device=DEVICE), 0.005, 1e-10)
+        yield case("replicated_update", f"{2**18}, {dtype}", args, None, "compiled", 0.5,
+                   bytes=(32 + 3 * dtype.itemsize) * 2**18)
 
 
 def mix_cases():
-    """The sums of a layer, after attention and after its MLP, in bf16 and with FP8 codes; the peers are compiled by
-    PyTorch, and make codes in one layout."""
+    """The sums of a layer, after attention and after its MLP, in bf16 and with FP8 codes."""
     for N in TOKENS:
         lane, a, x0, ngram = (rand(N, D).requires_grad_() for _ in range(4))
         number = torch.ones((), device=DEVICE, requires_grad=True)
         rows = [rand(N, 2, dtype=torch.float32).requires_grad_() for _ in range(3)]
 
-        def after_attention(mix, reader):
-            added = mix.add_later([x0, ngram], [rows[0].split(1, 1)])[1]
-            return mix([(number, lane), (None, a)], reader, added)
+        def after_attention(reader):
+            added = tk.mix.add_later([x0, ngram], [rows[0].split(1, 1)])[1]
+            return tk.mix([(number, lane), (None, a)], reader, added)
 
-        def after_mlp(mix, reader, codes=None):
-            return mix([(number, lane), (None, a)], reader, (), codes)
-
-        def places(mix):
-            return [mix([(None, lane)], None, [each]).x for each in
-                    mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
+        def after_mlp(reader, codes=None):
+            return tk.mix([(number, lane), (None, a)], reader, (), codes)
 
         for name, function, streams in ("4 streams", after_attention, 4), ("2 streams", after_mlp, 2):
             for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4, T.GATE_CHANNELS)))[:1 + FP8]:
-                def plain(lane, a, x0, ngram, factors, function=function, reader=reader):
-                    mixed = function(tk.mix_ref, tk.Reader())
-                    return mixed.x, (mixed.normed.float() * 16).to(tk.E4M3) if reader.scale else mixed.normed
-                yield Case("mix", f"{name}{kind}, {N}", partial(function, tk.mix, reader),
-                           {"compiled": partial(compiled(plain), lane, a, x0, ngram, rows)} if PEERS else {},
-                           **needs("mix", N, D, streams + 2))
+                yield Case("mix", f"{name}{kind}, {N}", partial(function, reader), **needs("mix", N, D, streams + 2))
         for kind, reader in (("", tk.Reader()), (", codes", tk.Reader(2.0**-4)))[:1 + FP8]:
-            channel = tk.GradCodes(2.0**-6) if reader.scale else None
-            mixed = after_mlp(tk.mix, reader, channel)
-            outputs, inputs = (mixed.x, mixed.normed), (lane, a, number)
-            yield Case("mix, backward", f"2 streams{kind}, {N}",
-                       partial(torch.autograd.grad, outputs, inputs, [rand(N, D), rand(N, D)], True),
-                       **needs("mix_backward", N, D, 6))
-        outputs = places(tk.mix)
-        yield Case("mix, backward", f"3 places that add 2 streams, {N}",
-                   partial(torch.autograd.grad, outputs, (x0, ngram, *rows), [rand(N, D) for _ in outputs], True),
-                   **needs("added_backward", N, D, 7))
+            mixed = after_mlp(reader, tk.GradCodes(2.0**-6) if reader.scale else None)
+            yield backward("mix", f"2 streams{kind}, {N}", (mixed.x, mixed.normed), (lane, a, number), (N, D, 6))
+        places = [tk.mix([(None, lane)], None, [each]).x for each in
+                  tk.mix.add_later([x0, ngram], [row.split(1, 1) for row in rows])[1]]
+        yield backward("mix", f"3 places that add 2 streams, {N}", places, (x0, ngram, *rows), (N, D, 7),
+                       of="added_backward")
         inputs = rand(N, T.GATE_CHANNELS), rand(1, T.GATE_CHANNELS), torch.ones(1, device=DEVICE)
         gate = tk.token_gate(*(x.requires_grad_() for x in inputs))
-        yield Case("token_gate", f"{N}", partial(tk.token_gate, *inputs), {"plain": partial(tk.token_gate_ref, *inputs)},
-                   bytes=N * (2 * T.GATE_CHANNELS + 4))
+        yield Case("token_gate", f"{N}", partial(tk.token_gate, *inputs), bytes=N * (2 * T.GATE_CHANNELS + 4))
         yield Case("token_gate, backward", f"{N}", partial(torch.autograd.grad, gate, inputs, torch.ones_like(gate), True),
                    bytes=N * (4 * T.GATE_CHANNELS + 4))
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:
             kind, gate = f"{N}{', without values' if share is None else ''}", rand(N, H).sigmoid()
             if share is not None:
-                yield Case("exclude_values", kind, partial(tk.exclude_values, y, v, share),
-                           {"compiled": partial(compiled(tk.exclude_values_ref), y, v, share)},
-                           **needs("exclude_values", N, D))
-            yield Case("output_grad", kind, partial(tk.output_grad, dz, y, v, share, gate),
-                       **needs("output_grad", N, D, share is not None))
+                yield case("exclude_values", kind, (y, v, share), (N, D), "compiled")
+            yield case("output_grad", kind, (dz, y, v, share, gate), (N, D, share is not None))
 
 
 def weights_cases():
@@ -227,15 +209,12 @@ def weights_cases():
     for n, P, height in (BANK[0] // 4, 1, D), (BANK[1] // 2, 2, MLP_DIM):
         bank, factors = rand(n, P, height, D).requires_grad_(), torch.ones(n, device=DEVICE, requires_grad=True)
         for in_codes in (False, True)[:1 + FP8]:
-            scaled = partial(tk.scaled_weights, bank, factors, in_codes)
             shape, size = f"{n}x{P}x{height}x{D}{', codes' * in_codes}", n * height * D
             if not in_codes:
-                yield Case("scaled_weights", shape, scaled, {"plain": partial(tk.scaled_weights_ref, bank, factors)},
-                           bytes=4 * size, calls=MICRO)
-            matrices = [matrix for layer in scaled() for matrix in layer]
-            yield Case("scaled_weights, backward", shape, partial(
-                torch.autograd.grad, matrices, (bank, factors), [rand(height, D) for _ in matrices], True),
-                bytes=4 * P * size + (4 if in_codes else 6) * size, calls=MICRO)
+                yield case("scaled_weights", shape, (bank, factors), None, "plain", MICRO, bytes=4 * size)
+            matrices = [matrix for layer in tk.scaled_weights(bank, factors, in_codes) for matrix in layer]
+            yield backward("scaled_weights", shape, matrices, (bank, factors), calls=MICRO,
+                           bytes=4 * P * size + (4 if in_codes else 6) * size)
 
 
 def transpose_cases():
@@ -268,20 +247,6 @@ def flash2(q, k, v, dy, cu, longest, window):
         dy, q, k, v, out, lse, *packed, no_dropout, no_dropout, **window)
 
 
-def flex(q, k, v, dy, start, window):
-    """(forward, backward) of FlexAttention; its block mask is made before."""
-    def seen(b, h, i, j):
-        return (i >= j) & (i - j <= window) & (start[i] == start[j])
-
-    N = len(q)
-    mask = create_block_mask(seen, None, None, N, N, device=DEVICE)
-    q, k, v, dy = (x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v, dy))
-    attend = compiled(flex_attention)
-    out = attend(q, k, v, block_mask=mask, scale=0.1)
-    return (lambda: attend(q.detach(), k.detach(), v.detach(), block_mask=mask, scale=0.1),
-            lambda: torch.autograd.grad(out, (q, k, v), dy, retain_graph=True))
-
-
 def attention_cases():
     for tokens, stage in zip(TOKENS, STAGES):
         for paired, long, d in (False, False, HEAD), (False, True, HEAD), (True, False, HEAD), (
@@ -297,12 +262,9 @@ def attention_cases():
             y, lse = tk.attend(*args)
             name = f"FA2{', q and k padded with zeros' * (d < HEAD)}"
             peers = {name: flash2(q, k, v, dy, cu, longest, window)} if PEERS else {}
-            if PEERS and N == TOKENS[0]:
-                peers["Flex"] = flex(q, k, v, dy, start, window)
             sizes = tokens, D, HEAD, d / HEAD, heads * seen_pairs(np.diff(cu.tolist()), window)
             shape = f"{N}, {heads} heads of {d}/{HEAD}, window {window}"
-            layers = sum(n for kind, n in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
-            calls = MICRO * layers
+            calls = MICRO * sum(n for kind, n in KINDS.items() if kind[:3] == (paired, long, d < HEAD))
             forward, backward = ({name: peer[i] for name, peer in peers.items()} for i in range(2))
             yield case("attend", shape, args, sizes, forward, calls)
             *_, dgate = tk.output_grad(dy, y, v, None, args[3])
@@ -319,9 +281,9 @@ def block_cases():
             grads = [rand(N, H, w) for w in (width, width, HEAD)]
             weight = rand(H * (2 * width + HEAD), D) * D**-0.5
             dqkv = torch.empty(N, weight.size(0), device=DEVICE, dtype=BF16)
-            switches = zip(("paired", "offset", "narrow", "value"), (paired, offset, narrow, value))
-            names = [name for name, on in switches if on]
-            shape, values = f"{N}, {'+'.join(names) or 'plain'}", (ve, gate) if value else (None, None)
+            switches = dict(paired=paired, offset=offset, narrow=narrow, value=value)
+            shape = f"{N}, {'+'.join(name for name, on in switches.items() if on) or 'plain'}"
+            values = (ve, gate) if value else (None, None)
             args = (x, weight, rotary, *values, paired, offset, narrow)
             planes, _, rstd = tk.project(*args)
             yield case("project", shape, args, (N, D, value, width / HEAD),
@@ -333,8 +295,8 @@ def block_cases():
                 continue
             args = x, *((ve, w_ve) if value else (None, None)), w_out, paired
             gates, channels = tk.head_gates(*args), T.GATE_CHANNELS * (3 if value and not paired else 2) // 2
-            sizes, peers = (N, channels, H * len(gates)), {"torch": partial(tk.head_gates_ref, *args)}
-            yield case("head_gates", shape, args, sizes, peers, MICRO * layers)
+            sizes = N, channels, H * len(gates)
+            yield case("head_gates", shape, args, sizes, "plain", MICRO * layers)
             back = gates[0], gates[-1], gates, *args, torch.zeros_like(x), torch.zeros_like(ve) if value else None
             yield case("head_gates_backward", shape, back, sizes, calls=MICRO * layers)
 
@@ -353,68 +315,53 @@ def mlp_cases():
         yield Case("mlp: dpre", shape, partial(tk._relu_square, g, W2, post), {
             "GEMM + pass": lambda g=g, W=W2, p=post, f=derivative: f(g @ W.t(), p)},
             **(work | needs("mlp_backward", N, D, width)))
-        yield Case("mlp: post W2 (library)", shape, partial(torch.matmul, post, W2), **work)
-        yield Case("mlp: postᵀ g (library)", shape, partial(torch.matmul, post.t(), g), **work)
 
 
 def fp8_projection_cases():
-    """The projection in FP8 and its gradient: the two kernels and the library's products, each beside bf16."""
+    """The two kernels of the projection in FP8 and of its gradient, each beside bf16."""
     one = torch.ones((), device=DEVICE)
     for N in TOKENS:
         x, ve, gate, rotary = rand(N, D), rand(N, D), torch.sigmoid(rand(N, H)), rand(2 * N, HEAD // 4, 2)
-        x8, x8_t = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
+        x8, _ = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3)
         for narrow, value in product((False, True), repeat=2):
             width = HEAD // 2 if narrow else HEAD
             weight, values = rand(H * (2 * width + HEAD), D) * D**-0.5, (ve, gate) if value else (None, None)
-            w8, w8_t = tk.both_layouts(weight, one, tk.E4M3)
+            w8, _ = tk.both_layouts(weight, one, tk.E4M3)
             shape = f"{N}, {'narrow' if narrow else 'whole'} heads{', value' * value}"
-            sizes, work = (N, D, value, width / HEAD), dict(fp8=2 * N * weight.numel())
             project = partial(tk.project, x, weight, rotary, *values, False, False, narrow)
             qk, _, rstd = project()
             yield Case("project, FP8", shape, partial(project, codes=(x8, w8, one, one)), {"bf16": project},
-                       bytes=WORK["project_codes"][1](*sizes)[1], **work)
+                       fp8=2 * N * weight.numel(), bytes=WORK["project_codes"][1](N, D, value, width / HEAD)[1])
             grads = [rand(N, H, w) for w in (width, width, HEAD)]
             codes = [rand(*s).to(tk.E5M2) for s in ((N, len(weight)), (len(weight), N))]
-            dqkv = rand(N, len(weight))
             back = partial(tk.project_backward, *grads, qk, rstd, rotary, *values, False, False)
-            yield Case("project_backward, FP8", shape, partial(back, *codes, one), {"bf16": partial(back, dqkv)},
+            yield Case("project_backward, FP8", shape, partial(back, *codes, one),
+                       {"bf16": partial(back, rand(N, len(weight)))},
                        bytes=WORK["project_codes_backward"][1](N, D, value, False, width / HEAD)[1])
-            if not value:
-                yield Case("dqkv W, FP8 (library)", shape, partial(tk.scaled_product, codes[0], w8_t, one, one),
-                           {"bf16": partial(torch.matmul, dqkv, weight)}, bytes=3 * N * D + dqkv.numel(), **work)
-                yield Case("dqkvᵀ x, FP8 (library)", shape, partial(tk.scaled_product, codes[1], x8_t, one, one),
-                           {"bf16": partial(torch.matmul, dqkv.t(), x)}, bytes=N * D + dqkv.numel(), **work)
 
 
 def fp8_cases():
-    """The MLP in FP8: quantising, the two kernels, the library's products, and all of it beside the MLP in bf16."""
+    """The MLP in FP8: quantising, the two kernels, and all of it beside the MLP in bf16."""
     count, width = len(CONFIG.model.layers), MLP_DIM
     bank = rand(count, 2, width, D) * D**-0.5
     mlps = tk.Fp8Mlps(bank, 1.0)
     yield Case("Fp8Mlps.refresh", f"{2 * count}x{width}x{D}", mlps.refresh, bytes=6 * bank.numel(), calls=1)
-    (W1, W2), (W1_t, W2_t) = mlps.codes[0], mlps.codes_t[0]
+    W1, W2 = mlps.codes[0]
     x_scale, w1_scale, w2_scale, post_scale, g_scale, dpre_scale = mlps.scales[0, :, 0]
     for N in TOKENS:
         shape, each = str(N), dict(fp8=2 * N * D * width, calls=MICRO * count)
         x, g = F.rms_norm(rand(N, D), (D,)), rand(N, D) * 0.01
-        (x8, x8_t), (g8, g8_t) = (tk.both_layouts(x, tk.x8_scale(D), tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2))
+        (x8, x8_t), (g8, _) = tk.both_layouts(x, tk.x8_scale(D), tk.E4M3), tk.both_layouts(g, tk.G8_SCALE, tk.E5M2)
         yield Case("transpose_copy", f"{N}x{D} bytes", partial(tk.transpose_copy, x8, x8_t),
                    **needs("transpose_bytes", N * D), calls=2 * MICRO * count)
         up = x8, W1, x_scale, w1_scale, post_scale, mlps.post_max[0]
-        post, post_t = tk.relu_square_codes(*up)
+        post, _ = tk.relu_square_codes(*up)
         yield Case("mlp, FP8: codes of post", shape, partial(tk.relu_square_codes, *up), {
             "product alone": partial(tk.scaled_product, x8, W1, x_scale, w1_scale, True)},
             bytes=N * (D + 2 * width), **each)
         down = g8, W2, g_scale, w2_scale, dpre_scale, mlps.dpre_max[0], post, post_scale
-        dpre, dpre_t = tk.relu_square_codes(*down)
         yield Case("mlp, FP8: codes of dpre", shape, partial(tk.relu_square_codes, *down), {
             "product alone": partial(tk.scaled_product, g8, W2, g_scale, w2_scale)}, bytes=N * (D + 3 * width), **each)
-        for name, *args in (("post W2", post, W2_t, post_scale, w2_scale, True),
-                            ("postᵀ g", post_t, g8_t, post_scale, g_scale),
-                            ("dpre W1", dpre, W1_t, dpre_scale, w1_scale),
-                            ("dpreᵀ x", dpre_t, x8_t, dpre_scale, x_scale)):
-            yield Case(f"mlp, FP8: {name} (library)", shape, partial(tk.scaled_product, *args),
-                       bytes=N * (3 * D + width), **each)
         leaves = [t.requires_grad_() for t in (x, *bank[0].clone())]
 
         def whole(mlp, leaves=leaves, g=g):
@@ -428,7 +375,6 @@ def head_cases():
     weights = torch.tensor([1.0, 0.5, 0.25], device=DEVICE)
     weight = torch.nn.Parameter(rand(D, V) * 0.02)
     head = tk.HeadLoss(weight, BF16, True)
-    plain = compiled(tk.cross_entropy_ref)
     yield Case("quantise_weights", f"{D}x{V}", head.refresh, **needs("quantise_weights", D * V), calls=0.5)
     head.embedding = torch.nn.Parameter(rand(V, D))
     head.embedding.grad = torch.zeros_like(head.embedding)
@@ -438,18 +384,17 @@ def head_cases():
         rows = min(N, head.block)
         logits, grad = rand(rows, V) * 4, torch.empty(rows, V, device=DEVICE, dtype=torch.float8_e5m2)
         args = logits, tk.multi_token_targets(targets, len(w))[:rows], w, 0.1, 0.001, grad
-        yield case("cross_entropy", f"{rows} rows of {N}", args, (rows, V, True), {"compiled": partial(plain, *args)},
-                   MICRO * N / rows)
+        yield case("cross_entropy", f"{rows} rows of {N}", args, (rows, V, True), "compiled", MICRO * N / rows)
         codes = torch.randint(256, (N, V), device=DEVICE, dtype=torch.uint8)
         turned = torch.empty(V, N, device=DEVICE, dtype=torch.uint8)
         yield Case("transpose_copy", f"{N}x{V} bytes", partial(tk.transpose_copy, codes, turned),
                    {"copy_": partial(turned.copy_, codes.mT)}, **needs("transpose_bytes", N * V), calls=MICRO)
 
-        def whole(h=h, targets=targets, w=w):
+        def whole(targets, candidates=None, h=h, w=w):
             weight.grad = h.grad = None
-            head(h, targets, w, 0.125).backward()
+            head(h, targets, w, 0.125, candidates=candidates).backward()
 
-        yield Case("HeadLoss, all of it", str(N), whole, fp8=6 * N * D * V, bytes=7 * N * V)
+        yield Case("HeadLoss, all of it", str(N), partial(whole, targets), fp8=6 * N * D * V, bytes=7 * N * V)
 
         P = min(V, T.num_candidates(CONFIG, N) or V)
         text = (np.random.default_rng(0).pareto(1.0, N) * 20).astype(np.int64) % V  # not more distinct ids than text
@@ -457,12 +402,8 @@ def head_cases():
         logits, grad = rand(N, P) * 4, torch.empty(N, P, device=DEVICE, dtype=torch.float8_e5m2)
         args = logits, tk.multi_token_targets(positions, len(w)), w, 0.1, 0.001, grad
         yield case("cross_entropy", f"{N} rows, {P} candidates", args, (N, P, True))
-
-        def sampled(h=h, targets=positions, w=w, candidates=candidates):
-            h.grad = None
-            head(h, targets, w, 0.125, candidates=candidates).backward()
-
-        yield Case("HeadLoss, sampled", f"{N}, {P} candidates", sampled, fp8=6 * N * D * P, bytes=7 * N * P)
+        yield Case("HeadLoss, sampled", f"{N}, {P} candidates", partial(whole, positions, candidates),
+                   fp8=6 * N * D * P, bytes=7 * N * P)
 
 
 def pointer_cases():
@@ -474,16 +415,12 @@ def pointer_cases():
         args = (q, k, sink, ids.int(), *tk.document_of_tokens(cu, N), N, 0.1, targets)
         sizes = N, T.POINTER_WIDTH, seen_pairs(np.diff(cu.tolist()), N) - N
         yield case("pointer", str(N), args, sizes, calls=MICRO)
-        masses = tk.pointer(*args)
-        back = partial(torch.autograd.grad, masses, (q, k, sink), [torch.ones_like(x) for x in masses], True)
-        yield Case("pointer, backward", str(N), back, **needs("pointer_backward", *sizes), calls=MICRO)
+        yield backward("pointer", str(N), tk.pointer(*args), args[:3], sizes, MICRO)
         projected, gain, weights = (x.requires_grad_() for x in (
             rand(N, 3 * T.POINTER_WIDTH), rand(1, dtype=torch.float32), rand(T.POINTER_WIDTH, dtype=torch.float32)))
         args, sizes = (projected, gain, weights, args[4]), sizes[:2]
-        yield case("pointer_inputs", str(N), args, sizes, {"plain": partial(tk.pointer_inputs_ref, *args)}, MICRO)
-        results = tk.pointer_inputs(*args)
-        back = partial(torch.autograd.grad, results, args[:3], [torch.ones_like(x) for x in results], True)
-        yield Case("pointer_inputs, backward", str(N), back, **needs("pointer_inputs_backward", *sizes), calls=MICRO)
+        yield case("pointer_inputs", str(N), args, sizes, "plain", MICRO)
+        yield backward("pointer_inputs", str(N), tk.pointer_inputs(*args), args[:3], sizes, MICRO)
 
 
 def claiming(few, sorted_ids, upstream, *signs):
@@ -502,8 +439,7 @@ def embedding_cases():
             sorted_ids = tk.SortedIds(rows_of_tokens, pieces)
             grad, upstream = torch.zeros(rows, D, device=DEVICE, dtype=BF16), rand(N, D)
             args, sizes = (grad, sorted_ids, upstream), (N, D, sorted_ids.ids.unique().numel())
-            yield case("embedding_grad", f"{name}, {N}", args, sizes,
-                       {"dense": partial(tk.embedding_grad_ref, *args)}, calls)
+            yield case("embedding_grad", f"{name}, {N}", args, sizes, "plain", calls)
         for orders in 1, 2:
             table, signs = rand(V * 5, D), rand(8192, D)
             ids, sign_ids = (torch.randint(n, (orders * N,), device=DEVICE, dtype=torch.int32) for n in (V * 5, 8192))
@@ -511,37 +447,31 @@ def embedding_cases():
             yield Case("embedding_grad", f"{orders} orders, {N}, places for all rows",
                        partial(claiming, tk.FewRows(table, len(ids)), sorted_ids, upstream, signs, sign_ids),
                        bytes=2 * D * (len(ids) + ids.unique().numel()), calls=MICRO)
-            args = table, ids, orders, signs, sign_ids
-            yield case("signed_rows", f"{orders} orders, {N}", args, (N, D, orders),
-                       {"plain": partial(tk.signed_rows_ref, *args)}, MICRO)
+            yield case("signed_rows", f"{orders} orders, {N}", (table, ids, orders, signs, sign_ids), (N, D, orders),
+                       "plain", MICRO)
     rows, touched = CONFIG.model.ngrams[0][1], max(TOKENS)
     p, grad = rand(rows, D), torch.zeros(rows, D, device=DEVICE, dtype=BF16)
-    ids = torch.arange(touched, device=DEVICE) * 7919 % rows
-    grad[ids] = rand(touched, D)
-    v, last = torch.ones(rows, D, device=DEVICE), torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32)
-    m = torch.zeros_like(v)
-    values = grad[ids]
-
-    is_touched = torch.zeros(rows, device=DEVICE, dtype=torch.bool)
+    ids, values = torch.arange(touched, device=DEVICE) * 7919 % rows, rand(touched, D)
+    distinct, is_touched = ids.unique(), torch.zeros(rows, device=DEVICE, dtype=torch.bool)
+    m, v, v_of_rows = torch.zeros(rows, D, device=DEVICE), *(torch.ones(rows, n, device=DEVICE) for n in (D, 1))
+    last, numbers = torch.zeros(rows, 1, device=DEVICE, dtype=torch.int32), (1, 1e-3, 0.0, 0.95, 1e-10)
+    few = tk.FewRows(p, 2 * touched)
+    few.load(distinct, values[:len(distinct)])
+    place, count = few.place.clone(), few.count.clone()
 
     def update_rows():
         grad[ids], is_touched[ids] = values, True  # the update clears both
-        tk.update_rows(p, v, last, is_touched, grad, 1, 1e-3, 0.0, 0.95, 1e-10)
-
-    yield Case("update_rows", f"{touched} of {rows} rows, and the write of their gradients", update_rows,
-               {"all rows, with a first moment": lambda: tk.adam_update(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
-               bytes=D * 20 * len(ids.unique()), calls=0.5)
-
-    few = tk.FewRows(p, 2 * touched)
-    few.load(ids.unique(), values[:len(ids.unique())])
-    place, count, v = few.place.clone(), few.count.clone(), v[:, :1].contiguous()
+        tk.update_rows(p, v, last, is_touched, grad, *numbers)
 
     def update_few_rows():
         few.grad[:touched], few.place[:], few.count[:] = values, place, count  # the update clears them
-        tk.update_few_rows(p, v, last, few.grad, few.place, few.rows, few.count, 1, 1e-3, 0.0, 0.95, 1e-10)
+        tk.update_few_rows(p, v_of_rows, last, few.grad, few.place, few.rows, few.count, *numbers)
 
-    yield Case("update_few_rows", f"{touched} of {rows} rows, and the write of their gradients", update_few_rows,
-               bytes=D * 12 * len(ids.unique()), calls=0.5)
+    shape = f"{touched} of {rows} rows, and the write of their gradients"
+    yield Case("update_rows", shape, update_rows,
+               {"all rows, with a first moment": lambda: tk.adam_update(p, m, v, grad, 1e-3, 0.0, 0.75, 0.95, 1e-10)},
+               bytes=D * 20 * len(distinct), calls=0.5)
+    yield Case("update_few_rows", shape, update_few_rows, bytes=D * 12 * len(distinct), calls=0.5)
 
 
 def replayed(run):
@@ -582,23 +512,6 @@ def optimizer_cases():
                        {"launched one by one": one_by_one}, **work)
 
 
-def slower(table, old):
-    """One line for every kernel of `table` that is slower than in `old`; both are what --json writes.
-
-    Raises ValueError when the tables are of different GPUs or have no kernel in common.
-    """
-    gpus = [each["machine"]["gpu"] for each in (old, table)]
-    before = {(row["kernel"], row["shape"]): row["us"] for row in old["rows"]}
-    rows = [(row, before[row["kernel"], row["shape"]]) for row in table["rows"]
-            if (row["kernel"], row["shape"]) in before]
-    if gpus[0] != gpus[1]:
-        raise ValueError(f"that table is of {gpus[0]}, this GPU is {gpus[1]}")
-    if not rows:
-        raise ValueError("no kernel is in both tables")
-    return [f"{row['kernel']}, {row['shape']}: {row['us']:.1f} µs, was {us:.1f}" for row, us in rows
-            if row["quartiles"][0] > 1.05 * us]
-
-
 FAMILIES = dict(muon=muon_cases, update=update_cases, mix=mix_cases, weights=weights_cases, transpose=transpose_cases,
                 attend=attention_cases, block=block_cases, mlp=mlp_cases, fp8=fp8_cases,
                 fp8_projection=fp8_projection_cases, pointer=pointer_cases, head=head_cases,
@@ -609,28 +522,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default=",".join(FAMILIES), help="comma-separated: %(default)s")
     parser.add_argument("--json", help="also write the table here")
-    parser.add_argument("--against", help="name the kernels that are slower than in this table, which --json wrote")
     parser.add_argument("--repetitions", type=int, default=25)
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - set(FAMILIES):
         parser.error(f"unknown families {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
-    try:
-        old = json.loads(Path(args.against).read_text(encoding="utf-8")) if args.against else None
-        if args.against:
-            slower(old, old)  # raises for what is no table
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"--against={args.against}: not a table that --json wrote ({error!r})")
     if not torch.cuda.is_available():
         sys.exit("error: bench_kernels.py needs a GPU")
     torch.manual_seed(0)
-    timer = Timer(args.repetitions)
-    limits = ceilings()
+    timer, limits, rows = Timer(args.repetitions), ceilings(), []
     machine = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=tk.triton.__version__,
                    cuda=torch.version.cuda, bf16_tflops=limits["bf16"] / 1e12, fp8_tflops=limits["fp8"] / 1e12,
                    copy_gb_per_s=limits["copy"] / 1e9)
     print(", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}"
                     for key, value in machine.items()))
-    rows, late = [], []
     try:
         for family in args.only.split(","):
             for case in FAMILIES[family]():
@@ -640,9 +544,8 @@ def main():
         print(file=sys.stderr)
     finally:  # after an error, the rows measured so far are printed
         rows.sort(key=lambda row: -row["recoverable_ms"])
-        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms |"
-              " beside it, µs |")
-        print("|---" * 8 + "|")
+        print("| kernel | shape | µs (quartiles) | rate | of limit | calls per step | recoverable ms | beside it, µs |",
+              "|---" * 8 + "|", sep="\n")
         for row in rows:
             low, median, high = row["quartiles"]
             peers = ", ".join(f"{name} {us:.1f}" for name, us in row["peers"].items())
@@ -651,14 +554,7 @@ def main():
                   f" {row['recoverable_ms']:.2f} | {peers} |")
         if args.json:
             Path(args.json).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1), encoding="utf-8")
-    if old:
-        try:
-            late = slower({"machine": machine, "rows": rows}, old)
-        except ValueError as error:
-            sys.exit(f"error: --against={args.against}: {error}")
-        print(f"\nslower than in {args.against} by more than 5 %: {len(late)}", *late, sep="\n")
-    return bool(late)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,7 +22,6 @@ from pathlib import Path
 
 # ---- The server ------------------------------------------------------------------------------------------------------
 
-
 def serve(requests):
     """Each message on the socket `requests` is a request, with file descriptors for stdout, stderr and the report. Ends
     at EOF."""
@@ -83,7 +82,6 @@ def execute(code, argv, env):
 
 
 # ---- The client ------------------------------------------------------------------------------------------------------
-
 
 @cache
 def server():

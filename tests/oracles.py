@@ -16,8 +16,8 @@ import torch
 RMS_EPS = 2.0 ** -23
 GATE = 12  # channels that a gate reads
 
-# One row per layer:
-# (number among the layers with attention, window, paired, key offset, (value table, gate channels of x, gate channels of ve))
+# One row per layer: (number among the layers with attention, window, paired, key offset,
+#  (value table, gate channels of x, gate channels of ve))
 LAYERS = [
     (0, "S", True, False, None),
     (1, "S", False, False, (0, 6, 6)),
@@ -295,18 +295,22 @@ def softcapped_logits(params, h):
     return 23 * torch.sigmoid((h @ params["lm_head"] + 5) / 7.5)
 
 
+def target_losses(z, targets, weights, gate=None, mass=None, sink_mass=None):
+    """Losses (N,) from softcapped logits z (N, C); targets (N, K) are columns of z, -1 = none.
+
+    With the column `gate`: of a head with a pointer, whose attention on copies of the targets is mass (N, K).
+    """
+    targets = targets.to(z.device)
+    log_p = torch.log_softmax(z, dim=-1).gather(1, targets.clamp(min=0))
+    if gate is not None:
+        alpha = torch.softmax(z, dim=-1)[:, gate, None]
+        log_p = torch.log(log_p.exp() * (1 + alpha * sink_mass[:, None] / (1 - alpha)) + alpha * mass)
+    return -(torch.as_tensor(weights).to(z) * (targets >= 0) * log_p).sum(1)
+
+
 def mtp_losses(z, targets, weights):
     """Losses (N,) from softcapped logits z (N, V); prediction k of token t has target t+k of the packed sequence."""
-    N = z.shape[0]
-    targets = torch.as_tensor(targets).long().to(z.device)
-    lse = torch.logsumexp(z, dim=-1)
-    loss = torch.zeros_like(lse)
-    for k, w in enumerate(weights):
-        w, M = float(w), N - k  # tokens t < M have a target t+k
-        if w > 0 and M > 0:
-            term = w * (lse[:M] - z[:M].gather(1, targets[k:, None])[:, 0])
-            loss = loss + torch.cat([term, torch.zeros_like(lse[M:])])
-    return loss
+    return target_losses(z, later_targets(targets, len(weights)), weights)
 
 
 def pointer_inputs(params, h, cu):
@@ -325,12 +329,7 @@ def pointer_inputs(params, h, cu):
 
 def pointer_attention(q, k, sink, cu, window, scale):
     """(N, 1 + N): softmax over the sink's score and the keys i - window ... i - 1 of token i's own document."""
-    n = q.shape[0]
-    seen = torch.zeros(n, n, dtype=torch.bool)
-    for a, b in zip(cu[:-1], cu[1:]):
-        for i in range(a, b):
-            for j in range(max(a, i - window), i):
-                seen[i, j] = True
+    seen = attention_mask(cu, q.shape[0], window).fill_diagonal_(False)
     scores = (scale * (q @ k.T)).masked_fill(~seen.to(q.device), -math.inf)
     return torch.softmax(torch.cat([sink[:, None], scores], dim=1), dim=1)
 
@@ -362,29 +361,14 @@ def later_targets(targets, count):
                          for i in range(len(targets))])
 
 
-def copy_probabilities(z, gate, mass, sink_mass, targets):
-    """(N, K): p' of the targets (N, K) (-1: of class 0) from softcapped logits z (N, C) and column `gate`."""
-    p = torch.softmax(z, dim=-1)
-    alpha = p[:, gate, None]
-    return p.gather(1, targets.clamp(min=0)) * (1 + alpha * sink_mass[:, None] / (1 - alpha)) + alpha * mass
-
-
-def copy_losses(z, gate, mass, sink_mass, targets, weights):
-    """Losses (N,) of a head with a pointer; targets (N, K) are columns of z, -1 = none."""
-    w = torch.as_tensor(weights).to(z) * (targets >= 0)
-    return -(w * copy_probabilities(z, gate, mass, sink_mass, targets).log()).sum(1)
-
-
 def losses_of_head(params, h, tok, targets, cu, mtp_weights, pointer=None):
     """(losses (N,), softcapped logits (N, V)). pointer: None, or (class of the gate, window) of the pointer head."""
-    z = softcapped_logits(params, h)
-    if pointer is None:
-        return mtp_losses(z, targets, mtp_weights), z
-    (gate, window), cu = pointer, [int(c) for c in cu]
-    shifted = later_targets(targets, len(mtp_weights))
-    attn = pointer_attention(*pointer_inputs(params, h, cu), cu, window, 128**-0.5)
-    masses = copy_masses(attn, pointer_hits(tok, shifted))
-    return copy_losses(z, gate, *masses, shifted.to(z.device), mtp_weights), z
+    z, shifted, copies = softcapped_logits(params, h), later_targets(targets, len(mtp_weights)), ()
+    if pointer is not None:
+        (gate, window), cu = pointer, [int(c) for c in cu]
+        attn = pointer_attention(*pointer_inputs(params, h, cu), cu, window, 128**-0.5)
+        copies = gate, *copy_masses(attn, pointer_hits(tok, shifted))
+    return target_losses(z, shifted, mtp_weights, *copies), z
 
 
 def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale, pointer=None, **settings):
@@ -423,74 +407,62 @@ def write_library(folder):
     return folder
 
 
-def one_call(tokens, B, i, n, M, ranks):
-    """One call of the batcher from cursor i: (one batch per rank, new cursor), or None if B has too few documents."""
-    batches = []
-    for _ in range(ranks):
-        count, pieces, lengths = 0, [], []
-        while count <= n:
-            if i == len(B):
-                return None
-            s = B[i]
-            following = B[i + 1] if i + 1 < len(B) else len(tokens)
-            e = min(following, s + M, s + n - count + 1)
-            pieces.append(tokens[s:e])
-            lengths.append(e - s)
-            count += e - s
-            i += 1
-        assert count == n + 1
-        c = np.concatenate(pieces)
-        batches.append((c[0:n].astype(np.int32), c[1:n + 1].astype(np.int64), lengths))
-    return batches, i
+def one_batch(tokens, B, i, n, M):
+    """One batch from cursor i: ((inputs, targets, lengths), new cursor), or None if B has too few documents."""
+    pieces = []
+    while sum(map(len, pieces)) <= n:
+        if i == len(B):
+            return None
+        following = B[i + 1] if i + 1 < len(B) else len(tokens)
+        pieces.append(tokens[B[i]:min(following, B[i] + M, B[i] + n - sum(map(len, pieces)) + 1)])
+        i += 1
+    c = np.concatenate(pieces)
+    assert len(c) == n + 1
+    return (c[:n].astype(np.int32), c[1:].astype(np.int64), [*map(len, pieces)]), i
 
 
-def pack_documents(tokens_of_shards, sep, spec, ranks=8):
-    """For each (n, M) of spec, the list of `ranks` tuples (inputs (n,), targets (n,), document lengths).
+def pack_documents(tokens_of_shards, sep, spec):
+    """For each (n, M) of spec (inputs (n,), targets (n,), document lengths), as on one rank.
 
-    The lengths sum to n + 1. A call that finds too few documents starts again on the next shard; after the last shard
-    comes the first. Raises a ValueError if no shard holds enough documents for one call.
+    The lengths sum to n + 1. A batch that finds too few documents starts again on the next shard; after the last shard
+    comes the first. Raises a ValueError if no shard holds enough documents for one batch.
     """
     shards = [(tokens, [p for p, x in enumerate(tokens.tolist()) if x == sep]) for tokens in tokens_of_shards]
     shard, i = 0, 0
     for n, M in spec:
         for _ in range(len(shards) + 1):
-            tokens, B = shards[shard]
-            result = one_call(tokens, B, i, n, M, ranks)
-            if result is not None:
+            if result := one_batch(*shards[shard], i, n, M):
                 break
             shard, i = (shard + 1) % len(shards), 0
         else:
-            raise ValueError(f"no shard fills {ranks} x {n} tokens with documents of at most {M}")
-        batches, i = result
-        yield batches
+            raise ValueError(f"no shard fills {n} tokens with documents of at most {M}")
+        batch, i = result
+        yield batch
 
 
 def cu_capacity(n):
     """K, the smallest positive multiple of 128 that is at least n // 300."""
-    K = 128
-    while K < n // 300:
-        K += 128
-    return K
+    return next(K for K in range(128, n + 129, 128) if K >= n // 300)
+
+
+def padded(cu, n, K):
+    """Cumulative lengths (K,), padded with n: at least one n must follow the start of the last document."""
+    if len(cu) >= K:
+        raise ValueError(f"{len(cu)} documents do not fit into {K} cumulative lengths")
+    return np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
 
 
 def cu_seqlens(lengths, n, K):
     """Cumulative lengths (K,) of documents that sum to n + 1 tokens (the last document loses one), padded with n."""
     assert sum(lengths) == n + 1
-    if len(lengths) >= K:
-        raise ValueError(f"{len(lengths)} documents do not fit into {K} cumulative lengths")
-    cu = [0, *np.cumsum(lengths)]
-    cu[-1] -= 1
-    return np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
+    return padded([0, *np.cumsum(lengths[:-1])], n, K)
 
 
 def validation_piece(tokens, pos, n, sep, K):
     """(inputs, targets, cu) of the n tokens from pos on; cu is 0, the position of every separator, and n as padding."""
     inputs, targets = tokens[pos:pos + n], tokens[pos + 1:pos + n + 1]
     assert len(targets) == n
-    cu = [0] + [p for p, x in enumerate(inputs.tolist()) if x == sep]
-    if len(cu) >= K:  # at least one n must follow
-        raise ValueError(f"{len(cu)} segments do not fit into {K} cumulative lengths")
-    cu = np.array(cu + [n] * (K - len(cu)), dtype=np.int32)
+    cu = padded([0] + [p for p, x in enumerate(inputs.tolist()) if x == sep], n, K)
     return inputs.astype(np.int32), targets.astype(np.int64), cu
 
 
@@ -509,24 +481,12 @@ POLAR = [
 ]
 
 # label: (beta1, beta2, lr_mul, wd_mul)
-ADAM_TABLE = {
-    "sa_lambdas": (0.9, 0.99, 5.0, 0),
-    "smear_lambda": (0.9, 0.99, 5.0, 0),
-    "backout_lambda": (0.9, 0.99, 5.0, 0),
-    "skip_lambda": (0.9, 0.99, 5.0, 0),
-    "smear_gate": (0.9, 0.99, 0.01, 0),
-    "skip_gate": (0.9, 0.99, 0.05, 0),
-    "attn_gate_bank": (0.9, 0.99, 1, 1),
-    "ve_gate_bank": (0.9, 0.99, 1, 1),
-    "lm_head": (0.5, 0.95, 1, 150),
-    "bigram_embed": (0.75, 0.95, 75, 5),
-    "post_lambdas": (0.9, 0.95, 1.0, 0),
-    "x0_lambdas": (0.9, 0.95, 1.0, 0),
-    "bigram_lambdas": (0.9, 0.95, 1.0, 0),
-    "resid_lambdas": (0.9, 0.95, 5.0, 0),
-    "value_embeds": (0.75, 0.95, 75, 5),
-    "embed": (0.5, 0.95, 1, 150),
-}
+ADAM_TABLE = {label: row for labels, row in {
+    "sa_lambdas smear_lambda backout_lambda skip_lambda": (0.9, 0.99, 5.0, 0), "resid_lambdas": (0.9, 0.95, 5.0, 0),
+    "post_lambdas x0_lambdas bigram_lambdas": (0.9, 0.95, 1.0, 0), "attn_gate_bank ve_gate_bank": (0.9, 0.99, 1, 1),
+    "smear_gate": (0.9, 0.99, 0.01, 0), "skip_gate": (0.9, 0.99, 0.05, 0),
+    "lm_head embed": (0.5, 0.95, 1, 150), "bigram_embed value_embeds": (0.75, 0.95, 75, 5)}.items()
+    for label in labels.split()}
 
 # label: learning-rate multipliers of the matrices of one bank, repeated along the bank
 NORMUON_TABLE = {
@@ -549,15 +509,19 @@ def normuon_step(state, g, mu, lrs, wd, slow=None):
 
     slow: (decay of m, rate of the slow average s, its share in the averaged gradient), if there is one.
     """
-    w, m, v = state["w"], state["m"], state["v"]
-    lrs = torch.as_tensor(lrs, dtype=w.dtype, device=w.device).reshape(-1, 1, 1)
+    m, lrs = state["m"], torch.as_tensor(lrs, dtype=g.dtype, device=g.device).reshape(-1, 1, 1)
     # 1-3
     decay, rate, share = slow or (mu, 0.0, 0.0)
     m.copy_(decay * m + (1 - decay) * g)
     if slow:
         state["s"].copy_((1 - rate) * state["s"] + rate * g)
     u = (1 - mu) * g + mu * ((1 - share) * m + share * state.get("s", 0.0))
-    y = polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6))
+    normuon_update(state, polar_express(u / (1.02 * torch.sqrt((u * u).sum((-2, -1), keepdim=True)) + 1e-6)), lrs, wd)
+
+
+def normuon_update(state, y, lrs, wd):
+    """The part of `normuon_step` that follows the orthogonalisation: y (c, R, C), lrs (c, 1, 1)."""
+    w, v = state["w"], state["v"]
     # 4
     q, n = (y * y).mean(2, keepdim=True), w.shape[2]
     norm = torch.sqrt(n * q.sum((1, 2), keepdim=True))
@@ -582,11 +546,18 @@ def adam_step(state, g, lr, beta1, beta2, wd_mul):
     state["t"] += 1
     m.copy_(beta1 * m + (1 - beta1) * g)
     v.copy_(beta2 * v + (1 - beta2) * g * g)
-    size = lr * math.sqrt(1 - beta2 ** state["t"]) / (1 - beta1 ** state["t"])
+    size = lr * (1 - beta2 ** state["t"]) ** 0.5 / (1 - beta1 ** state["t"])
     u = size * m / (torch.sqrt(v) + ADAM_EPS)
     wd = lr * lr * ADAM_WD * wd_mul
     u = u + wd * p * (u * p > 0).to(p.dtype)
     p.copy_(p - u)
+
+
+def rows_step(p, v, g, lr, wd, beta2, eps, one_number=False):
+    """(p, v) after one step of Adam without first moment; v (rows, width), or one number for each row (rows, 1)."""
+    v = beta2 * v + (1 - beta2) * (g.square().mean(1, keepdim=True) if one_number else g.square())
+    u = lr * g / (v.sqrt() + eps)
+    return p - u - wd * p * (u * p > 0), v
 
 
 class OracleOptimizer:
@@ -601,7 +572,7 @@ class OracleOptimizer:
         self.states = {}
         self.banks = [label for label in NORMUON_TABLE if label in params]
         for label in self.banks:
-            w = self._matrices(self.params[label])
+            w = self.params[label].flatten(0, -3)
             m, s, v = (torch.zeros_like(x) for x in (w, w, w[:, :, :1]))
             self.states[label] = dict(w=w, m=m, s=s, v=v)
         for label in ADAM_TABLE:
@@ -610,10 +581,6 @@ class OracleOptimizer:
         self.sums = {label: torch.zeros_like(self.params[label]) for label in ADAM_TABLE}
         self.tied = True
 
-    def _matrices(self, tensor):
-        """Optimizer view (matrices, R, C); shares storage."""
-        return tensor.view(-1, *tensor.shape[-2:])
-
     @torch.no_grad()
     def step(self, grads, step, s, mu, split_step, slow=None, every=2):
         """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`; every:
@@ -621,7 +588,7 @@ class OracleOptimizer:
         assert split_step % 2 == 1
         for label in self.banks:
             muls = NORMUON_TABLE[label]
-            g = self._matrices(grads[label].double().contiguous())
+            g = grads[label].double().flatten(0, -3)
             lrs = [NORMUON_LR * s * muls[j % len(muls)] for j in range(len(g))]
             normuon_step(self.states[label], g, mu, lrs, NORMUON_WD * NORMUON_LR * s, slow)
 
@@ -660,19 +627,13 @@ def stage_of(step):
 def lr_factor(step):
     """Learning-rate factor of a step."""
     base = [1.0, 1.52, 1.73, 1.73][stage_of(step)]  # has no effect in the extension
-    if step < 580:
-        return base
-    t = min(1, (step - 580) / (1450 - 580))
+    t = min(max(0, (step - 580) / (1450 - 580)), 1)
     return base * (1 - t) + 0.15 * t
 
 
 def muon_momentum(step):
     """Momentum of NorMuon at a step."""
-    if step < 300:
-        return 0.85 + 0.10 * step / 300
-    if step <= 1440:
-        return 0.95
-    return 0.95 - 0.10 * (step - 1440) / 50
+    return np.interp(step, (0, 300, 1440, 1490), (0.85, 0.95, 0.95, 0.85))
 
 
 def mtp_weights(step):
@@ -688,7 +649,8 @@ def mtp_weights(step):
 
 ON_GPU = torch.cuda.is_available()
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: Triton's interpreter gets it wrong or takes minutes")
-bf16 = pytest.param(torch.bfloat16, marks=gpu)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
+only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731
+bf16 = only_gpu(torch.bfloat16)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
 
 
 def framed(values, *margins):

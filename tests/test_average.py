@@ -90,6 +90,13 @@ def test_values(corpus, tmp_path, longer, monkeypatch, split_stage):
     assert expected
 
 
+def assert_evaluated(run, step, capsys):
+    """The checkpoint has the weights whose loss the run logged."""
+    capsys.readouterr()
+    assert evaluate.main([str(run.saved[int(step)]), "--device=cpu"]) == 0
+    assert f"val_loss: {run.val[step]}" in capsys.readouterr().out
+
+
 def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     """A run ends with the blend, which changes no step before the end. A resumed run is the same bit for bit, and the
     last checkpoint holds the weights that the run validated."""
@@ -104,9 +111,7 @@ def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     assert differing(resumed.saved[STEPS], whole.saved[STEPS]) == []
     assert resumed.val[str(STEPS)] == final
 
-    capsys.readouterr()
-    assert evaluate.main([str(whole.saved[STEPS]), "--device=cpu"]) == 0
-    assert f"val_loss: {final}" in capsys.readouterr().out
+    assert_evaluated(whole, str(STEPS), capsys)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -123,6 +128,4 @@ def test_tied_to_the_end(corpus, tmp_path, capsys, longer):
     """The embedding stays the transposed head, in the run and in the evaluation of its checkpoint."""
     run = train(corpus, tmp_path, "--average_blend=1", "--split_stage=4", "--extension_steps=0", "--save=true")
     assert T.make_plan(T.parse_config([*corpus.args, "--split_stage=4", "--extension_steps=0"]), 9).tied
-    capsys.readouterr()
-    assert evaluate.main([str(run.saved[9]), "--device=cpu"]) == 0
-    assert f"val_loss: {run.val['9']}" in capsys.readouterr().out
+    assert_evaluated(run, "9", capsys)

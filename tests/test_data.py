@@ -64,9 +64,9 @@ class Corpus:
         """(inputs, targets, document lengths, sample) of all micro-batches in order. The oracle packs them as on one
         rank. sample: sample_candidates for the number of the micro-batch, or None."""
         calls = [spec for spec in self.spec for _ in range(self.micro_batches)]
-        packed = oracles.pack_documents([*self.shards, *more_shards], SEP, calls, ranks=1)
+        packed = oracles.pack_documents([*self.shards, *more_shards], SEP, calls)
         return [(*row, L.sample_candidates(row[1], MODEL.padded_vocab, self.candidates, number))
-                for number, (row,) in enumerate(packed)]
+                for number, row in enumerate(packed)]
 
     def rows_before_the_end(self):
         """Number of micro-batches before the data starts again. One more shard, only of separators, shows the end."""

@@ -5,7 +5,7 @@ import torch
 
 import triton_kernels as tk
 from data.loader import PIECE, sorted_pieces
-from oracles import framed, gpu
+from oracles import framed, gpu, only_gpu, rows_step
 
 REF = tk.embedding_grad_ref
 
@@ -34,11 +34,16 @@ def test_embedding_grad(rows, width, n, device):
     wanted = grad.double().index_add_(0, ids, upstream.double())
     untouched = torch.ones(rows, dtype=torch.bool, device=device)
     untouched[ids.long()] = False
-    for implementation in (tk.embedding_grad, REF):
+    for implementation in (REF, tk.embedding_grad):
         got = grad.clone()
         implementation(got, sorted_ids(ids), upstream)
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
         assert torch.equal(got[untouched], grad[untouched])
+    framed_rows = framed(upstream, (0, 0), (width, width))[1]  # strided
+    for _ in range(2):
+        again = grad.clone()
+        tk.embedding_grad(again, sorted_ids(ids), framed_rows)
+        assert torch.equal(again, got)
 
 
 def test_ids_of_every_length(device, poisoned_empty):
@@ -50,14 +55,6 @@ def test_ids_of_every_length(device, poisoned_empty):
     wanted = grad.double().index_add_(0, ids, upstream.double())
     tk.embedding_grad(grad, sorted_ids(ids), upstream)
     torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_strided_upstream_and_repetition(device):
-    ids, grad, upstream = setting(40, 48, 100, torch.float32, device)
-    results = [grad.clone() for _ in range(3)]
-    for got, dy in zip(results, (upstream, framed(upstream, (0, 0), (48, 48))[1], upstream)):
-        tk.embedding_grad(got, sorted_ids(ids), dy)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @gpu
@@ -115,8 +112,7 @@ def test_wrong_arguments(device):
 
 # ---- Updates of some rows --------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), pytest.param(50304, 768, marks=gpu)])
+@pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), only_gpu(50304, 768)])
 @pytest.mark.parametrize("update", [tk.update_rows, tk.update_rows_ref])
 def test_update_rows(rows, width, update, device):
     """Seven updates, in each of which some rows have a gradient, against Adam with beta1 = 0 of all rows in fp64. In
@@ -136,9 +132,7 @@ def test_update_rows(rows, width, update, device):
         given = [torch.tensor(float(x), device=device) if t % 2 else x for x in (t, step_size, decay)]
         update(p, v, last, touched, grad, *given, beta2, eps)
         assert not grad.any() and not touched.any()
-        exact_v = beta2 * exact_v + (1 - beta2) * g * g
-        u = step_size * g / (exact_v.sqrt() + eps)
-        exact = exact - u - decay * exact * (u * exact > 0)
+        exact, exact_v = rows_step(exact, exact_v, g, step_size, decay, beta2, eps)
         torch.testing.assert_close(p.double(), exact, rtol=1e-5, atol=1e-6)
         idle = (g == 0).all(1)
         assert all(torch.equal(new[idle], old[idle]) for new, old in zip((p, v, last), before))
@@ -147,14 +141,20 @@ def test_update_rows(rows, width, update, device):
     torch.testing.assert_close(caught_up, exact_v, rtol=1e-5, atol=1e-7)
 
 
-def test_update_rows_refuses():
-    p, last = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int32)
-    for change, message in ((dict(v=p.bfloat16()), "v must be contiguous torch.float32"),
-                            (dict(last=last.long()), "last must be .* torch.int32"),
-                            (dict(v=None), "v must be a tensor, got None"),
-                            (dict(touched=last.view(-1)), "touched must be .* torch.bool"),
-                            (dict(grad=p.mT.contiguous().mT), r"grad must be contiguous .* strides \(1, 4\)")):
-        arguments = dict(p=p.clone(), v=p.clone(), last=last, touched=torch.ones(4, dtype=torch.bool), grad=p, t=1,
-                         step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1) | change
-        with pytest.raises(ValueError, match=f"update_rows: {message}"):
-            tk.update_rows(**arguments)
+@pytest.mark.parametrize("name, change, message", [
+    ("update_rows", dict(v=torch.ones(4, 8).bfloat16()), "v must be contiguous torch.float32"),
+    ("update_rows", dict(last=torch.zeros(4, 1, dtype=torch.int64)), "last must be .* torch.int32"),
+    ("update_rows", dict(v=None), "v must be a tensor, got None"),
+    ("update_rows", dict(touched=torch.zeros(4, dtype=torch.int32)), "touched must be .* torch.bool"),
+    ("update_rows", dict(grad=torch.ones(8, 4).mT), r"grad must be contiguous .* strides \(1, 4\)"),
+    ("update_few_rows", dict(v=torch.ones(4, 8)), r"v must be .* shape \(4, 1\)"),
+    ("update_few_rows", dict(place=torch.zeros(3, dtype=torch.int32)), r"place must be .*\(4,"),
+    ("update_few_rows", dict(rows=torch.zeros(2, dtype=torch.int32)), r"rows must be .* \(3,"),
+    ("update_few_rows", dict(count=None), "count must be a")])
+def test_updates_refuse(name, change, message):
+    p, few = torch.ones(4, 8), tk.FewRows(torch.ones(4, 8), 3)
+    last, numbers = torch.zeros(4, 1, dtype=torch.int32), dict(t=1, step_size=0.1, weight_decay=0.0, beta2=0.9, eps=0.1)
+    good = (dict(v=p.clone(), touched=torch.ones(4, dtype=torch.bool), grad=p.clone()) if name == "update_rows" else
+             dict(v=p[:, :1].clone(), grad=few.grad, place=few.place, rows=few.rows, count=few.count))
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        getattr(tk, name)(**dict(p=p, last=last) | good | numbers | change)

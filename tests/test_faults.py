@@ -39,6 +39,12 @@ def pid(seen, rank):
     return int(re.search(rf"^rank {rank} is (\d+)", seen, re.M)[1])
 
 
+def ended(corpus, tmp_path, *args, seconds=30, **options):
+    """(stdout, stderr, status, log) of a run of forks."""
+    result = finish(start(corpus, f"--log_dir={tmp_path}", *args, **options), seconds)
+    return *result, "".join(path.read_text() for path in tmp_path.glob("*.txt"))
+
+
 def one_line(err, pattern):
     """The only line of ours is this one."""
     ours = "\n".join(re.findall("^error: .*$", err, re.M))
@@ -108,27 +114,26 @@ def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
         assert re.search(last, log) and re.search(last, out), (out, log)
 
 
-def test_a_signal_as_each_python_spells_it():
-    """3.10 by its name; test_a_signal_to_torchrun_ends_all has the spelling of this Python."""
-    err = "W1121 20:00:00.1 9 torch/distributed/elastic/agent/server/api.py:7] Received {} death signal\nTraceback\n"
-    assert as_run_sh_shows(err.format("Signals.SIGINT")) == ["run.sh: ended by signal SIGINT: Ctrl-C"]
-    assert as_run_sh_shows(err.format("15")) == ["run.sh: ended by signal 15, from outside"]
+API, NCCL = "torch/distributed/elastic/", "[rank0]:[E1127 15:33:30.858602164 ProcessGroupNCCL.cpp:9] [Rank 0] "
+SIGNALLED_TORCHRUN = f"W1121 20:00:00.1 9 {API}agent/server/api.py:7] Received %s death signal\nTraceback\n"
 
 
-def test_a_process_that_hangs_on_gpus():
-    """One line in place of the stack traces of NCCL, whose thread ends the process that waits."""
-    nccl = "[rank0]:[E1127 15:33:30.858602164 ProcessGroupNCCL.cpp:{}] [Rank 0] {}\n"
-    err = (nccl.format(1914, "Received a dump signal due to a collective timeout from this local rank and we will")
-           + nccl.format(689, "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=742, OpType=ALLREDUCE)")
-           + "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout\nterminate called\n"
-           + "E1127 15:34:31.1 9 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: -6) local_rank"
-           + ": 0 (pid: 17934) of binary: python3\n")
-    assert as_run_sh_shows("warning: first\n" + err) == [
-        "warning: first", "run.sh: a process hangs: the others have waited for it until their time was over",
-        "run.sh: process 0 was ended by signal 6"]
+@pytest.mark.parametrize("err, lines", [
+    # 3.10 has the name; test_a_signal_to_torchrun_ends_all has the spelling of this Python.
+    (SIGNALLED_TORCHRUN % "Signals.SIGINT", ["run.sh: ended by signal SIGINT: Ctrl-C"]),
+    (SIGNALLED_TORCHRUN % "15", ["run.sh: ended by signal 15, from outside"]),
+    # A process that hangs on GPUs: the thread of NCCL ends the process that waits, with stack traces.
+    (f"warning: first\n{NCCL}Received a dump signal due to a collective timeout from this local rank and we will\n"
+     f"{NCCL}Watchdog caught collective operation timeout: WorkNCCL(SeqNum=742, OpType=ALLREDUCE)\n"
+     "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout\nterminate called\n"
+     f"E1127 15:34:31.1 9 {API}multiprocessing/api.py:988] failed (exitcode: -6) local_rank: 0 (pid: 1) of binary: x\n",
+     ["warning: first", "run.sh: a process hangs: the others have waited for it until their time was over",
+      "run.sh: process 0 was ended by signal 6"])])
+def test_what_run_sh_shows(err, lines):
+    assert as_run_sh_shows(err) == lines
 
 
-def test_a_step_that_does_not_end():
+def test_a_step_that_does_not_end(monkeypatch):
     """NCCL does not watch the collectives of a CUDA graph, so the host does, with several ranks."""
     event = SimpleNamespace(query=lambda: False)
     with pytest.raises(RuntimeError) as error:
@@ -137,10 +142,7 @@ def test_a_step_that_does_not_end():
     T.wait_for(SimpleNamespace(query=lambda: True), world=2, limit=0)
     event.synchronize = lambda: setattr(event, "query", lambda: True)
     T.wait_for(event, world=1, limit=0)
-
-
-def test_waiting_for_all_work_of_a_gpu_has_a_limit(monkeypatch):
-    calls = Mock()
+    calls = Mock()  # waiting for all work of a GPU has a limit, too
     monkeypatch.setattr(T, "wait_for", calls.wait_for)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: "event"))
     monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
@@ -164,7 +166,7 @@ def test_a_signal_ends_a_run_after_a_step(corpus, tmp_path, ranks, sender, saves
     """On all ranks after the same one, on GPUs two later if there are several; here the signal is for rank 1 alone. A
     checkpoint of this step continues the run (test_checkpoint.py); signal 28 has a handler of its own."""
     hook = SIGNALLED.replace("SENDER", sender) + "\nimport signal; signal.signal(28, lambda *_: say('resized'))"
-    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", saves, "--keep=1", ranks=ranks, hook=hook), 30)
+    out, err, status, log = ended(corpus, tmp_path, saves, "--keep=1", ranks=ranks, hook=hook)
     for rank in range(ranks):
         assert max(map(int, re.findall(f"rank {rank} takes step (\\d+)", out))) == last, out
         assert f"rank {rank} has status 138\n" in out
@@ -174,7 +176,7 @@ def test_a_signal_ends_a_run_after_a_step(corpus, tmp_path, ranks, sender, saves
         assert load_checkpoint(path)["step"] == last + 1
         advice = f"go on with --resume={os.path.relpath(path)}"
     line = f"\nended by SIGUSR1 after step {last + 1}/11; {advice}\n"
-    assert line in out and line in next(tmp_path.glob("*.txt")).read_text() and "resized\n" in out
+    assert line in out and line in log and "resized\n" in out
     assert (status, err) == (138, "") and "final_val_loss" not in out
 
 
@@ -187,14 +189,9 @@ def then_signal(*args):
             os.kill(os.getpid(), 15), time.sleep(0.3)
         yield text
 T.sample = then_signal"""
-    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", "--save=true", "--sample_tokens=90",
-                                    "--sample_prompt=the", hook=hook), 30)
+    out, err, status, _ = ended(corpus, tmp_path, "--save=true", "--sample_tokens=90", "--sample_prompt=the", hook=hook)
     assert (status, err) == (0, "") and 3 <= len(re.search(r"\nsample:\n(.*?)\nfinal_val_loss: ", out, re.S)[1]) < 9
     assert load_checkpoint(next(tmp_path.glob("*/*.pt")))["step"] == 11
-
-
-def saved(folder):
-    return sorted(int(path.stem[-6:]) for path in folder.glob("*/state_step*.pt"))
 
 
 @pytest.mark.parametrize("what, saves, message, steps", [
@@ -202,10 +199,11 @@ def saved(folder):
     ("log", "--save=true", "disk is full", [6]), ("one rank", "--save=true", "one is gone", []),
     ("loss", "--save_every=2", "training loss of step 6 is nan", [4]),
     ("weights", "--save_every=6", "largest weight before step 6 is nan", []),
-    ("end", "--save_every=2", "validation loss before step 11 is nan", [10])])
-def test_an_error_between_steps_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatch, what, saves, message,
-                                                           steps):
-    step = T.Trainer.step
+    ("end", "--save_every=2", "validation loss before step 11 is nan", [10]),
+    ("update", "--save=true", "lost the connection.*remote process exited", [])])  # half of a step is done
+def test_an_error_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatch, what, saves, message, steps):
+    """The screen gets one line, the log of an unforeseen error also the traceback."""
+    step, update = T.Trainer.step, T.Trainer.update
 
     def then_fail(self, loader, plan, *args, **options):
         if plan.step == 5:
@@ -222,26 +220,20 @@ def test_an_error_between_steps_leaves_the_last_good_state(corpus, tmp_path, fai
         if plan.step == 5 and what == "weights":
             self.model.embed.data[0, 0] = torch.nan
         return loss * (torch.nan if what == "loss" and plan.step == 5 else 1)
-    monkeypatch.setattr(T.Trainer, "step", then_fail)
-    fails([*corpus.args, f"--log_dir={tmp_path}", "--keep=1", saves], message)
-    assert saved(tmp_path) == steps
-    for path in tmp_path.glob("*/*.pt"):
-        assert load_checkpoint(path)["loader"]["index"] == steps[0]
 
-
-def test_an_error_in_a_step_leaves_no_half_of_it(corpus, tmp_path, fails, monkeypatch):
-    """The screen gets one line, the log also the traceback."""
-    update = T.Trainer.update
-
-    def then_fail(self, plan, *args):
-        if plan.step == 3:
+    def fail_first(self, plan, *args):
+        if plan.step == 5 and what == "update":
             raise RuntimeError("NCCL error: remote process exited")
         update(self, plan, *args)
-    monkeypatch.setattr(T.Trainer, "update", then_fail)
-    fails([*corpus.args, f"--log_dir={tmp_path}", "--save=true"], "lost the connection.*remote process exited")
+    monkeypatch.setattr(T.Trainer, "step", then_fail)
+    monkeypatch.setattr(T.Trainer, "update", fail_first)
+    fails([*corpus.args, f"--log_dir={tmp_path}", "--keep=1", saves], message)
+    assert sorted(int(path.stem[-6:]) for path in tmp_path.glob("*/state_step*.pt")) == steps
+    for path in tmp_path.glob("*/*.pt"):
+        assert load_checkpoint(path)["loader"]["index"] == steps[0]
     last = (r'\nerror: lost the connection.*\nTraceback .*\n  File "train_gpt.py", line \d+, in step\n.*'
             r"\nRuntimeError: NCCL error: remote process exited\n$")
-    assert re.search(last, next(tmp_path.glob("*.txt")).read_text(), re.S) and saved(tmp_path) == []
+    assert what != "update" or re.search(last, next(tmp_path.glob("*.txt")).read_text(), re.S)
 
 
 @pytest.mark.parametrize("text, start", [
@@ -261,8 +253,7 @@ def test_the_traceback_of_any_rank_is_in_the_log(corpus, tmp_path, rank):
     hook = f"""def stop(*args, **options):
     raise RuntimeError("NCCL watchdog: CUDA error: an illegal memory access")
 T.Trainer.step = stop if os.environ["RANK"] == "{rank}" else T.Trainer.step"""
-    _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ranks=2, hook=hook), 30)
-    text = next(tmp_path.glob("*.txt")).read_text()
+    _, err, status, text = ended(corpus, tmp_path, ranks=2, hook=hook)
     who = "rank 1: " * int(rank)
     assert re.search(f"\nerror: {who}NCCL watchdog: CUDA error.*\nTraceback .*, in stop\n", text, re.S)
     assert status == 1 and err.count("Traceback") == 1 and "error: lost" not in err, err
@@ -400,11 +391,11 @@ if os.environ["RANK"] == "1":
 
 def test_a_disk_that_fills_during_the_run(corpus, tmp_path):
     """Here a limit on the size of files. It stops at once, and what fits is in the log."""
-    out, err, status = finish(start(corpus, f"--log_dir={tmp_path}", ENDLESS, ranks=2, hook=ROOM), 60)
+    out, err, status, text = ended(corpus, tmp_path, ENDLESS, seconds=60, ranks=2, hook=ROOM)
     one_line(err, f"cannot write {tmp_path}/run_.*make room, or choose another --log_dir .File too large")
-    log, last = next(tmp_path.glob("*.txt")), int(re.findall(r"^step:(\d+)/", out, re.M)[-1])
-    assert status == 1 and f"room {log.stat().st_size}\n" in out
-    assert re.search("^step:3/.* val_loss:", log.read_text(), re.M) and last < 100, last
+    last = int(re.findall(r"^step:(\d+)/", out, re.M)[-1])
+    assert status == 1 and f"room {next(tmp_path.glob('*.txt')).stat().st_size}\n" in out
+    assert re.search("^step:3/.* val_loss:", text, re.M) and last < 100, last
 
 
 def test_no_home_and_no_name(corpus, tmp_path):

@@ -1,50 +1,48 @@
-"""Head and loss against the dense fp64 code of oracles.py: compiled on a GPU, in Triton's interpreter without a GPU."""
+"""Head and loss, without the pointer head's copies and with them, against the dense fp64 code of oracles.py: compiled
+on a GPU, in Triton's interpreter without a GPU."""
 
+import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import oracles
-import train_gpt as T
 import triton_kernels as tk
-from oracles import ON_GPU, assert_only_view_written, framed, gpu
+from data.loader import sample_candidates
+from oracles import ON_GPU, assert_only_view_written, framed, gpu, only_gpu
+from test_pointer import borders, leaves, operands
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALE_X, SCALE_W, SCALE_G = 100 / 448, 1.6 / 448, 0.75 / 448
 fp8 = pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() < (8, 9),
                          reason="FP8 products need sm_89 or a CPU")
-only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731
 fp32_and_fp8 = pytest.mark.parametrize("dtype, use_fp8", [(FP32, False), pytest.param(BF16, True, marks=fp8)])
 
-WEIGHTS = (1.0, 0.5, 0.25)
+WEIGHTS = (1.0, 0.5, 0.25, 0.125)
 LOSS_SCALE = 0.25
-
-
-def assert_as_good(got, ref, oracle, name):
-    """Allows two roundings, and judges every element by the largest."""
-    oracles.assert_as_good(got, ref, oracle, name, slack=2, floor=2 * oracle.abs().max(), norm_floor=2 * oracle.norm())
 
 
 # ---- Cross-entropy of rows -------------------------------------------------------------------------------------------
 
-
 @pytest.fixture
 def no_reference(monkeypatch):
-    """The reference; a wrapper that falls back to it fails the test, so it is not compared with itself."""
-    reference = tk.cross_entropy_ref
+    """A wrapper that falls back to its reference fails the test."""
     monkeypatch.setattr(tk, "cross_entropy_ref", None)
-    return reference
 
 
-def rows_oracle(logits, targets, weights, loss_scale=LOSS_SCALE):
-    """(losses, gradient w.r.t. the logits) in fp64 by autograd; targets (n, P), -1 = none."""
-    logits = logits.double().requires_grad_()
-    z = 23 * torch.sigmoid((logits + 5) / 7.5)
-    w = weights.double() * (targets >= 0)
-    losses = loss_scale * (w * (z.logsumexp(1, keepdim=True) - z.gather(1, targets.clamp(min=0)))).sum(1)
-    return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
+def softcap(logits):
+    return 23 * torch.sigmoid((logits + 5) / 7.5)
+
+
+def rows_oracle(logits, targets, weights, copies=None):
+    """(losses, gradients of the logits and, with copies, of mass and sink_mass) in fp64; targets (n, K), -1 = none."""
+    logits, *masses = leaves(*(x.double() for x in (logits, *(copies[:2] if copies else ()))))
+    gate = (copies.gate,) if copies else ()
+    losses = LOSS_SCALE * oracles.target_losses(softcap(logits), targets, weights, *gate, *masses)
+    return losses.detach(), *torch.autograd.grad(losses.sum(), (logits, *masses))
 
 
 def empty(rows, columns, dtype, device):
@@ -52,64 +50,108 @@ def empty(rows, columns, dtype, device):
     return framed(torch.full((rows, columns), math.nan, device=device).to(dtype), (1, 1), (8, 8))
 
 
-def random_rows(n, classes, count, dtype, device):
-    """(logits in a buffer of NaN, targets, weights). Some rows have coinciding targets, others have fewer or none."""
+def without_gradients(copies):
+    """The copies; their gradients are NaN until they are written."""
+    return copies and copies._replace(**{f"d{name}": torch.full_like(getattr(copies, name), math.nan)
+                                         for name in ("mass", "sink_mass")})
+
+
+def random_rows(n, classes, count, dtype, device, gate=None):
+    """(logits in a buffer of NaN, targets, weights, Copies or None). Some rows have coinciding targets, others have
+    fewer or none. The second of four weights is 0. In three rows the gate, which is no target, has most of the
+    probability, or next to none."""
     logits = empty(n, classes, dtype, device)[1].copy_(4 * torch.randn(n, classes) - 2)
-    targets = torch.randint(0, classes, (n, count))
-    targets[0] = classes - 1
+    targets = torch.randint(0, classes - (gate is not None), (n, count))
+    targets[0] = classes - 1 - (gate is not None)
     targets[1] = targets[1, 0]
+    weights, copies = torch.tensor(WEIGHTS[:count], device=device), None
+    weights[1:2] *= count < 4
+    if gate is not None:
+        targets[targets >= gate] += 1
+        for row, value in (2, 9.0), (3, 16.0), (4, -40.0):
+            logits[row, gate] = value
+        shares = torch.softmax(3 * torch.randn(n, count + 2), 1)
+        mass, sink_mass = shares[:, :count].contiguous(), shares[:, count].contiguous()
+        mass[4, 0], mass[2], sink_mass[2] = 0, 0, 1  # no copy; no key
+        copies = without_gradients(tk.Copies(mass.to(device), sink_mass.to(device), gate))
     targets[-1, 1:] = -1
     targets[-2] = -1
-    targets = targets.to(device).t().contiguous().t()  # each column contiguous
-    return logits, targets, torch.tensor(WEIGHTS[:count], device=device)
+    return logits, targets.to(device).t().contiguous().t(), weights, copies  # each column of targets contiguous
 
 
-SHAPES = [(4, 2, 1), (5, 130, 1), (6, 256, 3), (4, 2048, 2), (5, 4999, 3),
-          *[only_gpu(300, classes, count) for classes in (14336, 50304) for count in (1, 3)]]
+FEW_ROWS = [(4, 2, 1), (5, 130, 1), (6, 256, 3), (4, 2048, 2), (5, 4999, 3)]
+MANY_ROWS = [(300, classes, count) for classes in (14336, 50304) for count in (1, 3)]
+ROWS_WITH_COPIES = [(6, 3, 1, 2), (6, 130, 2, 0), (7, 130, 4, 129), (7, 256, 3, 0), (6, 2048, 4, 2047),
+                    (7, 4999, 3, 1234)]
+NAMES = "dh", "dW", "dq", "dk", "dsink"
 
 
-@pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
-@pytest.mark.parametrize("n, classes, count", SHAPES)
-def test_cross_entropy(n, classes, count, dtype, device, no_reference):
-    logits, targets, weights = random_rows(n, classes, count, dtype, device)
+@pytest.mark.parametrize("n, classes, count, gate, dtype", [
+    *[(*row, None, FP32) for row in FEW_ROWS], *[(*row, FP32) for row in ROWS_WITH_COPIES],
+    *[only_gpu(*row, None, BF16) for row in FEW_ROWS + MANY_ROWS], *[only_gpu(*row, None, FP32) for row in MANY_ROWS],
+    *[only_gpu(300, *row, FP32) for row in ((14336, 3, 0), (50304, 3, 50257))]])
+def test_cross_entropy(n, classes, count, gate, dtype, device, monkeypatch):
+    """Kernel and reference: losses, all gradients, losses of the first targets without their weights."""
+    logits, targets, weights, copies = random_rows(n, classes, count, dtype, device, gate)
     weights[0] = 0.7
-    (buffer, grad), (next_buffer, next_losses) = empty(n, classes, dtype, device), empty(1, n, FP32, device)
-    losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, 2.0, grad, None, next_losses[0])
-    wanted, wanted_grad = rows_oracle(logits, targets, weights)
-    ref_grad, ref_next = torch.empty_like(grad), torch.full((n,), math.nan, device=device)
-    no_reference(logits, targets, weights, LOSS_SCALE, 2.0, ref_grad, None, ref_next)
-    wanted_next, _ = rows_oracle(logits, targets[:, :1], torch.ones(1, device=device))
-    for found, exact in (losses, wanted), (next_losses[0], wanted_next), (ref_next, wanted_next):
-        assert found.dtype == FP32 and ((found - exact).abs() <= 1e-5 * exact.abs() + 1e-6).all()
-    assert_only_view_written(next_buffer, next_losses)
-    assert_as_good(grad, ref_grad, wanted_grad / 2, "gradient")
-    assert_only_view_written(buffer, grad)
-    assert not grad[-2].any() and losses[-2] == 0 and next_losses[0, -2] == 0
-    # Without a gradient, and without losses of the first targets, the losses are the same; the gradient may overwrite
-    # the logits.
-    assert torch.equal(tk.cross_entropy(logits, targets, weights, LOSS_SCALE), losses)
-    assert torch.equal(tk.cross_entropy(logits, targets, weights, LOSS_SCALE, 2.0, logits), losses)
-    assert torch.equal(logits, grad)
+    losses, grad, *others = rows_oracle(logits, targets, weights, copies)
+    first, *_ = rows_oracle(logits, targets[:, :1], torch.ones(1, device=device),
+                            copies and copies._replace(mass=copies.mass[:, :1]))
+    wanted, results = (losses, first, grad / 2, *others), []
+    for function in tk.cross_entropy_ref, tk.cross_entropy:
+        (buffer, grad), (next_buffer, next_losses) = empty(n, classes, dtype, device), empty(1, n, FP32, device)
+        written = without_gradients(copies)
+        losses = function(logits, targets, weights, LOSS_SCALE, 2.0, grad, written, next_losses[0])
+        assert_only_view_written(buffer, grad)
+        assert_only_view_written(next_buffer, next_losses)
+        results.append((losses, next_losses[0], grad, *(written[3:] if copies else ())))
+        monkeypatch.setattr(tk, "cross_entropy_ref", None)  # a wrapper that falls back to it fails the test
+    ref, got = results
+    assert ref[0].dtype == got[0].dtype == FP32
+    # When alpha is near 1, 1 - alpha loses digits: at alpha = 0.9996 the largest error of a gradient was 2e-3.
+    lost = 1 / (1 - torch.softmax(softcap(logits.double()), 1)[:, gate]) if copies else 0
+    for name, a, b, c in zip(("loss", "next loss", "dlogits", "dmass", "dsink_mass"), ref, got, wanted):
+        size = c.reshape(n, -1).norm(dim=1)  # also of rows with small gradients
+        bound = 1e-5 * size + 1e-6 + 5e-8 * lost if name.endswith("loss") else (1e-5 + 4e-6 * lost) * size
+        for x in (a, b) if copies or name != "dlogits" else ():
+            assert ((x.double() - c).reshape(n, -1).norm(dim=1) <= bound).all(), name
+    if not copies:
+        assert_as_good(got[2], ref[2], wanted[2], "gradient", slack=2)
+    assert got[0][-2] == got[1][-2] == 0 and not got[2][-2].any()
+    assert not copies or not got[3][targets < 0].any() and got[4][-2] == 0
+    # Without a gradient, the losses are the same; the gradient may overwrite the logits.
+    near = 1e-6 if copies else 0
+    torch.testing.assert_close(tk.cross_entropy(logits, targets, weights, LOSS_SCALE, copies=copies and copies._replace(
+        dmass=None, dsink_mass=None)), got[0], rtol=near, atol=near)
+    written = without_gradients(copies)
+    assert torch.equal(tk.cross_entropy(logits, targets, weights, LOSS_SCALE, 2.0, logits, written), got[0])
+    assert all(map(torch.equal, (logits, *(written[3:] if copies else ())), got[2:]))
 
 
 @gpu
-@pytest.mark.parametrize("n, classes, count", SHAPES)
-def test_gradient_codes(n, classes, count, device, no_reference):
-    """Codes are within half a step of e5m2 of the exact gradient, saturated; loss_scale does not change the codes."""
-    logits, targets, weights = random_rows(n, classes, count, BF16, device)
-    for scale in (SCALE_G, 1e-6):  # the second puts the largest codes above 57344
-        buffer, codes = empty(n, classes, E5M2, device)
-        losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, LOSS_SCALE * scale, codes)
-        wanted, grad = rows_oracle(logits, targets, weights)
+@pytest.mark.parametrize("n, classes, count, gate", [
+    *[(*row, None) for row in FEW_ROWS + MANY_ROWS], (50, 130, 3, 0), (50, 14336, 3, 0), (50, 50304, 3, 50257)])
+def test_gradient_codes(n, classes, count, gate, device, no_reference):
+    """Codes are within half a step of e5m2 of the exact gradient, saturated, also in the gate's column, where terms
+    cancel; loss_scale does not change the codes."""
+    logits, targets, weights, copies = random_rows(n, classes, count, BF16, device, gate)
+    for scale in (SCALE_G, 1e-6) if gate is None else (SCALE_G,):  # the second puts the largest codes above 57344
+        (buffer, codes), copies = empty(n, classes, E5M2, device), without_gradients(copies)
+        losses = tk.cross_entropy(logits, targets, weights, LOSS_SCALE, LOSS_SCALE * scale, codes, copies)
+        wanted, grad, *masses = rows_oracle(logits, targets, weights, copies)
         exact = (grad / (LOSS_SCALE * scale)).clamp(-57344, 57344)
         assert ((losses - wanted).abs() <= 1e-5 * wanted.abs() + 1e-6).all()
         # The gradients that wait for the sum of the row are rounded to fp16, by 2^-11, before. Seen: 1.003.
-        assert ((codes.double() - exact).abs() <= 1.005 * exact.abs() / 8 + 2**-17 * 1.001).all()
+        slack, rest = (1.01, 2**-23 * exact.norm(dim=1, keepdim=True)) if copies else (1.005, 0)
+        assert ((codes.double() - exact).abs() <= slack * exact.abs() / 8 + 2**-17 * slack + rest).all()
         assert scale == SCALE_G or exact.abs().max() == 57344
         assert_only_view_written(buffer, codes)
-        others = torch.empty_like(codes)
-        tk.cross_entropy(logits, targets, weights, 2.0**-20, 2.0**-20 * scale, others)
-        assert torch.equal(codes.float(), others.float())
+        for a, b in zip(copies[3:] if copies else (), masses, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-6)
+        if not copies:
+            others = torch.empty_like(codes)
+            tk.cross_entropy(logits, targets, weights, 2.0**-20, 2.0**-20 * scale, others)
+            assert torch.equal(codes.float(), others.float())
 
 
 @pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
@@ -145,31 +187,28 @@ def test_rows_beyond_32_bits(device, no_reference):
 
 @pytest.mark.parametrize("name, change, message", [
     ("targets", lambda x: x.int(), "must be torch.int64 .* got torch.int32"),
-    ("targets", lambda x: x[:, 0], r"must be .* shape \(4, K\) .* got .* shape \(4,\)"),
+    ("targets", lambda x: x[:, 0], r"must be .* shape \(6, K\) .* got .* shape \(6,\)"),
     ("weights", lambda x: x[:1], r"must be .* shape \(3,\) .* got .* shape \(1,\)"),
     ("weights", lambda x: x.double(), "must be contiguous torch.float32 .* got torch.float64"),
-    ("logits", lambda x: x.t().contiguous().t(), r"must be contiguous rows of .* strides \(1, 4\)"),
-    ("grad", lambda x: x[:, 1:], r"must be contiguous rows of .* shape \(4, 32\) .* got .* shape \(4, 31\)")])
+    ("logits", lambda x: x.t().contiguous().t(), r"must be contiguous rows of .* strides \(1, 6\)"),
+    ("grad", lambda x: x[:, 1:], r"must be contiguous rows of .* shape \(6, 32\) .* got .* shape \(6, 31\)"),
+    ("copies.gate", lambda x: 32, "must be a column, 0 to 31, got 32"),
+    ("copies.gate", lambda x: -1, "must be a column"),
+    ("copies.mass", lambda x: x[:, 1:].contiguous(), r"must be .* shape \(6, 3\)"),
+    ("copies.sink_mass", lambda x: x.double(), "must be contiguous torch.float32"),
+    ("copies.dmass", lambda x: x.t().contiguous().t(), "must be contiguous"),
+    ("copies.dsink_mass", lambda x: x[:, None], r"must be .* shape \(6,\)")])
 def test_cross_entropy_refuses(name, change, message, device):
-    logits, targets, weights = random_rows(4, 32, 3, FP32, device)
-    arguments = dict(logits=logits, targets=targets, weights=weights, loss_scale=1.0, grad=logits)
+    logits, targets, weights, copies = random_rows(6, 32, 3, FP32, device, gate=31)
+    good = dict(logits=logits, targets=targets, weights=weights, grad=logits)
+    field = name.partition(".")[2]
+    copies = copies._replace(**{field: change(getattr(copies, field))}) if field else copies
+    wrong = {} if field else {name: change(good[name])}
     with pytest.raises(ValueError, match=f"cross_entropy: {name} {message}"):
-        tk.cross_entropy(**arguments | {name: change(arguments[name])})
+        tk.cross_entropy(**good | wrong, loss_scale=1.0, copies=copies)
 
 
-# ---- Codes and bytes -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (64, 128), (65, 130), (100, 300), (0, 4), only_gpu((49152, 50304))])
-def test_transposed_bytes(shape, device):
-    src = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-    buffer = torch.full((shape[1] + 2, shape[0] + 16), 77, dtype=torch.uint8, device=device)
-    dst = buffer[1:-1, 8:-8]
-    assert tk.transpose_copy(src.view(E5M2), dst.view(E5M2)).data_ptr() == dst.data_ptr()
-    assert torch.equal(dst, src.T)
-    dst.fill_(77)
-    assert (buffer == 77).all()
-
+# ---- Codes of the weight ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), only_gpu((768, 50304))])
 def test_codes_of_the_weight(shape, device):
@@ -187,139 +226,164 @@ def test_codes_of_the_weight(shape, device):
     assert torch.equal(head.codes_t.view(torch.uint8), head.codes.view(torch.uint8).T)
 
 
-def test_multi_token_targets():
-    targets = torch.tensor([5, 6, 7])
-    assert tk.multi_token_targets(targets, 1).tolist() == [[5], [6], [7]]
-    assert tk.multi_token_targets(targets, 3).tolist() == [[5, 6, 7], [6, 7, -1], [7, -1, -1]]
-    assert tk.multi_token_targets(targets[:1], 3).tolist() == [[5, -1, -1]]
-
-
 # ---- Head and loss ---------------------------------------------------------------------------------------------------
 
+class Inputs(NamedTuple):
+    h: torch.Tensor
+    weight: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    gate: int | None
+    point: tk.Point | None
+    cu: list[int]
 
-def head_inputs(n, width, classes, device, dtype, count=3):
-    """(h, weight, targets, weights): h is normalised, targets come from all classes."""
+
+def head_inputs(n, width, classes, device, dtype, count=3, gate=None, words=None):
+    """h is normalised. Targets come from all classes, or they are words; with a gate they often are the next token."""
     h = tk.rms_norm(torch.randn(n, width, dtype=FP64)).to(device, dtype)
     weight = torch.nn.Parameter((0.1 * torch.randn(width, classes, dtype=FP64)).to(device, dtype))
-    return h, weight, torch.randint(0, classes, (n,)).to(device), torch.tensor(WEIGHTS[:count], device=device)
+    words, point = words or (classes if gate is None else 12), None
+    targets = torch.randint(words, (n,)).to(device)
+    lengths = [1, n // 3, n - 1 - n // 3] if n > 3 else [n]
+    if gate is not None:
+        q, k, sink, tokens, start, end, _ = operands(lengths, 16, count, device, dtype, words)
+        targets[:-1] = torch.where(torch.rand(n - 1).to(device) < 0.7, tokens[1:].long(), targets[:-1])
+        weight.data[:, gate] *= 3  # the gate varies
+        point = tk.Point(q / 2, k / 2, sink, tokens, start, end, n // 2, 0.21)
+    return Inputs(h, weight, targets, torch.tensor(WEIGHTS[:count], device=device), gate, point, borders(lengths))
 
 
-def gradients(loss_of, h, weight):
-    """(loss, gradient of h, gradient of the weight)."""
-    h = h.detach().clone().requires_grad_()
-    loss = loss_of(h)
-    return loss.detach(), *torch.autograd.grad(loss, (h, weight))
+def gradients(loss_of, x):
+    """(loss, gradients of h, of the weight (None: of its own accord), and with a gate of q, k, sink)."""
+    h, *rest = leaves(x.h, *(x.point[:3] if x.point else ()))
+    loss = loss_of(h, x.point and x.point._replace(**dict(zip(("q", "k", "sink"), rest))))
+    return loss.detach(), *torch.autograd.grad(loss, (h, x.weight, *rest), allow_unused=True)
 
 
-def run_head(head, h, weight, targets, weights, loss_scale=LOSS_SCALE):
-    return gradients(lambda h: head(h, targets, weights, loss_scale), h, weight)
+def run_head(head, x, loss_scale=LOSS_SCALE, **options):
+    return gradients(lambda h, point: head(h, x.targets, x.weights, loss_scale, point=point, **options), x)
 
 
-def head_oracle(h, weight, targets, weights):
-    W = weight.detach().double().requires_grad_()
-
-    def loss_of(h):
-        return LOSS_SCALE * oracles.mtp_losses(oracles.softcapped_logits({"lm_head": W}, h), targets, weights).sum()
-
-    return gradients(loss_of, h.double(), W)
+def plain_losses(x, h=None, point=None, loss_scale=LOSS_SCALE):
+    """Losses of the references, without HeadLoss; differentiable."""
+    h, point, shifted = x.h if h is None else h, point or x.point, tk.multi_token_targets(x.targets, len(x.weights))
+    copies = point and tk.Copies(*tk.pointer_ref(*point, shifted), x.gate)
+    return tk.cross_entropy_ref(h @ x.weight, shifted, x.weights, loss_scale, copies=copies)
 
 
-def plain_loss(h, W, targets, weights, loss_scale):
-    targets = tk.multi_token_targets(targets, weights.numel())
-    return tk.cross_entropy_ref(h @ W, targets, weights, loss_scale).sum()
+def quantised(x, scale, dtype):
+    return (x.double() / scale).clamp(-57344, 57344).float().to(dtype).double()
 
 
-def head_reference(h, weight, targets, weights):
-    return gradients(lambda h: plain_loss(h, weight, targets, weights, LOSS_SCALE), h, weight)
+def head_oracle(x, quantise=False):
+    """gradients() in fp64; quantise: with the quantisers of the FP8 head. Targets are tokens and columns."""
+    shifted, h, weight = oracles.later_targets(x.targets, len(x.weights)), x.h, x.weight.detach()
+    x = x._replace(h=h.double(), weight=weight.double().requires_grad_(), point=x.point and x.point._replace(
+        q=x.point.q.double(), k=x.point.k.double(), sink=x.point.sink.double()))
+
+    def loss_of_logits(logits, point):
+        copies = ()
+        if point:
+            attn = oracles.pointer_attention(point.q, point.k, point.sink, x.cu, point.window, point.scale)
+            copies = x.gate, *oracles.copy_masses(attn, oracles.pointer_hits(point.tokens, shifted))
+        return LOSS_SCALE * oracles.target_losses(softcap(logits), shifted, x.weights, *copies).sum()
+
+    if not quantise:
+        return gradients(lambda h, point: loss_of_logits(h @ x.weight, point), x)
+    hq, Wq = quantised(h, SCALE_X, E4M3), quantised(weight, SCALE_W, E4M3)
+    logits = (SCALE_X * SCALE_W * (hq @ Wq)).to(BF16).double()
+    loss, grad, _, *rest = gradients(loss_of_logits, x._replace(h=logits))
+    gq = quantised(grad, LOSS_SCALE * SCALE_G, E5M2)
+    return loss, LOSS_SCALE * SCALE_G * SCALE_W * gq @ Wq.T, SCALE_X * LOSS_SCALE * SCALE_G * hq.T @ gq, *rest
 
 
-IMPLEMENTATIONS = {"kernel": tk.cross_entropy, "plain": tk.cross_entropy_ref}
+def next_loss(x, quantise=False):
+    """The oracle's loss of the next tokens alone, with weight 1."""
+    return head_oracle(x._replace(weights=torch.ones_like(x.weights[:1])), quantise)[0].item()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def assert_as_good(got, ref, oracle, name, slack=None):
+    """Allows two roundings, and judges every element by the largest."""
+    oracles.assert_as_good(got, ref, oracle, name, slack, floor=2 * oracle.abs().max(), norm_floor=2 * oracle.norm())
+
+
+OPS = {"kernels": dict(cross_entropy=tk.cross_entropy, pointer=tk.pointer),
+       "plain": dict(cross_entropy=tk.cross_entropy_ref, pointer=tk.pointer_ref),
+       "plain pointer": dict(pointer=tk.pointer_ref)}  # --kernels=pointer:torch
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("n", [2, 16, 37])
-def test_head_loss(n, count, dtype, implementation, device):
-    """Blocks of 16 rows do not change the result, also where later targets of a row belong to the next block."""
-    inputs = _, weight, *_ = head_inputs(n, 24, 130, device, dtype, count)
-    head = tk.HeadLoss(weight, dtype, False, IMPLEMENTATIONS[implementation])
+@pytest.mark.parametrize("ops, n, count, gate", [
+    *itertools.product(("kernels", "plain"), (2, 16, 37), (1, 2, 3), (None,)),
+    *((ops, *sizes, 129) for ops, sizes in itertools.product(OPS, ((2, 3), (16, 1), (37, 2), (37, 4))))])
+def test_head_loss(ops, n, count, gate, dtype, device):
+    """Blocks of 16 rows do not change the result, also where later targets of a row belong to the next block; nor does
+    a target that would lie behind the last token."""
+    x = head_inputs(n, 24, 130, device, dtype, count, gate)
+    head = tk.HeadLoss(x.weight, dtype, False, gate=gate, **OPS[ops])
     head.block = 16
-    got, ref, wanted = run_head(head, *inputs), head_reference(*inputs), head_oracle(*inputs)
-    next_loss, *_ = head_oracle(*inputs[:3], torch.ones(1, device=device))
-    assert head.next_loss.item() == pytest.approx(next_loss.item(), rel=2e-6 if dtype == FP32 else 1e-3)
-    assert got[0].dtype == FP32 and [g.dtype for g in got[1:]] == [dtype, dtype]
+    got, wanted = run_head(head, x), head_oracle(x)
+    ref = gradients(lambda h, point: plain_losses(x, h, point).sum(), x)
+    assert head.next_loss.item() == pytest.approx(next_loss(x), rel=2e-6 if dtype == FP32 else 1e-3)
+    assert [g.dtype for g in got] == [FP32, *[dtype] * (2 if gate is None else 4), FP32][:len(got)]
     # The loss is fp32 after the product; in bf16, kernel and reference sum the same rounded logits. Seen: 3e-7; 4e-7,
     # 2e-4.
     assert got[0].item() == pytest.approx(ref[0].item(), rel=2e-6 if dtype == FP32 else 1e-4)
     assert ref[0].item() == pytest.approx(wanted[0].item(), rel=2e-6 if dtype == FP32 else 1e-3)
-    for name, a, b, c in zip(("dh", "dW"), got[1:], ref[1:], wanted[1:]):
-        assert_as_good(a, b, c, name)
-        # A broken reference would excuse any head. Largest ratio seen: 5 (fp32 sigmoid and exponentials).
-        assert (b.double() - c).norm() <= 10 * torch.finfo(dtype).eps / 2 * c.norm()
+    slack, worst = (2, 10) if gate is None else (None, 32)
+    for name, a, b, c in zip(NAMES, got[1:], ref[1:], wanted[1:]):
+        assert_as_good(a, b, c, name, slack)
+        # A broken reference would excuse any head. Largest ratio seen: 5 (fp32 sigmoid and exponentials), 18 (dq).
+        assert (b.double() - c).norm() <= worst * torch.finfo(dtype).eps / 2 * c.norm() + 1e-9, name
 
 
 @fp32_and_fp8
-def test_blocks_do_not_change_the_result(dtype, use_fp8, device):
-    """Every row keeps its result, except that the product of the logits may sum in another order for fewer rows."""
-    inputs = _, weight, *_ = head_inputs(64, 64, 256, device, dtype)
-    head = tk.HeadLoss(weight, dtype, use_fp8)
-    one = run_head(head, *inputs)
-    head.block = 16
-    for a, b in zip(one, run_head(head, *inputs)):
-        torch.testing.assert_close(a, b, rtol=1e-2 if use_fp8 else 1e-5, atol=1e-5)
-
-
-def test_last_tokens_have_no_further_targets(device):
-    """With weight only on a later token k, the last k rows have no target and no gradient."""
-    h, weight, targets, _ = head_inputs(20, 24, 130, device, FP32)
-    head = tk.HeadLoss(weight, FP32, fp8=False)
-    for k in (1, 2):
-        loss, grad, _ = run_head(head, h, weight, targets, torch.eye(3, device=device)[k])
-        assert not grad[20 - k:].any() and grad[:20 - k].any(1).all()
-        shifted, *_ = run_head(head, h[:20 - k], weight, targets[k:], torch.ones(1, device=device))
-        assert loss.item() == pytest.approx(shifted.item(), rel=2e-6)
-
-
-@fp32_and_fp8
-def test_gradients_accumulate_and_follow_the_upstream_gradient(dtype, use_fp8, device):
-    h, weight, targets, weights = head_inputs(32, 32, 128, device, dtype)
-    head = tk.HeadLoss(weight, dtype, use_fp8)
-    halves = list(zip(h.split(16), targets.split(16)))
-    parts = [run_head(head, h, weight, targets, weights) for h, targets in halves]
-    rows = [h.clone().requires_grad_() for h, _ in halves]
-    losses = [head(row, targets, weights, LOSS_SCALE) for row, (_, targets) in zip(rows, halves)]
-    losses[0].backward()
-    (4 * losses[1]).backward()
-    assert torch.equal(rows[0].grad, parts[0][1]) and torch.equal(rows[1].grad, 4 * parts[1][1])
-    assert torch.equal(weight.grad, parts[0][2] + 4 * parts[1][2])
+@pytest.mark.parametrize("gate", [None, 127])
+def test_gradients_accumulate_and_follow_the_upstream_gradient(gate, dtype, use_fp8, device):
+    x = head_inputs(48, 32, 128, device, dtype, 2, gate)
+    head = tk.HeadLoss(x.weight, dtype, use_fp8, gate=gate)
+    once, four = run_head(head, x), gradients(lambda h, point: 4 * head(h, x.targets, x.weights, LOSS_SCALE,
+                                                                        point=point), x)
+    assert all(torch.equal(4 * a, b) and a.any() for a, b in zip(once, four, strict=True))
+    for factor in 1, 4:
+        (factor * head(x.h, x.targets, x.weights, LOSS_SCALE, point=x.point)).backward()
+    assert torch.equal(x.weight.grad, once[2] + 4 * once[2])
 
 
 def test_weight_must_not_change_before_backward(device):
-    h, weight, targets, _ = head_inputs(16, 24, 130, device, FP32)
-    loss = tk.HeadLoss(weight, FP32, fp8=False)(h.requires_grad_(), targets, torch.ones(1, device=device), LOSS_SCALE)
+    x = head_inputs(16, 24, 130, device, FP32)
+    loss = tk.HeadLoss(x.weight, FP32, fp8=False)(x.h.requires_grad_(), x.targets, x.weights, LOSS_SCALE)
     with torch.no_grad():
-        weight.mul_(2)
+        x.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 @fp32_and_fp8
-def test_exact_loss_of_validation(dtype, use_fp8, device):
-    """exact=True: next token only, unquantised, outside autograd; a change of the weight counts at once. `next_loss` is
-    the loss of training and adds up."""
-    h, weight, targets, one = head_inputs(48, 32, 128, device, dtype, count=1)
-    head = tk.HeadLoss(weight, dtype, use_fp8)
+@pytest.mark.parametrize("gate", [None, 120])
+def test_losses_without_gradients(gate, dtype, use_fp8, device):
+    """Of each token, of some tokens, and their sum (exact=True): unquantised and outside autograd; a change of the
+    weight counts at once, and in training, too, if it has no codes. `next_loss` is the loss of training and adds up."""
+    x, rows = head_inputs(48, 32, 128, device, dtype, 2, gate), torch.tensor([47, 3, 3, 20, 0, 46], device=device)
+    head = tk.HeadLoss(x.weight, dtype, use_fp8, gate=gate)
     head.block = 16
+    x.h.requires_grad_()
+    close = dict(rtol=1e-2, atol=1e-2) if dtype == BF16 else dict(rtol=1e-5, atol=1e-5)  # other products of blocks
     for _ in range(2):
-        loss = head(h.requires_grad_(), targets, one, 1.0, exact=True)
-        assert not loss.requires_grad and loss.dtype == FP32
-        assert loss.item() == pytest.approx(plain_loss(h, weight, targets, one, 1.0).item(), rel=1e-5)
+        losses = head.losses(x.h, x.targets, x.weights, x.point)
+        total = head(x.h, x.targets, x.weights, LOSS_SCALE, exact=True, point=x.point)
+        assert losses.shape == (48,) and losses.dtype == total.dtype == FP32
+        assert not losses.requires_grad and not total.requires_grad
+        assert total.item() == pytest.approx(LOSS_SCALE * losses.sum().item(), rel=1e-6)
+        assert total.item() == pytest.approx(plain_losses(x).sum().item(), rel=1e-5)
+        torch.testing.assert_close(head.losses(x.h, x.targets, x.weights, x.point, rows), losses[rows], **close)
         with torch.no_grad():
-            weight.mul_(3)
-    assert weight.grad is None and head.next_loss == 0
-    (first, *_), (second, *_) = (run_head(head, h.detach(), weight, targets, one, scale) for scale in (0.5, 0.25))
-    assert head.next_loss.item() == pytest.approx(first.item() + second.item(), rel=1e-6)
+            x.weight.mul_(3)
+    assert x.weight.grad is None and head.next_loss == 0
+    one = x._replace(weights=torch.ones(1, device=device))
+    losses = [run_head(head, one, scale)[0].item() for scale in (0.5, 0.25)]
+    assert head.next_loss.item() == pytest.approx(sum(losses), rel=1e-6)
+    assert use_fp8 or losses[1] == pytest.approx(plain_losses(one).sum().item(), rel=2e-6)
 
 
 @gpu
@@ -343,14 +407,6 @@ def test_memory(device):
     assert peaks[0] < 3.5 and peaks[1] < 6
 
 
-def test_plain_head_reads_the_weight_itself(device):
-    inputs = _, weight, *_ = head_inputs(32, 24, 130, device, FP32)
-    head = tk.HeadLoss(weight, FP32, fp8=False)
-    with torch.no_grad():
-        weight.mul_(2)
-    assert run_head(head, *inputs)[0].item() == pytest.approx(head_reference(*inputs)[0].item(), rel=2e-6)
-
-
 def test_block_is_a_power_of_two():
     """The block size must divide the rows of a batch; in the record run the block has 16384 rows."""
     blocks = [tk.HeadLoss(torch.zeros(1, classes), FP32, fp8=False).block for classes in (50304, 384, 128)]
@@ -359,55 +415,42 @@ def test_block_is_a_power_of_two():
 
 # ---- FP8 head --------------------------------------------------------------------------------------------------------
 
-
-def quantised(x, scale, dtype):
-    return (x.double() / scale).clamp(-57344, 57344).float().to(dtype).double()
-
-
-def fp8_oracle(h, weight, targets, weights):
-    """The head in fp64 with its quantisers: (loss, dh, dW)."""
-    hq, Wq = quantised(h, SCALE_X, E4M3), quantised(weight.detach(), SCALE_W, E4M3)
-    logits = (SCALE_X * SCALE_W * (hq @ Wq)).to(BF16).double().requires_grad_()
-    loss = LOSS_SCALE * oracles.mtp_losses(23 * torch.sigmoid((logits + 5) / 7.5), targets, weights).sum()
-    (grad,) = torch.autograd.grad(loss, logits)
-    gq = quantised(grad, LOSS_SCALE * SCALE_G, E5M2)
-    return loss.detach(), LOSS_SCALE * SCALE_G * SCALE_W * gq @ Wq.T, SCALE_X * LOSS_SCALE * SCALE_G * hq.T @ gq
-
-
 def assert_as_quantised(got, wanted, exact):
-    """(loss, dh, dW) agree with those of quantised arithmetic, much better than these agree with the exact ones."""
+    """The results agree with those of quantised arithmetic, much better than these agree with the exact ones."""
     # Seen on a CPU: 5e-4 from the quantised loss, 8e-4 from the exact one.
     assert got[0].item() == pytest.approx(wanted[0].item(), rel=2e-3)
     assert got[0].item() == pytest.approx(exact[0].item(), rel=5e-3)
-    for name, a, b, c in zip(("dh", "dW"), got[1:], wanted[1:], exact[1:]):
-        assert a.dtype == BF16 and a.isfinite().all(), name
+    for name, a, b, c in zip(NAMES, got[1:], wanted[1:], exact[1:]):
+        assert a.dtype == (FP32 if name == "dsink" else BF16) and a.isfinite().all(), name
         ratio, resolution = (a.double() - b).norm() / (b - c).norm(), (b - c).norm() / c.norm()
         print(f"{name}: {ratio:.3f} {resolution:.3f}")
         # Seen: 0.03; 0.56 when the quotients are rounded to bf16 before they become codes.
-        assert ratio < 0.15, f"{name}: {ratio:.2f} of the error of quantisation"
+        # q, k and sink have no codes, but their bf16 roundings.
+        bound = 0.15 if name in ("dh", "dW") else 2**-7 * b.norm() / (b - c).norm()
+        assert ratio < bound, f"{name}: {ratio:.2f} of the error of quantisation"
         assert resolution < 0.1, f"{name}: the quantised gradient is off by {resolution:.2f}"  # seen: 0.06
 
 
 @fp8
-@pytest.mark.parametrize("n, width, classes, block, implementation", [
-    (48, 64, 256, 16, "kernel"), (64, 64, 256, 1024, "kernel"), (64, 64, 256, 1024, "plain"),
-    only_gpu(2048, 768, 50304, 1024, "kernel")])
+@pytest.mark.parametrize("n, width, classes, block, ops, gate", [
+    (48, 64, 256, 16, "kernels", None), (64, 64, 256, 1024, "kernels", None), (64, 64, 256, 1024, "plain", None),
+    (64, 64, 256, 16, "kernels", 250), (64, 64, 256, 16, "plain", 250),
+    only_gpu(2048, 768, 50304, 1024, "kernels", None)])
 @pytest.mark.parametrize("count", [1, 3])
-def test_fp8_head(n, width, classes, block, implementation, count, device):
+def test_fp8_head(n, width, classes, block, ops, gate, count, device):
     """Loss and gradients agree with quantised arithmetic, much better than that agrees with exact arithmetic."""
-    inputs = _, weight, *_ = head_inputs(n, width, classes, device, BF16, count)
-    head = tk.HeadLoss(weight, BF16, True, IMPLEMENTATIONS[implementation])
+    x = head_inputs(n, width, classes, device, BF16, count, gate)
+    head = tk.HeadLoss(x.weight, BF16, True, gate=gate, **OPS[ops])
     head.block = block
-    assert_as_quantised(run_head(head, *inputs), fp8_oracle(*inputs), head_oracle(*inputs))
+    assert_as_quantised(run_head(head, x), head_oracle(x, quantise=True), head_oracle(x))
 
 
 @fp8
 def test_fp8_gradients_do_not_depend_on_loss_scale(device):
     """A power of two in loss_scale scales the gradients exactly, also far below the range of the codes."""
-    inputs = _, weight, *_ = head_inputs(32, 64, 128, device, BF16)
-    head = tk.HeadLoss(weight, BF16, True)
-    loss, dh, dW = run_head(head, *inputs, 1.0)
-    small, small_dh, small_dW = run_head(head, *inputs, 2.0**-20)
+    x = head_inputs(32, 64, 128, device, BF16)
+    head = tk.HeadLoss(x.weight, BF16, True)
+    (loss, dh, dW), (small, small_dh, small_dW) = (run_head(head, x, scale) for scale in (1.0, 2.0**-20))
     assert small.item() * 2**20 == loss.item() and dh.any(1).all()
     assert torch.equal(small_dh * 2**20, dh) and torch.equal(small_dW * 2**20, dW)
 
@@ -415,9 +458,9 @@ def test_fp8_gradients_do_not_depend_on_loss_scale(device):
 @fp8
 def test_codes_change_only_when_refreshed(device):
     """A backward pass raises an error if the codes of its forward pass were overwritten."""
-    h, weight, targets, weights = head_inputs(32, 64, 128, device, BF16)
+    h, weight, targets, weights, *_ = x = head_inputs(32, 64, 128, device, BF16)
     head = tk.HeadLoss(weight, BF16, True)
-    before, _, _ = run_head(head, h, weight, targets, weights)
+    before, *_ = run_head(head, x)
     with torch.no_grad():
         weight.mul_(-1.5)
     h.requires_grad_()
@@ -433,63 +476,51 @@ def test_codes_change_only_when_refreshed(device):
 @fp8
 def test_weights_beyond_the_range_saturate(device):
     """|W| > 1.6 would be NaN without the clamp."""
-    inputs = _, weight, *_ = head_inputs(32, 64, 128, device, BF16)
+    x = head_inputs(32, 64, 128, device, BF16)
     with torch.no_grad():
-        weight[:, :16] = 5 * weight[:, :16].sign()
-        weight[0, 0] = 1e4
-    head = tk.HeadLoss(weight, BF16, True)
+        x.weight[:, :16] = 5 * x.weight[:, :16].sign()
+        x.weight[0, 0] = 1e4
+    head = tk.HeadLoss(x.weight, BF16, True)
     assert head.codes.float().isfinite().all() and head.codes.float().abs().max() == 448
-    assert all(result.isfinite().all() for result in run_head(head, *inputs))
+    assert all(result.isfinite().all() for result in run_head(head, x))
 
 
 # ---- Sampled softmax -------------------------------------------------------------------------------------------------
 
-
-def sampled_head(weight, dtype, use_fp8):
-    head = tk.HeadLoss(weight, dtype, use_fp8, embedding=torch.nn.Parameter(weight.detach().T.contiguous()))
-    head.embedding.grad = torch.zeros_like(head.embedding)
-    head.block = 16
-    return head
-
-
-def run_sampled(head, h, targets, weights, candidates, factor=1):
-    """(loss, dh); the gradient of the weight is added to rows of head.embedding.grad."""
-    h = h.clone().requires_grad_()
-    loss = head(h, targets, weights, LOSS_SCALE, candidates=candidates)
-    (factor * loss).backward()
-    assert head.weight.grad is None
-    return loss.detach(), h.grad
-
-
 @fp32_and_fp8
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_sampled_head(count, dtype, use_fp8, device):
-    """The head with 256 of 640 columns, of which 20 are those of targets."""
-    h, weight, targets, weights = head_inputs(48, 64, 640, device, dtype, count)
-    candidates, targets = torch.randperm(640).to(device)[:256], targets % 20
-    head, inputs = sampled_head(weight, dtype, use_fp8), (h, weight.detach()[:, candidates], targets, weights)
-    got = *run_sampled(head, h, targets, weights, candidates), head.embedding.grad[candidates].T
-    exact = head_oracle(*inputs)
+@pytest.mark.parametrize("count, gate", [(1, None), (2, None), (3, None), (1, 639), (3, 639)])
+def test_sampled_head(count, gate, dtype, use_fp8, device):
+    """The head with 256 of 640 columns, the gate's first: positions name columns, and copies are found by ids."""
+    x = head_inputs(48, 64, 640, device, dtype, count, gate, words=20)
+    ids = x.targets * 7 + 3  # so that hardly an id is also the position of a target
+    candidates, positions = (torch.from_numpy(part).to(device) for part in sample_candidates(
+        ids.cpu().numpy(), 640, 256, 5, gate))
+    x = x._replace(targets=positions, point=x.point and x.point._replace(tokens=x.point.tokens * 7 + 3))
+    embedding = torch.nn.Parameter(x.weight.detach().T.contiguous())
+    embedding.grad = torch.zeros_like(embedding)
+    head = tk.HeadLoss(x.weight, dtype, use_fp8, embedding=embedding, gate=gate)
+    head.block = 16
+    got = list(run_head(head, x, candidates=candidates))
+    assert got[2] is None and gate in (None, candidates[0])
+    got[2] = embedding.grad[candidates].T
+
+    # The oracle's tokens are positions, too: a token is a copy of a target if they have one id.
+    where = torch.full((640,), 500, dtype=torch.int32, device=device)
+    where[candidates] = torch.arange(256, dtype=torch.int32, device=device)
+    y = x._replace(weight=x.weight.detach()[:, candidates], gate=gate and 0,
+                   point=x.point and x.point._replace(tokens=where[x.point.tokens.long()]))
+    exact = head_oracle(y)
     if use_fp8:
-        assert_as_quantised(got, fp8_oracle(*inputs), exact)
+        assert_as_quantised(got, head_oracle(y, quantise=True), exact)
     else:
         assert got[0].item() == pytest.approx(exact[0].item(), rel=2e-6)
-        for a, b in zip(got[1:], exact[1:]):
-            assert (a.double() - b).norm() <= 10 * torch.finfo(dtype).eps / 2 * b.norm()
-    next_loss, *_ = (fp8_oracle if use_fp8 else head_oracle)(*inputs[:3], torch.ones(1, device=device))
-    assert head.next_loss.item() == pytest.approx(next_loss.item(), rel=2e-3 if use_fp8 else 2e-6)
+        for name, a, b in zip(NAMES, got[1:], exact[1:]):
+            # The sum over tokens has an order of the processor's own.
+            rounding = (32 if name == "dsink" else 10 if gate is None else 16) * 2**-24
+            assert (a.double() - b).norm() <= rounding * b.norm(), name
+    assert head.next_loss.item() == pytest.approx(next_loss(y, use_fp8), rel=2e-3 if use_fp8 else 2e-6)
     # Rows of other classes have no gradient. A second gradient is added, times the upstream gradient.
-    once = torch.zeros_like(head.embedding).index_copy(0, candidates, got[2].T)
-    assert torch.equal(head.embedding.grad, once)
-    run_sampled(head, h, targets, weights, candidates, factor=4)
-    assert torch.equal(head.embedding.grad, once + 4 * once)
-
-
-@fp32_and_fp8
-def test_all_classes_as_candidates_are_the_full_softmax(dtype, use_fp8, device):
-    """In another order, so sums of products differ."""
-    h, weight, targets, weights = head_inputs(32, 64, 256, device, dtype)
-    head, candidates = sampled_head(weight, dtype, use_fp8), torch.randperm(256).to(device)
-    got = *run_sampled(head, h, candidates.argsort()[targets], weights, candidates), head.embedding.grad.T
-    for a, b in zip(got, run_head(head, h, weight, targets, weights), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2 if use_fp8 else 1e-5, atol=1e-5)
+    once = torch.zeros_like(embedding).index_copy(0, candidates, got[2].T)
+    assert torch.equal(embedding.grad, once) and (gate is None or once[gate].any())
+    (4 * head(x.h, x.targets, x.weights, LOSS_SCALE, candidates=candidates, point=x.point)).backward()
+    assert torch.equal(embedding.grad, once + 4 * once)

@@ -4,6 +4,7 @@ Operands are views inside larger buffers of NaN. A read outside an operand makes
 changes the buffer around it, and an unwritten element stays NaN.
 """
 
+import itertools
 import math
 from functools import partial
 
@@ -12,9 +13,9 @@ import torch
 
 import oracles
 import triton_kernels as tk
-from oracles import ON_GPU, assert_only_view_written, bf16, framed, gpu
+from oracles import ON_GPU, assert_only_view_written, bf16, framed, gpu, only_gpu
 
-FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
+FP32, BF16 = torch.float32, torch.bfloat16
 OPS = ("XXT", "XTX", "ba_plus_cAA", "transpose_copy", "transpose_add")
 REF = {name: getattr(tk, name + "_ref") for name in OPS}
 A0, B, C = 8.156554524902461, -22.48329292557795, 15.878769915207462  # first Polar Express step
@@ -38,7 +39,6 @@ assert_as_good = partial(oracles.assert_as_good, worst_ref=8)  # largest seen: 3
 
 
 # ---- Symmetric products ----------------------------------------------------------------------------------------------
-
 
 def gram_input(name, shape, dtype, device):
     X = torch.randn(shape)  # on the CPU: the same numbers on every machine
@@ -134,7 +134,6 @@ def test_gram_without_elements(name, shape, device):
 
 # ---- Transposes ------------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (37, 300), (300, 64), (0, 3)])
@@ -154,11 +153,19 @@ def test_transpose(name, shape, columns, dtype, device):
     assert_only_view_written(src_buffer, src)
 
 
-@pytest.mark.parametrize("dtype, bits", [(BF16, INT16), (FP32, torch.int32), (torch.int32, torch.int32)])
-def test_transpose_copy_moves_bits(dtype, bits, device):
-    src = torch.randint(torch.iinfo(bits).min, torch.iinfo(bits).max, (70, 9), dtype=bits, device=device)
-    dst = tk.transpose_copy(src.view(dtype), torch.zeros(9, 70, dtype=dtype, device=device))
-    assert torch.equal(dst.view(bits), src.mT)
+@pytest.mark.parametrize("dtype, shape", [
+    (BF16, (70, 9)), (FP32, (70, 9)), (torch.int32, (70, 9)), only_gpu(torch.uint8, (49152, 50304)), *itertools.product(
+        (torch.float8_e5m2, torch.uint8), [(1, 1), (64, 128), (65, 130), (100, 300), (0, 4)])])
+def test_transpose_copy_moves_bits(dtype, shape, device):
+    """Of codes, too. Nothing around the result is written."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    src = torch.randint(torch.iinfo(bits).min, torch.iinfo(bits).max, shape, dtype=bits, device=device)
+    buffer = torch.full((shape[1] + 2, shape[0] + 16), 77, dtype=bits, device=device)
+    dst = buffer[1:-1, 8:-8]
+    assert tk.transpose_copy(src.view(dtype), dst.view(dtype)).data_ptr() == dst.data_ptr()
+    assert torch.equal(dst, src.mT)
+    dst.fill_(77)
+    assert (buffer == 77).all()
 
 
 @gpu
@@ -171,7 +178,6 @@ def test_transpose_production(shape, device):
 
 
 # ---- Arguments -------------------------------------------------------------------------------------------------------
-
 
 def t(*shape, dtype=FP32):
     return torch.zeros(shape, dtype=dtype)

@@ -235,7 +235,6 @@ def test_worked_examples(corpus, copy):
 
 # ---- Knobs, messages, links ------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_knobs_exist(name):
     """Every word in inline code that begins with two dashes."""

@@ -122,13 +122,6 @@ def test_faults_of_all_ranks(monkeypatch):
                         r" replaces it, which is slower and takes more memory\. Please report this line\.", lines[1])
 
 
-def test_the_advice_for_an_operation_in_fp8(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=RuntimeError("an illegal access")))
-    with pytest.raises(UserError, match="the kernel of fp8_qkv stops this GPU .*--fp8_qkv=false$"):
-        trial.fault_of(Mock(side_effect=RuntimeError), "fp8_qkv", None, None, 1.0)
-
-
 def test_which_gpus_are_tested(monkeypatch):
     assert trial.is_tested(CPU)
     for capability, expected in (((9, 0), True), ((8, 9), False), ((12, 0), False)):
@@ -147,6 +140,9 @@ def test_errors_that_end_the_run(monkeypatch, error, message):
     monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=error))
     with pytest.raises((UserError, torch.OutOfMemoryError), match=message):
         trial.find_faults(config, ops, CPU)
+    with pytest.raises((UserError, torch.OutOfMemoryError), match=message.replace("mlp", "fp8_qkv").replace(
+            "--kernels=fp8_qkv:torch", "--fp8_qkv=false$")):
+        trial.fault_of(ops.mlp, "fp8_qkv", None, None, 1.0)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a run on the CPU, in the interpreter")
