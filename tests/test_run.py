@@ -28,7 +28,7 @@ import torch
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
-from data.run.checkpoint import load_checkpoint
+from data.run.state import load_checkpoint
 from data.run.config import flatten, render
 from data.run.log import Stopwatch, published
 from data.run.machine import PATHS, Runtime

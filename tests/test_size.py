@@ -14,7 +14,7 @@ import torch
 
 import train_gpt as T
 from data.run import machine
-from data.run.checkpoint import KEYS, write_checkpoint
+from data.run.state import KEYS, write_checkpoint
 from data.run.config import flatten, left_open, render
 from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)

@@ -351,8 +351,8 @@ def with_length(base, overrides, made_for, world, gpu=None):
 
 
 def load_checkpoint(path) -> dict:
-    from data.run import checkpoint  # which imports torch
-    return checkpoint.load_checkpoint(path)
+    from data.run import state  # which imports torch
+    return state.load_checkpoint(path)
 
 
 def begun_config(overrides, preset, world, presets):

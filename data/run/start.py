@@ -14,12 +14,12 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
-from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.run.length import (
     MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device, of_rank_0
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, is_writable, require_room, user_path
+from data.run.state import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
 
