@@ -483,7 +483,6 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
-from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
@@ -495,7 +494,7 @@ from data.run.start import agree_on_shards, check_start, fit_size
 from data.run.state import (
     check_weights, load_checkpoint, load_state, own_rows, shard_table, whole_rows, whole_state, write_checkpoint)
 from data.run.trial import is_tested, replace_faulty_kernels
-from data.run.warmup import require_codes, warm_up
+from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
 from data.shards import inspect_all, run_shards
 from data.tokenizer import normalised_ids, text_codec
 

@@ -67,15 +67,10 @@ def stage_starts(schedule) -> list[int]:
     return [*starts, schedule.scheduled_steps + schedule.extension_steps]
 
 
-def stage_steps(schedule) -> list[int]:
-    """Number of steps of every stage."""
-    starts = stage_starts(schedule)
-    return [end - start for start, end in zip(starts, starts[1:])]
-
-
 def sum_over_steps(schedule, costs):
     """Total cost of a run. costs: the cost of a step in every stage."""
-    return sum(cost * steps for cost, steps in zip(costs, stage_steps(schedule), strict=True))
+    starts = stage_starts(schedule)
+    return sum(cost * (end - start) for cost, start, end in zip(costs, starts, starts[1:]))
 
 
 def total_tokens(schedule) -> int:
@@ -184,19 +179,6 @@ def with_minutes(config, seconds):
                         f" run needs {SHORTEST_RUN}")
     schedule = dataclasses.replace(fitted, minutes=0.0, train_tokens=total_tokens(fitted))
     return dataclasses.replace(config, schedule=schedule)
-
-
-def seconds_per_step(schedule, plans, time_steps) -> list[float]:
-    """Mean seconds of a step in every stage. plans: of all steps; time_steps: function (plans) -> mean seconds."""
-    seconds = []
-    for start, steps in zip(stage_starts(schedule), stage_steps(schedule)):
-        stage = plans[start:start + steps]
-        counts = sorted({plan.candidates for plan in stage})  # steps with a sampled softmax are faster
-        kinds = [[plan.step for plan in stage if plan.candidates == count] for count in counts]
-        middles = [kind[len(kind) // 2] // 2 * 2 for kind in kinds]  # one of this step and the next updates the tables
-        total = sum(len(kind) * time_steps(plans[step:step + 2]) for kind, step in zip(kinds, middles))
-        seconds.append(total / max(1, steps))
-    return seconds
 
 
 def seconds_per_token(size, rows, gpu) -> float:
