@@ -100,8 +100,7 @@ class Log:
                 self.line("", file=False, end="")
 
     def progress(self, loss, times, seconds_left):
-        """The two lines of a step in the file; on a terminal they are one, which stays in its place, with the expected
-        time to the end."""
+        """The two lines of a step in the file. A terminal shows one line in their place, with the time to the end."""
         self.line(f"{loss}\n{times}", console=not self.terminal)
         if self.terminal:
             minutes, seconds = divmod(round(seconds_left), 60)
@@ -111,9 +110,6 @@ class Log:
     def moving(self, text, every=1.0):
         """Context manager: the last line of a terminal shows the result of `text()`, which is called every so many
         seconds."""
-        if not self.terminal:
-            yield
-            return
         done = threading.Event()
 
         def move():
@@ -122,12 +118,14 @@ class Log:
             self.line("", file=False, end="")
 
         thread = threading.Thread(target=move, daemon=True)
-        thread.start()
+        if self.terminal:
+            thread.start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if self.terminal:
+                thread.join()
 
 
 class Stopwatch(dict):
@@ -162,7 +160,7 @@ class Clock:
 
 
 def trace_range(name):
-    """Context manager: mark a range of host time in the trace of a profiled step; do nothing in other steps."""
+    """Context manager: mark a range of host time in the trace of a profiled step."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -221,12 +219,11 @@ def revision(sources) -> str:
         found = re.findall(r" blob (\w+)\t([^\0]+)", git("ls-tree", "-z", commit, "--", *sources))
     except (OSError, ValueError, subprocess.CalledProcessError):
         return "unknown"
-    committed, sha = {name: blob for blob, name in found}, hashlib.sha1 if len(commit) == 40 else hashlib.sha256
-    if place or "train_gpt.py" not in committed:
+    sha, texts = hashlib.sha1 if len(commit) == 40 else hashlib.sha256, {key: x.encode() for key, x in sources.items()}
+    ours = {(sha(b"blob %d\0" % len(text) + text).hexdigest(), name) for name, text in texts.items()}
+    if place or "train_gpt.py" not in (name for _, name in found):
         return "unknown"
-    ours = {name: text.encode() for name, text in sources.items()}
-    clean = committed == {name: sha(b"blob %d\0" % len(text) + text).hexdigest() for name, text in ours.items()}
-    return f"{commit} {'clean' if clean else 'with changes'}"
+    return f"{commit} {'clean' if {*found} == ours else 'with changes'}"
 
 
 def shards_line(shards) -> str:
@@ -242,12 +239,10 @@ def write_header(log, argv, sources: dict, config, machine: dict, choices: dict,
     argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the number of ranks;
     choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
     """
-    try:
+    gpus, triton = "nvidia-smi: not found", sys.modules.get("triton")
+    with suppress(OSError):
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
-    except OSError:
-        gpus = "nvidia-smi: not found"
-    triton = sys.modules.get("triton")
     given = (f"--{key}={published(text) if key in PATHS else text}" for key, text in read_arguments(argv).items())
     facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
                        "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}

@@ -15,7 +15,6 @@ from data.loader import fit_validation, kept_tokens
 from data.run.config import render, with_knobs
 from data.run.program import LESS_MEMORY, UserError
 
-
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
@@ -139,8 +138,8 @@ def fit_memory(config, device, world, rows_open):
         config = with_knobs(config, micro_batches=count)
         if world > 1 or memory_report(config, device, world)[1]:
             break
-    rows_open = rows_open and world == 1 and device.type == "cuda"
-    while rows_open and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
+    while (rows_open and world == 1 and device.type == "cuda"
+           and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS):
         larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
         if not memory_report(larger, device, world)[1]:
             break

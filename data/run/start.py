@@ -116,14 +116,9 @@ def read_shards(config, part, most=2**30) -> list[str]:
 # A check takes a config and the number of ranks. A check returns (what it has found, whether all is well). A check
 # raises UserError if the run will not start.
 
-def torch_version() -> tuple[int, ...]:
-    """(major, minor) of PyTorch."""
-    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-
-
 def check_versions(config, world):
     """Versions of Python and of the packages."""
-    if torch_version() < (2, 11):
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
         raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install the packages that"
                         " requirements.txt names, or use ./run.sh")
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
@@ -162,7 +157,7 @@ def check_disk(config, world):
     if system.save or system.save_every:
         weights, state, _, few = state_bytes(config, config.model.table)  # of all ranks
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
-        count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
+        count = min(saves, system.keep + 1)  # the oldest goes once the newest is complete
         each = 2 * weights + state + few  # weights, gradients, state
         size, purpose = size + count * each, f"the log and checkpoints of up to {each / 1e9:.1f} GB"
     found, fine = require_room(ROOT / user_path(system.log_dir), size, purpose), each <= 4e9
