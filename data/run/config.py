@@ -407,123 +407,108 @@ def resumed_config(overrides, preset, world, presets):
 def check_config(config, world=None, first_step=0):
     """Raises UserError for the first knob whose value is never accepted. With the number of ranks, `world`, also when
     values do not fit together. first_step: of the run; a resumed one begins later."""
-    for names, words in chain(bad_values(config), misfits(config, world, first_step) if world else ()):
-        values = {name: value for name, value, _ in knobs_of(config)}
-        given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
-        raise UserError(f"{given}: {words}" if given else words)
+    for is_bad, names, words in chain(bad_values(config), misfits(config, world, first_step) if world else ()):
+        if is_bad:
+            values = {name: value for name, value, _ in knobs_of(config)}
+            given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
+            raise UserError(f"{given}: {words}" if given else words)
 
 
 def bad_values(config):
-    """Yields (name of a knob or several, what is wrong with the value), also for the knobs of one stage."""
-    for name, value, kind in knobs_of(config):
-        if wanted := demand(kind, value):
-            yield name, f"must be {wanted}"
+    """Yields (whether a value is bad, name of its knob or of several, what is wrong), also for the knobs of one
+    stage."""
     system, schedule = config.system, config.schedule
-    if not re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile):
-        yield "profile", "must be START:COUNT, for example 20:4"
-    if {*"/\\"} & {*system.run_label}:
-        yield "run_label", "must be the name of a file, not of a folder"
+    for name, value, kind in knobs_of(config):
+        wanted = demand(kind, value)
+        yield wanted, name, f"must be {wanted}"
+    yield (not re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile), "profile",
+           "must be START:COUNT, for example 20:4")
+    yield {*"/\\"} & {*system.run_label}, "run_label", "must be the name of a file, not of a folder"
     for key in "muon_warmup", "muon_cooldown":
-        if (steps := getattr(schedule, key)) >= 1 and type(steps) is not int:
-            yield key, "must be a whole number of steps, or from 0 to below 1, a part of the run"
+        steps = getattr(schedule, key)
+        yield (steps >= 1 and type(steps) is not int, key,
+               "must be a whole number of steps, or from 0 to below 1, a part of the run")
     for i, stage in enumerate(schedule.stages, 1):
-        weights = f"stage{i}.mtp_start stage{i}.mtp_end"
-        if len(stage.mtp_start) != len(stage.mtp_end):
-            yield weights, "both need the same length"
-        if not stage.mtp_start[0] or not stage.mtp_end[0]:
-            yield weights, "the first weight, of the next token, must be above 0"
-    shares = [stage.share for stage in schedule.stages]
-    if not min(shares[:-1]) > 0 == shares[-1]:
-        yield "", (f"shares of the stages: {', '.join(map(render, shares))}; the share of the last stage, which is the"
-                   " extension, must be 0, all others above 0")
+        weights, start, end = f"stage{i}.mtp_start stage{i}.mtp_end", stage.mtp_start, stage.mtp_end
+        yield len(start) != len(end), weights, "both need the same length"
+        yield not (start[0] and end[0]), weights, "the first weight, of the next token, must be above 0"
+    *shares, last = [stage.share for stage in schedule.stages]
+    yield not min(shares) > 0 == last, "", (
+        f"shares of the stages: {', '.join(map(render, [*shares, last]))}; the share of the last stage, which is the"
+        " extension, must be 0, all others above 0")
 
 
 def misfits(config, world, first_step):
-    """Yields (names of knobs, why their values do not fit together)."""
+    """Yields (whether values do not fit together, names of their knobs, why)."""
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
     layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
-    if model.model_dim % (8 * model.num_heads):
-        yield "model_dim num_heads", "the width of a head must be a multiple of 8"
-    if model.num_heads % 2 and (paired := tuple(model.layers_with("paired"))):
-        yield "num_heads", (f"the paired layers {render(paired)} need an even number of heads; --layer0.paired=false"
-                            " makes another layer of the first")
-    if len(model.ngram_rows) > orders or any(0 < count < 2 or count % 1 for count in model.ngram_rows):
-        yield "ngram_rows", f"up to {orders} whole numbers, each 0 or at least 2"
-    if min(rows) < 2:
-        yield "bigram_tables", "the table of bigrams needs two rows or more"
-    if sum(rows) >= 2**31:
-        yield "ngram_rows", "at most 2147483647 rows in all"
-    if model.vocab_size != 50257 and model.bigram_normal:
-        yield "vocab_size", ("--bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
-                             " --bigram_normal=false")
-    if model.mlp_dim < 16:
-        yield "mlp_ratio", f"an MLP of {model.mlp_dim} channels"
-    if model.backout_layer is not None and model.backout_layer >= len(layers):
-        yield "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
-    if not model.layers_with("attention"):
-        yield "", "all layers are without attention: at least one needs it"
+    paired, behind = tuple(model.layers_with("paired")), model.backout_layer
+    yield model.model_dim % (8 * model.num_heads), "model_dim num_heads", "the width of a head must be a multiple of 8"
+    yield model.num_heads % 2 and paired, "num_heads", (
+        f"the paired layers {render(paired)} need an even number of heads; --layer0.paired=false makes another layer of"
+        " the first")
+    yield (len(model.ngram_rows) > orders or any(0 < count < 2 or count % 1 for count in model.ngram_rows),
+           "ngram_rows", f"up to {orders} whole numbers, each 0 or at least 2")
+    yield min(rows) < 2, "bigram_tables", "the table of bigrams needs two rows or more"
+    yield sum(rows) >= 2**31, "ngram_rows", "at most 2147483647 rows in all"
+    yield model.vocab_size != 50257 and model.bigram_normal, "vocab_size", (
+        "--bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add --bigram_normal=false")
+    yield model.mlp_dim < 16, "mlp_ratio", f"an MLP of {model.mlp_dim} channels"
+    yield behind is not None and behind >= len(layers), "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
+    yield not model.layers_with("attention"), "", "all layers are without attention: at least one needs it"
     for i, layer in enumerate(layers):
-        earlier, name = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}"
-        if not layer.attention and (layer.paired or layer.long or layer.value_embed):
-            yield name, "paired, long and value_embed need attention, which this layer lacks"
-        if layer.skip_from is not None and layer.skip_from >= i:
-            yield f"{name}.skip_from", earlier
-        if layer.input_from is not None and (layer.input_from >= i or not layer.attention):
-            yield f"{name}.input_from", f"{earlier}, in a layer with attention"
-        if layer.narrow and (layer.long or not layer.attention):
-            yield f"{name}.narrow", "only for a layer with attention that is not long"
-        if layer.xsa and (layer.paired or not layer.attention):
-            yield f"{name}.xsa", "only for a layer with attention that is not paired"
-        if layer.mix and not (layer.value_embed and model.backout_layer is not None and model.backout_layer < i
-                              and model.layers_with("mix") == [i]):
-            yield f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer"
-        if layer.dynamic and not model.dynamic_sizes[i]:
-            yield f"{name}.dynamic", "neither this layer nor those up to the next dynamic one have factors"
-        if i and layers[i - 1].two_lanes and not layer.two_lanes:
-            yield f"{name}.two_lanes", (f"layer {i - 1} has two lanes, so all later layers need two; add"
-                                        f" --{name}.two_lanes=true")
+        earlier, name, attends = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}", layer.attention
+        yield (not attends and (layer.paired or layer.long or layer.value_embed), name,
+               "paired, long and value_embed need attention, which this layer lacks")
+        yield layer.skip_from is not None and layer.skip_from >= i, f"{name}.skip_from", earlier
+        yield (layer.input_from is not None and (layer.input_from >= i or not attends), f"{name}.input_from",
+               f"{earlier}, in a layer with attention")
+        yield (layer.narrow and (layer.long or not attends), f"{name}.narrow",
+               "only for a layer with attention that is not long")
+        yield (layer.xsa and (layer.paired or not attends), f"{name}.xsa",
+               "only for a layer with attention that is not paired")
+        yield (layer.mix and not (layer.value_embed and behind is not None and behind < i
+                                  and model.layers_with("mix") == [i]),
+               f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer")
+        yield (layer.dynamic and not model.dynamic_sizes[i], f"{name}.dynamic",
+               "neither this layer nor those up to the next dynamic one have factors")
+        yield i and layers[i - 1].two_lanes and not layer.two_lanes, f"{name}.two_lanes", (
+            f"layer {i - 1} has two lanes, so all later layers need two; add --{name}.two_lanes=true")
     (*starts, total), (warmup, cooldown), stages = stage_starts(schedule), momentum_steps(schedule), schedule.stages
-    if total >= 10**6:
-        yield "scheduled_steps", "a run has at most 999999 steps, the extension included"
-    if any(a >= b for a, b in zip(starts, starts[1:])):
-        yield "scheduled_steps", "each stage needs at least one step"
-    if schedule.cooldown_frac * schedule.scheduled_steps < 1:
-        yield "cooldown_frac", "must cover a scheduled step"
-    if schedule.split_stage > len(stages):
-        yield "split_stage", f"there are {len(stages)} stages, so it must be 1 to {len(stages)}"
+    yield total >= 10**6, "scheduled_steps", "a run has at most 999999 steps, the extension included"
+    yield any(a >= b for a, b in zip(starts, starts[1:])), "scheduled_steps", "each stage needs at least one step"
+    yield schedule.cooldown_frac * schedule.scheduled_steps < 1, "cooldown_frac", "must cover a scheduled step"
+    yield (schedule.split_stage > len(stages), "split_stage",
+           f"there are {len(stages)} stages, so it must be 1 to {len(stages)}")
     # A run may end within Muon's warm-up, as short trials of record74 do. Warm-up and cool-down are rounded to whole
     # steps, so the two may share one step.
-    if warmup < total < warmup + cooldown - 1:
-        yield "muon_warmup muon_cooldown", f"{warmup} and {cooldown} steps, but the run has only {total}"
+    yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
+           f"{warmup} and {cooldown} steps, but the run has only {total}")
     steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)
-    if steps.stop > total:
-        yield "profile", f"the run has steps 0 to {total - 1}"
-    if any(step % every == 0 for step in steps[1:] for every in pauses):
-        yield "profile", ("a validation or a checkpoint comes in between; take other steps, or change"
-                          f" --val_every={system.val_every} or --save_every={system.save_every}")
-    if system.profile and steps.start < first_step:
-        yield "profile", f"the resumed run starts at step {first_step}; profile later steps"
+    yield steps.stop > total, "profile", f"the run has steps 0 to {total - 1}"
+    yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
+        "a validation or a checkpoint comes in between; take other steps, or change"
+        f" --val_every={system.val_every} or --save_every={system.save_every}")
+    yield (system.profile and steps.start < first_step, "profile",
+           f"the resumed run starts at step {first_step}; profile later steps")
     has_kernel = not (system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels)
-    if has_kernel and system.dtype != "bfloat16":
-        yield "dtype", ("the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch, or"
-                        " --device=cpu")
+    in_bf16 = system.dtype == "bfloat16"
+    yield has_kernel and not in_bf16, "dtype", (
+        "the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch, or --device=cpu")
     for knob in "fp8_mlp", "fp8_qkv":
-        is_on = getattr(system, knob) and system.dtype == "bfloat16" and system.kernels != "torch"
-        if is_on and model.model_dim % 16:
-            yield "model_dim", f"--{knob} takes multiples of 16 channels; add --{knob}=false"
-    least = 32 if model.layers_with("narrow") else 16
-    if has_kernel and (not least <= model.head_dim <= 128 or model.head_dim & (model.head_dim - 1)):
-        yield "model_dim num_heads", (
-            f"the attention kernel takes heads of {least} to 128 channels, a power of two"
-            f"{', in models with narrow layers' * (least == 32)}; or add --kernels=attention:torch")
-    if data.val_batch_tokens % 16 or data.val_tokens % data.val_batch_tokens:
-        yield "val_tokens val_batch_tokens", ("the first must be a multiple of the second, and the second of 16; set"
-                                              " both, for example to the same number")
+        yield (getattr(system, knob) and in_bf16 and system.kernels != "torch" and model.model_dim % 16, "model_dim",
+               f"--{knob} takes multiples of 16 channels; add --{knob}=false")
+    least, d = 32 if model.layers_with("narrow") else 16, model.head_dim
+    yield has_kernel and (not least <= d <= 128 or d & (d - 1)), "model_dim num_heads", (
+        f"the attention kernel takes heads of {least} to 128 channels, a power of two"
+        f"{', in models with narrow layers' * (least == 32)}; or add --kernels=attention:torch")
+    yield data.val_batch_tokens % 16 or data.val_tokens % data.val_batch_tokens, "val_tokens val_batch_tokens", (
+        "the first must be a multiple of the second, and the second of 16; set both, for example to the same number")
     count = system.micro_batches  # 0: `fit_memory` chooses the number
-    if count % world:
-        yield "", (f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
-                   + ("" if system.resume else ", or a larger number"))
+    yield count % world, "", (
+        f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
+        + ("" if system.resume else ", or a larger number"))
     for i, stage in enumerate(stages if count else (), 1):
-        if stage.batch_tokens % (16 * count):
-            yield f"stage{i}.batch_tokens", (f"must be a multiple of 16 * --micro_batches={count}" + (
-                f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))
+        yield stage.batch_tokens % (16 * count), f"stage{i}.batch_tokens", (
+            f"must be a multiple of 16 * --micro_batches={count}"
+            + (f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))
