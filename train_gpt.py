@@ -344,7 +344,7 @@ class System:
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
     save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
-    keep: Whole = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
+    keep: Count = 2  # number of checkpoints of a run to keep, the newest ones
     resume: str = ""  # checkpoint to continue, with the settings stored in it
     other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
     init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied

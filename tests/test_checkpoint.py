@@ -60,7 +60,7 @@ def base(corpus, tmp_path_factory):
     """A run that was not interrupted, with a checkpoint before every step but the first, and after the last."""
     torch.manual_seed(7)  # not that of the other tests: a resumed run takes over the state of the generator
     with contextlib.redirect_stdout(io.StringIO()):
-        return train(corpus, tmp_path_factory.mktemp("base"), "--save_every=1", "--keep=0")
+        return train(corpus, tmp_path_factory.mktemp("base"), "--save_every=1", "--keep=99")
 
 
 def differing(path, other):
@@ -201,7 +201,7 @@ def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_pa
     monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
     monkeypatch.setattr(T, "wait", lambda checks: (asked.set(), wait(checks)))
     monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
-    early = train(moved, tmp_path / "a", "--save_every=1", "--keep=0")
+    early = train(moved, tmp_path / "a", "--save_every=1", "--keep=99")
     first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
     assert [sha for *_, sha in last["train"] + last["val"]].count(None) == 0 and first["val"] == last["val"]
     assert first["train"][0] == last["train"][0] and first["train"][2] == (*last["train"][2][:2], None)
@@ -225,7 +225,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
         states = [x for part in trainer.optimizer.state.values() for key, x in part.items() if key != "average"]
         assert states and not any(x.any() for x in states)
     monkeypatch.setattr(T.Trainer, "load_weights", warm)
-    run = train(bare, tmp_path / "new", *begun, "--save_every=4", "--keep=0")
+    run = train(bare, tmp_path / "new", *begun, "--save_every=4", "--keep=99")
     assert seen and all(same for _, same in seen)
     config = T.parse_config(begun)
     assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
@@ -290,7 +290,7 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     """In the middle of Adam's two steps. With Adam at rest weights and losses do not
     depend on the ranks at all (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings
     (2^-9 each)."""
-    args = [*PAIR, "--save_every=5", "--keep=0"]
+    args = [*PAIR, "--save_every=5", "--keep=99"]
     two = start(corpus, *args, f"--log_dir={tmp_path / 'two'}", ranks=2)
     ready(two, "^checkpoint: .*5.pt\n")
     two.kill()

@@ -147,7 +147,7 @@ def chosen_length(log):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_minutes(free, tmp_path, ranks):
     """Within 3 % of the clock of rank 0, with its length in log and checkpoint. All ranks take the same steps."""
-    args = f"--log_dir={tmp_path}", "--minutes=2", "--save_every=20", "--keep=0"
+    args = f"--log_dir={tmp_path}", "--minutes=2", "--save_every=20", "--keep=99"
     out, err, status = finish(start(free, *args, ranks=ranks, hook=FAKE_CLOCK))
     assert status == 0 and err == "", err
     assert len(re.findall(r"^about 2 min of training follow; the run ends at about \d\d:\d\d$", out, re.M)) == 1
@@ -169,7 +169,7 @@ def plain_losses(free, folder, run, length):
     """Losses of a run with the length of another run and the batches and rates of its stages."""
     knobs = [f"--{key}={value}" for key, value in run.facts.items()
              if re.fullmatch(r"stage\d.(batch_tokens|lr_mul)|muon_(warmup|cooldown)", key)]
-    found = train(free, folder, *knobs, *(f"--{pair}" for pair in length), "--save_every=20", "--keep=0")
+    found = train(free, folder, *knobs, *(f"--{pair}" for pair in length), "--save_every=20", "--keep=99")
     return {int(step): float(loss) for step, loss in found.val.items()}
 
 

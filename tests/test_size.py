@@ -212,7 +212,7 @@ def test_a_run_keeps_its_size(begin, tmp_path):
     config = begin("--train_tokens=27e6")[2]
     assert (config.model.model_dim, config.model.depth) == SIZES[0]
     state = dict.fromkeys(KEYS) | dict(step=3, config=dataclasses.asdict(config))
-    write_checkpoint(state, tmp_path / "state.pt", keep=0)
+    write_checkpoint(state, tmp_path / "state.pt", keep=1)
     resume = f"--resume={tmp_path / 'state.pt'}"
     resumed = T.parse_config([resume])
     assert not left_open([resume], T.PRESETS)[0]

@@ -227,6 +227,7 @@ def config_from_dict(default, tree):
     def section(old, values):
         hints = hints_of(type(old))
         values = {key: value for key, value in values.items() if key not in DROPPED}
+        values |= {"keep": 10**9} if values.get("keep") == 0 else {}  # which meant: all
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 
