@@ -403,7 +403,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
     config, presets = T.PRESETS["cpu"].config, T.PRESETS
     assert settings.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - settings.KEPT_KNOBS
-    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for key, value in flatten(config).items():
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
@@ -423,7 +423,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
     config = with_knobs(T.parse_config(args, world), micro_batches=32)  # as the script may choose
-    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     assert T.parse_config([*args, "--resume=x"], world) == with_knobs(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
@@ -435,7 +435,7 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
 def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
     """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
     config = with_knobs(T.RECORD74, micro_batches=saved)
-    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
         assert resumed == with_knobs(config, resume="x")

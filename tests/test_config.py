@@ -208,7 +208,7 @@ def test_refused_in_one_line_that_names_the_knob(args):
 
 def test_a_resumed_run_profiles_later_steps(monkeypatch):
     state = {"step": 30, "config": dataclasses.asdict(T.PRESETS["cpu"].config)}
-    monkeypatch.setattr("data.run.config.load_checkpoint", lambda path: state)
+    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: state)
     assert T.parse_config(["--resume=x", "--profile=30:2"]).system.profiled == range(30, 32)
     with pytest.raises(UserError, match="^--profile=29:2: the resumed run starts at step 30; profile later steps$"):
         T.parse_config(["--resume=x", "--profile=29:2"])

@@ -270,15 +270,18 @@ def read_config(argv, world, presets, gpu=None):
     values that a run does not accept.
     """
     overrides = read_arguments(argv)
-    preset, first_step = overrides.pop("preset", None), 0
+    preset, first_step, neutral = overrides.pop("preset", None), 0, presets["record74"].config
     if preset not in (None, *presets):
         raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
     if "resume" in overrides:
         config, first_step = resumed_config(overrides, preset, world, presets)
-    elif "init_from" in overrides:
-        config = begun_config(overrides, preset, world, presets)
-    else:
+    elif "init_from" not in overrides:
         config = preset_config(preset or "record", overrides, world, presets, gpu)
+    elif preset:
+        raise UserError(f"--init_from={overrides['init_from']}: the checkpoint brings its settings; leave out"
+                        f" --preset={preset}")
+    else:
+        config = begun_config(overrides, world, neutral)
     check_config(config, world, first_step)
     return config
 
@@ -306,8 +309,8 @@ def preset_config(name, overrides, world, presets, gpu=None):
     A --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number
     of heads where layers are paired.
     """
-    preset = presets[name]
-    config, model, width = preset.config, preset.config.model, overrides.get("model_dim", "")
+    config, gpus, _ = presets[name]
+    model, made_for, width = config.model, (config.schedule, gpus), overrides.get("model_dim", "")
     if "num_heads" not in overrides and width.isdecimal() and int(width) and not int(width) % model.head_dim:
         overrides = overrides | {"num_heads": str(int(width) // model.head_dim)}
     heads, depth = (parse_value(key, overrides.get(key, str(old)), int, old)
@@ -319,7 +322,7 @@ def preset_config(name, overrides, world, presets, gpu=None):
                 " another preset, or change them with --layers and --layer<n>"))
         layers = model.rewired(depth, heads % 2 == 0)
         config = with_knobs(config, layers=layers, backout_layer=layers[-1].input_from)
-    return with_length(config, overrides, (preset.config.schedule, preset.gpus), world, gpu)
+    return with_length(config, overrides, made_for, world, gpu)
 
 
 def with_length(base, overrides, made_for, world, gpu=None):
@@ -329,21 +332,20 @@ def with_length(base, overrides, made_for, world, gpu=None):
     A setting is set by hand if the length would have given it another value. So no setting that says what the run has
     anyway changes the run.
     """
-    config, by_hand = override(base, overrides), set()
+    config, by_hand, differing = override(base, overrides), set(), {None}
     check_config(config)  # `fit_length` computes with the values
     asked = config.schedule
     if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     wanted = {key: value for key, value in flatten(config).items() if key in overrides and FITTED.fullmatch(key)}
-    while True:
-        config = override(base, {key: overrides[key] for key in overrides.keys() - (wanted.keys() - by_hand)})
+    while differing:
+        config = override(base, {key: text for key, text in overrides.items() if key in by_hand or key not in wanted})
         if 0 < config.system.micro_batches < world:
             config = with_knobs(config, micro_batches=world)
         config = with_knobs(config, **fit_length(config, by_hand, made_for, world, gpu))
         found = flatten(config)
-        if not (others := {key for key, value in wanted.items() if found[key] != value}):
-            break
-        by_hand |= others
+        differing = {key for key, value in wanted.items() if found[key] != value}
+        by_hand |= differing
     steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
     if getattr(asked, knob) and "scheduled_steps" not in overrides and steps < SHORTEST_RUN:
         raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
@@ -351,24 +353,20 @@ def with_length(base, overrides, made_for, world, gpu=None):
     return config
 
 
-def load_checkpoint(path) -> dict:
+def read_checkpoint(path, default, **knobs):
+    """(config of a checkpoint with other values for some knobs, its step). default: see `config_from_dict`."""
     from data.run import state  # which imports torch
-    return state.load_checkpoint(path)
+    saved = state.load_checkpoint(path)
+    return with_knobs(config_from_dict(default, saved["config"]), **knobs), saved["step"]
 
 
-def begun_config(overrides, preset, world, presets):
+def begun_config(overrides, world, default):
     """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
     the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
-    --minutes.
-
-    Raises UserError when an override changes the model, and for a preset.
-    """
-    path, default = overrides["init_from"], presets["record74"].config
-    if preset:
-        raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
+    --minutes. Raises UserError when an override changes the model."""
+    path, own = overrides["init_from"], {key: getattr(default.system, key) for key in OUTPUT_KNOBS}
     # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
-    own = {key: getattr(default.system, key) for key in OUTPUT_KNOBS} | {"micro_batches": 0, "train_tokens": 0}
-    saved = with_knobs(config_from_dict(default, load_checkpoint(path)["config"]), **own)
+    saved, _ = read_checkpoint(path, default, **own, micro_batches=0, train_tokens=0)
     config = override(saved, overrides)
     if config.model != saved.model:
         changed = (f"--{key}" for key in overrides if key.startswith("layer")
@@ -379,13 +377,10 @@ def begun_config(overrides, preset, world, presets):
 
 def resumed_config(overrides, preset, world, presets):
     """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
-    that are not in KEPT_KNOBS: machine, FP8, output, validation.
-
-    Raises UserError when an override or the preset changes another knob, and when the run is finished.
-    """
+    that are not in KEPT_KNOBS: machine, FP8, output, validation. Raises UserError when an override or the preset
+    changes another knob, and when the run is finished."""
     path = overrides["resume"]
-    state = load_checkpoint(path)
-    saved = with_knobs(config_from_dict(presets["record74"].config, state["config"]), profile="", other_data=False)
+    saved, step = read_checkpoint(path, presets["record74"].config, profile="", other_data=False)
     wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
     free, new, old = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS, flatten(wanted), flatten(saved)
     if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
@@ -396,8 +391,7 @@ def resumed_config(overrides, preset, world, presets):
         given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
         advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
-    step, total = state["step"], stage_starts(saved.schedule)[-1]
-    if step >= total:
+    if step >= (total := stage_starts(saved.schedule)[-1]):
         raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
                         " or start a longer run")
     return override(saved, {key: text for key, text in overrides.items() if key in free}), step
