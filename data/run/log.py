@@ -3,7 +3,6 @@ time: phases of the start, training time, ranges in a trace."""
 
 import errno
 import functools
-import hashlib
 import json
 import os
 import platform
@@ -206,8 +205,8 @@ def published(path) -> str:
 
 
 def revision(sources) -> str:
-    """The commit of this repository, and whether the sources are those of the commit, byte for byte, as `git status`
-    does not look at all files; unknown if this folder is not the top of a repository with a train_gpt.py."""
+    """The commit of this repository, and whether git knows of a change in the sources, which are all in the commit;
+    unknown if this folder is not the top of a repository with a train_gpt.py."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
 
     def git(*words):
@@ -216,14 +215,11 @@ def revision(sources) -> str:
 
     try:
         place, commit, _ = git("rev-parse", "--show-prefix", "HEAD").split("\n")
-        found = re.findall(r" blob (\w+)\t([^\0]+)", git("ls-tree", "-z", commit, "--", *sources))
+        is_ours = not place and git("ls-tree", commit, "train_gpt.py")
+        changed = git("status", "--porcelain", "--ignored", "--untracked-files=all", "--", *sources)
     except (OSError, ValueError, subprocess.CalledProcessError):
         return "unknown"
-    sha, texts = hashlib.sha1 if len(commit) == 40 else hashlib.sha256, {key: x.encode() for key, x in sources.items()}
-    ours = {(sha(b"blob %d\0" % len(text) + text).hexdigest(), name) for name, text in texts.items()}
-    if place or "train_gpt.py" not in (name for _, name in found):
-        return "unknown"
-    return f"{commit} {'clean' if {*found} == ours else 'with changes'}"
+    return f"{commit} {'with changes' if changed else 'clean'}" if is_ours else "unknown"
 
 
 def shards_line(shards) -> str:
