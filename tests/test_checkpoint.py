@@ -173,18 +173,17 @@ def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, m
     assert not T.parse_config([f"--resume={tmp_path / 'c.pt'}"]).system.other_data  # only for the run that asks
 
 
-def test_a_run_resumes_on_a_copy_of_its_shards(base, moved, tmp_path):
-    run = train(moved, tmp_path / "a", f"--resume={base.saved[9]}", *LAST_ONLY)
-    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"} and "warning: the" not in run.text
-
-
-def test_an_older_checkpoint_does_not_know_its_shards(corpus, base, tmp_path):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_run_resumes_on_a_copy_of_its_shards(base, moved, tmp_path, is_old):
+    """An older checkpoint does not know its shards, which the log says."""
     state = torch.load(base.saved[9], weights_only=True)
-    del state["shards"]
-    torch.save(state, tmp_path / "old.pt")
-    run = train(corpus, tmp_path / "a", f"--resume={tmp_path / 'old.pt'}", *LAST_ONLY)
-    assert len(re.findall("^warning: the checkpoint is an older one that does not say which", run.text, re.M)) == 1
-    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"}
+    if is_old:
+        del state["shards"]
+    torch.save(state, tmp_path / "saved.pt")
+    run = train(moved, tmp_path / "a", f"--resume={tmp_path / 'saved.pt'}", *LAST_ONLY)
+    warning = "^warning: the checkpoint is an older one that does not say which"
+    assert len(re.findall(warning, run.text, re.M)) == run.text.count("warning: the checkpoint") == is_old
+    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"} and "warning: the shards" not in run.text
 
 
 def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_path, monkeypatch):
