@@ -19,11 +19,9 @@ from data.run.program import UserError
 
 
 def expected_time(config, world, models, gpu):
-    """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or
-    by the seconds per token of two cores (records/guide.md).
-
-    models: {name of a preset: its model}; gpu: what the GPU can do, if the size was chosen.
-    """
+    """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or by
+    the seconds per token of two cores (records/guide.md). models: {name of a preset: its model}; gpu: what the GPU can
+    do, if the size was chosen."""
     device, schedule, model = find_device(config), config.schedule, config.model
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
@@ -47,10 +45,8 @@ def expected_time(config, world, models, gpu):
 
 def check_table(config, world, models, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
-
     models: see `expected_time`. fit: None, or function (Gpu, device) -> (config of the best size for the length of the
-    run, a line about it, training time). rows_open: see `fit_memory`.
-    """
+    run, a line about it, training time). rows_open: see `fit_memory`."""
     columns, status, more, errors, gpu = "{:<15} | {:<90} | {}", 0, {}, {}, None
     if show:
         print(columns.format("what", "found", "ok?"))

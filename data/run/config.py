@@ -16,7 +16,6 @@ import math
 import re
 import shlex
 from collections import deque
-from itertools import chain
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from data import NGRAM_FACTORS
@@ -152,11 +151,9 @@ def read_arguments(argv) -> dict[str, str]:
 
 
 def read_options(argv, options, aliases, known):
-    """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own.
-
-    options: {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises
-    UserError for an unknown key.
-    """
+    """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own. options:
+    {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises UserError
+    for an unknown key."""
     values, knobs = dict(options), {}
     for key, text in read_arguments(argv).items():
         if key in options:
@@ -220,10 +217,8 @@ DROPPED = "depth", "data_end", "compile", "combo_kernels"  # knobs of older chec
 
 
 def config_from_dict(default, tree):
-    """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`.
-
-    Raises UserError for an unknown knob.
-    """
+    """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`. Raises UserError for an
+    unknown knob."""
     def section(old, values):
         hints = hints_of(type(old))
         values = {key: value for key, value in values.items() if key not in DROPPED}
@@ -264,11 +259,9 @@ def help_page(manual, presets, argv, source) -> str:
 # ---- From arguments to a config --------------------------------------------------------------------------------------
 
 def read_config(argv, world, presets, gpu=None):
-    """Arguments --preset=name and --key=value -> config for `world` ranks, checked.
-
-    presets: {name: Preset of train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for
-    values that a run does not accept.
-    """
+    """Arguments --preset=name and --key=value -> config for `world` ranks, checked. presets: {name: Preset of
+    train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for values that a run does not
+    accept."""
     overrides = read_arguments(argv)
     preset, first_step, neutral = overrides.pop("preset", None), 0, presets["record74"].config
     if preset not in (None, *presets):
@@ -288,10 +281,8 @@ def read_config(argv, world, presets, gpu=None):
 
 def left_open(argv, presets) -> tuple[bool, bool]:
     """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
-    number of rows of n-grams, if there are any, is to suit the memory of the GPU).
-
-    argv must be valid. A preset of another size, or with layers of its own, keeps them.
-    """
+    number of rows of n-grams, if there are any, is to suit the memory of the GPU). argv must be valid. A preset of
+    another size, or with layers of its own, keeps them."""
     overrides = read_arguments(argv)
     preset = presets[overrides.get("preset", "record")]
     model, has_length = preset.config.model, any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
@@ -304,11 +295,9 @@ def left_open(argv, presets) -> tuple[bool, bool]:
 
 
 def preset_config(name, overrides, world, presets, gpu=None):
-    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it.
-
-    A --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number
-    of heads where layers are paired.
-    """
+    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it. A
+    --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number of
+    heads where layers are paired."""
     config, gpus, _ = presets[name]
     model, made_for, width = config.model, (config.schedule, gpus), overrides.get("model_dim", "")
     if "num_heads" not in overrides and width.isdecimal() and int(width) and not int(width) % model.head_dim:
@@ -327,11 +316,8 @@ def preset_config(name, overrides, world, presets, gpu=None):
 
 def with_length(base, overrides, made_for, world, gpu=None):
     """The config `base` with the overrides, with at least a micro-batch for each rank, and with the length that the
-    overrides ask for. The last three arguments are those of `fit_length`.
-
-    A setting is set by hand if the length would have given it another value. So no setting that says what the run has
-    anyway changes the run.
-    """
+    overrides ask for. The last three arguments are those of `fit_length`. A setting is set by hand if the length would
+    have given it another value. So no setting that says what the run has anyway changes the run."""
     config, by_hand, differing = override(base, overrides), set(), {None}
     check_config(config)  # `fit_length` computes with the values
     asked = config.schedule
@@ -402,17 +388,18 @@ def resumed_config(overrides, preset, world, presets):
 def check_config(config, world=None, first_step=0):
     """Raises UserError for the first knob whose value is never accepted. With the number of ranks, `world`, also when
     values do not fit together. first_step: of the run; a resumed one begins later."""
-    for is_bad, names, words in chain(bad_values(config), misfits(config, world, first_step) if world else ()):
+    for is_bad, names, words in faults(config, world, first_step):
         if is_bad:
             values = {name: value for name, value, _ in knobs_of(config)}
             given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
             raise UserError(f"{given}: {words}" if given else words)
 
 
-def bad_values(config):
-    """Yields (whether a value is bad, name of its knob or of several, what is wrong), also for the knobs of one
-    stage."""
-    system, schedule = config.system, config.schedule
+def faults(config, world, first_step):
+    """Yields (whether values are wrong, names of their knobs, why) for each value, then for values that have to fit
+    together. A test may compute with what the tests before it accept."""
+    model, schedule, system, data = config.model, config.schedule, config.system, config.data
+    layers, stages = model.layers, schedule.stages
     for name, value, kind in knobs_of(config):
         wanted = demand(kind, value)
         yield wanted, name, f"must be {wanted}"
@@ -423,20 +410,18 @@ def bad_values(config):
         steps = getattr(schedule, key)
         yield (steps >= 1 and type(steps) is not int, key,
                "must be a whole number of steps, or from 0 to below 1, a part of the run")
-    for i, stage in enumerate(schedule.stages, 1):
+    for i, stage in enumerate(stages, 1):
         weights, start, end = f"stage{i}.mtp_start stage{i}.mtp_end", stage.mtp_start, stage.mtp_end
         yield len(start) != len(end), weights, "both need the same length"
         yield not (start[0] and end[0]), weights, "the first weight, of the next token, must be above 0"
-    *shares, last = [stage.share for stage in schedule.stages]
+    *shares, last = [stage.share for stage in stages]
     yield not min(shares) > 0 == last, "", (
         f"shares of the stages: {', '.join(map(render, [*shares, last]))}; the share of the last stage, which is the"
         " extension, must be 0, all others above 0")
+    if not world:
+        return
 
-
-def misfits(config, world, first_step):
-    """Yields (whether values do not fit together, names of their knobs, why)."""
-    model, schedule, system, data = config.model, config.schedule, config.system, config.data
-    layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
+    orders, rows = len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
     paired, behind = tuple(model.layers_with("paired")), model.backout_layer
     yield model.model_dim % (8 * model.num_heads), "model_dim num_heads", "the width of a head must be a multiple of 8"
     yield model.num_heads % 2 and paired, "num_heads", (
@@ -469,7 +454,7 @@ def misfits(config, world, first_step):
                "neither this layer nor those up to the next dynamic one have factors")
         yield i and layers[i - 1].two_lanes and not layer.two_lanes, f"{name}.two_lanes", (
             f"layer {i - 1} has two lanes, so all later layers need two; add --{name}.two_lanes=true")
-    (*starts, total), (warmup, cooldown), stages = stage_starts(schedule), momentum_steps(schedule), schedule.stages
+    (*starts, total), (warmup, cooldown) = stage_starts(schedule), momentum_steps(schedule)
     yield total >= 10**6, "scheduled_steps", "a run has at most 999999 steps, the extension included"
     yield any(a >= b for a, b in zip(starts, starts[1:])), "scheduled_steps", "each stage needs at least one step"
     yield schedule.cooldown_frac * schedule.scheduled_steps < 1, "cooldown_frac", "must cover a scheduled step"

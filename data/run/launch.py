@@ -161,11 +161,9 @@ class FreeCores:
 
 
 def choose_waiting(argv, processes=1, seconds=0.1):
-    """Before PyTorch is imported: the threads of a CPU run are to wait asleep if other programs use the cores.
-
-    Threads that wait busily are twice as fast on a quiet machine, and twenty times as slow on a busy one. What the user
-    has set stays. processes: the number of processes that share the cores. The launcher chooses for its processes.
-    """
+    """Before PyTorch is imported: the threads of a CPU run are to wait asleep if other programs use the cores. Threads
+    that wait busily are twice as fast on a quiet machine, and twenty times as slow on a busy one. What the user has set
+    stays. processes: the number of processes that share the cores. The launcher chooses for its processes."""
     on_gpu = os.path.exists("/dev/nvidia0") and not any("cpu" in argument for argument in argv)
     if on_gpu or "RANK" in os.environ or {"--help", "-h"} & {*argv}:
         return

@@ -85,11 +85,8 @@ def momentum_steps(schedule) -> tuple[int, int]:
 
 
 def with_steps(schedule, costs, budget, extension=None):
-    """The schedule with the even number of steps whose total cost is nearest to the budget.
-
-    costs: the cost of a step in every stage. extension: steps of the last stage; None: they keep their ratio to the
-    scheduled steps.
-    """
+    """The schedule with the even number of steps whose total cost is nearest to the budget. costs: the cost of a step
+    in every stage. extension: steps of the last stage; None: they keep their ratio to the scheduled steps."""
     ratio = schedule.extension_steps / schedule.scheduled_steps
 
     def candidate(scheduled):
@@ -103,10 +100,8 @@ def with_steps(schedule, costs, budget, extension=None):
 
 
 def round_batch(tokens, unit) -> int:
-    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`.
-
-    Such numbers have many divisors.
-    """
+    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`. Such numbers
+    have many divisors."""
     nearest = min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
     return -(-nearest // unit) * unit
 
@@ -124,9 +119,8 @@ def fit_length(config, by_hand, made_for, world, gpu=None) -> dict:
     --adam_every=2.
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
-    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come
-    from SECONDS_PER_TOKEN).
-    """
+    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come from
+    SECONDS_PER_TOKEN)."""
     schedule, (native, gpus) = config.schedule, made_for
     tokens, time = schedule.train_tokens, 60 * schedule.minutes
     if time and gpu:
@@ -168,10 +162,8 @@ def needed_tokens(config, world) -> float:
 
 
 def with_minutes(config, seconds):
-    """The config with the number of steps that --minutes asks for. seconds: the time of a step in every stage.
-
-    Its minutes are 0, and its train_tokens hold the choice, so that a resumed run keeps it.
-    """
+    """The config with the number of steps that --minutes asks for. seconds: the time of a step in every stage. Its
+    minutes are 0, and its train_tokens hold the choice, so that a resumed run keeps it."""
     minutes = config.schedule.minutes
     fitted = with_steps(config.schedule, seconds, 60 * minutes)
     if fitted.scheduled_steps < SHORTEST_RUN:
@@ -186,8 +178,7 @@ def seconds_per_token(size, rows, gpu) -> float:
 
     A step multiplies each token with the weights of the layers and with the sampled classes of the head, makes passes
     over activations and logits, updates the weights, and launches 140 + 60 · layers kernels. 23 times of H100s and
-    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %).
-    """
+    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %)."""
     width, layers = size
     weights = 9.6 * layers * width**2
     passes = 320e3 + 181.4 * layers * width + 133.9 * weights / rows  # bytes per token
@@ -228,11 +219,8 @@ def rank_sizes(time, gpu, world=1) -> list[Forecast]:
 
 
 def best_seconds(tokens, gpu, world=1) -> float:
-    """The training time in which the best size takes so many tokens.
-
-    Shorter runs take smaller models, which take more tokens in a second, so two times can have the same tokens: this is
-    the shorter one.
-    """
+    """The training time in which the best size takes so many tokens. Shorter runs take smaller models, which take more
+    tokens in a second, so two times can have the same tokens: this is the shorter one."""
     times = (seconds(size, tokens, gpu, world) for size in SIZES)
     return next(time for size, time in zip(SIZES, times)
                 if SIZES.index(rank_sizes(time, gpu, world)[0].size) <= SIZES.index(size))

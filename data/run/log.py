@@ -28,10 +28,8 @@ from data.shards import data_root
 
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing but the error that ends them.
-
-    The file is line-buffered, so a killed run loses no line.
-    """
+    """The log file and the console of rank 0; other ranks write nothing but the error that ends them. The file is
+    line-buffered, so a killed run loses no line."""
 
     def __init__(self, config, rt):
         name = f"{config.system.run_label}_{uuid.uuid4()}.txt"
@@ -170,11 +168,9 @@ def trace_mark(name):
 
 
 def loaded_sources() -> dict[str, str]:
-    """{path: text} of train_gpt.py, then of every other loaded module of this repository.
-
-    Skips Python's own modules and installed packages, which an environment inside the repository brings. Raises
-    UserError where the code of the trainer is missing: no log and no other rank could tell what ran.
-    """
+    """{path: text} of train_gpt.py, then of every other loaded module of this repository. Skips Python's own modules
+    and installed packages, which an environment inside the repository brings. Raises UserError where the code of the
+    trainer is missing: no log and no other rank could tell what ran."""
     places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
     files = {Path(file).resolve() for module in [*sys.modules.values()]
@@ -230,11 +226,9 @@ def shards_line(shards) -> str:
 
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict, shards: dict):
     """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
-    kernels and the sizes of the micro-batches.
-
-    argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the number of ranks;
-    choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
-    """
+    kernels and the sizes of the micro-batches. argv: arguments of the run; sources: {path: text}; machine: {key: value}
+    of the hardware, with the number of ranks; choices: {operation: name of its implementation}; shards: {part of the
+    data: Shards}."""
     gpus, triton = "nvidia-smi: not found", sys.modules.get("triton")
     with suppress(OSError):
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout

@@ -113,11 +113,9 @@ def capability(device) -> dict[str, str]:
 
 
 def choose_kernels(config, device):
-    """(config with fp8 settled, implementations of all operations, {operation: name}).
-
-    In this config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
-    attention has another implementation than triton.
-    """
+    """(config with fp8 settled, implementations of all operations, {operation: name}). In this config, fp8 is off where
+    the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or attention has another
+    implementation than triton."""
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
     can_train = has_fp8 and system.dtype == "bfloat16"
     try:
@@ -134,10 +132,8 @@ def choose_kernels(config, device):
 
 def checkpoint_config(saved, default, knobs):
     """(config, implementations of the operations, device) for the model of a checkpoint, on a GPU if there is one.
-
     saved: "config" of the checkpoint; default: config of the knobs that it lacks; knobs: {name: text}, overrides.
-    Raises UserError for bad knobs.
-    """
+    Raises UserError for bad knobs."""
     config = config_from_dict(default, saved)
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)

@@ -148,10 +148,8 @@ def keep_compiled():
 
 def keep_bytecode():
     """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode, as in some
-    container images, which do not let Python write it. Every start would then translate 2300 files.
-
-    This must run before torch is imported. Other processes read the environment variable.
-    """
+    container images, which do not let Python write it. Every start would then translate 2300 files. This must run
+    before torch is imported. Other processes read the environment variable."""
     spec = importlib.util.find_spec("torch")
     if sys.pycache_prefix is None and spec and not os.path.exists(spec.cached or ""):
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / "__pycache__")

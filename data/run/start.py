@@ -26,10 +26,8 @@ from data.tokenizer import text_codec
 
 def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
     """The share of a shard's tokens that the loader takes: an estimate by its first micro-batches of `tokens` tokens,
-    at most `most`. It drops the ends of long documents, of micro-batches and of shards.
-
-    whole: whether `shard` has all tokens of its file, not only the first ones.
-    """
+    at most `most`. It drops the ends of long documents, of micro-batches and of shards. whole: whether `shard` has all
+    tokens of its file, not only the first ones."""
     cursor = count = 0
     while count < most and (packed := shard.pack(cursor, tokens, max_doc_len)):
         cursor, count = packed[-1], count + 1
@@ -41,9 +39,7 @@ def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
 
 def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
     """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits).
-
-    files: the training shards, which hold `available` tokens; reads the beginning of the first one.
-    """
+    files: the training shards, which hold `available` tokens; reads the beginning of the first one."""
     shard, stages = Shard(files[0], config.model, 2**22), config.schedule.stages
     batches, whole = np.array([stage.batch_tokens for stage in stages]), len(shard.tokens) < 2**22
     rows = batches // (config.system.micro_batches or 1)  # 0: nobody has chosen the number yet
@@ -55,11 +51,9 @@ def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
 
 
 def survey_training_data(config, world=1) -> tuple[str, bool]:
-    """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million
-    tokens or more, for one pass).
-
-    Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
-    """
+    """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million tokens
+    or more, for one pass). Reads all headers and the beginning of the first shard. Raises UserError when no run can
+    train on these files."""
     shards = Shards(config.data.train_files, config.model.vocab_size)
     files, counts, batches = [*shards.files], shards.counts, [stage.batch_tokens for stage in config.schedule.stages]
     available = sum(counts)
@@ -222,8 +216,7 @@ def fit_size(schedule, parse, world, gpu, device):
 
     schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. On one GPU, a
     size that does not fit the memory is left out, but for the smallest. Several GPUs must agree, but may differ in free
-    memory, so there the memory does not count.
-    """
+    memory, so there the memory does not count."""
     def fits(size):
         return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
@@ -251,8 +244,7 @@ def agree_on_shards(trainer, resumed, patience=2):
 
     resumed: the checkpoint. A run that resumes waits until all shards are compared with it; another run waits
     `patience` seconds at most, since the loader checks each shard again before it uses it. Every rank must call this:
-    it gets the SHA-256 that are known.
-    """
+    it gets the SHA-256 that are known."""
     found, shards, rt, config = None, trainer.shards, trainer.rt, trainer.config
     if rt.rank == 0:
         compared = resumed and "shards" in resumed and not config.system.other_data

@@ -27,20 +27,16 @@ def write_checkpoint(state: dict, path: Path, keep: int):
 
 @functools.lru_cache
 def damaged_part(path, size, modified) -> str | None:
-    """Name of the first part of the file that differs from its checksum, which torch.save wrote, or None.
-
-    Reads the whole file, at about 2 GB/s, once for each size and time of modification.
-    """
+    """Name of the first part of the file that differs from its checksum, which torch.save wrote, or None. Reads the
+    whole file, at about 2 GB/s, once for each size and time of modification."""
     with zipfile.ZipFile(path) as file:
         return file.testzip()
 
 
 def load_checkpoint(path) -> dict:
     """The dictionary that `write_checkpoint` wrote. Tensors are on the CPU and are read from the file on first use.
-
     Executes nothing in the file. One process of a machine compares it with its checksums. Raises UserError when the
-    file is no checkpoint, or damaged.
-    """
+    file is no checkpoint, or damaged."""
     damaged, path = None, user_path(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -111,8 +107,7 @@ def whole_state(optimizer) -> dict:
 
     All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
     parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table in few_rows it
-    has few rows, and "rows" are their numbers.
-    """
+    has few rows, and "rows" are their numbers."""
     full, rt = {}, optimizer.rt
     for label, param in optimizer.params.items():
         if label in optimizer.few_rows:

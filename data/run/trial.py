@@ -23,10 +23,8 @@ def is_tested(device) -> bool:
 
 def trials(model, dtype, device) -> dict:
     """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths. "fp8"
-    is the head, whose function has the argument "in FP8".
-
-    dtype: of weights and activations. The results have what op returns or changes, and the gradients of its inputs.
-    """
+    is the head, whose function has the argument "in FP8". dtype: of weights and activations. The results have what op
+    returns or changes, and the gradients of its inputs."""
     D, H, d, F, V, N = model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, model.padded_vocab, 256
     generator, fp32 = torch.Generator(device), torch.float32
     borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
@@ -207,11 +205,9 @@ def find_faults(config, ops, device) -> dict[str, str]:
 
 
 def replace_faulty_kernels(config, ops, rt):
-    """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault).
-
-    ops: the implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on
-    all ranks. GPUs that have run the tests need no trial.
-    """
+    """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault). ops: the
+    implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on all ranks.
+    GPUs that have run the tests need no trial."""
     faults = [{} if is_tested(rt.device) else find_faults(config, ops, rt.device)]
     if rt.world > 1:
         faults *= rt.world

@@ -87,8 +87,7 @@ def modules_apart():
 
     Triton launches kernels by extension modules of one name. When Python loads such a module again, for another kernel
     with the same types of arguments, it fills the one object that stands for this name. So a thread could take the
-    launcher that another thread had loaded.
-    """
+    launcher that another thread had loaded."""
     build, lock = kernels.triton.runtime.build, threading.Lock()
     shared = build._load_module_from_path
 
@@ -106,10 +105,8 @@ def modules_apart():
 @contextmanager
 def only_compiling(threads):
     """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it. So many threads
-    compile side by side; leaving the context waits for them.
-
-    What the kernels would have written is undefined. PyTorch's kernels run. This needs `can_only_compile`.
-    """
+    compile side by side; leaving the context waits for them. What the kernels would have written is undefined.
+    PyTorch's kernels run. This needs `can_only_compile`."""
     run, device = kernels.triton.JITFunction.run, torch.cuda.current_device()
 
     def only_compile(self, *args, warmup, **options):
@@ -131,11 +128,8 @@ def only_compiling(threads):
 
 
 def compile_kernels(trainer):
-    """Compile the Triton kernels of a step and of a validation.
-
-    A few tokens pass through the model, and the optimizer makes its updates, but no Triton kernel runs. So weights and
-    optimizer state stay as they are.
-    """
+    """Compile the Triton kernels of a step and of a validation. A few tokens pass through the model, and the optimizer
+    makes its updates, but no Triton kernel runs. So weights and optimizer state stay as they are."""
     attn, tokens, config = trainer.attn[0], 256, trainer.config
 
     def batch(**options):
@@ -225,8 +219,7 @@ class MicroStepGraphs:
     The first call with a key also captures a graph, and later calls with this key replay it. A replay launches hundreds
     of kernels at once: the host would take 30 to 39 ms to launch them one by one, and the GPU takes 21 ms to run them
     (stage 1, H200). A graph reads and writes fixed addresses, so its tensors are updated in place. It writes its loss
-    to one address, too, so the next call with its key changes the loss that this call returns.
-    """
+    to one address, too, so the next call with its key changes the loss that this call returns."""
 
     def __init__(self, run, enabled):
         self.run, self.enabled = run, enabled
@@ -284,8 +277,7 @@ class UpdateGraphs:
     the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own. The
     graphs of several ranks also hold their exchange, so all ranks capture and replay in the same order.
 
-    micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: those of the numbers.
-    """
+    micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: those of the numbers."""
 
     def __init__(self, run, enabled, micro_steps, names):
         self.run, self.enabled, self.micro_steps, self.graphs = run, enabled, micro_steps, {}
