@@ -286,9 +286,8 @@ def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
 
 
 def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
-    """In the middle of Adam's two steps. With Adam at rest weights and losses do not
-    depend on the ranks at all (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings
-    (2^-9 each)."""
+    """In the middle of Adam's two steps. With Adam at rest weights and losses do not depend on the ranks at all
+    (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each)."""
     args = [*PAIR, "--save_every=5", "--keep=99"]
     two = start(corpus, *args, f"--log_dir={tmp_path / 'two'}", ranks=2)
     ready(two, "^checkpoint: .*5.pt\n")

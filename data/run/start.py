@@ -199,14 +199,12 @@ def check_start(config, world, rows_open):
     wanted = config.data.val_tokens
     config = settle(config, find_device(config), world, rows_open)
     found = [check(config, world) for check in checks_of(config).values()]
-    if config.data.val_tokens < wanted and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"the validation files have fewer tokens than --val_tokens={wanted}: {config.data.val_tokens} are used",
-              file=sys.stderr, flush=True)
     if config.system.resume:
         compare_shards(load_checkpoint(config.system.resume), config, run_shards(config))
-    for text, fine in found:
-        if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+    lines = [f"the validation files have fewer tokens than --val_tokens={wanted}: {config.data.val_tokens} are used\n"]
+    lines = lines * (config.data.val_tokens < wanted) + [f"warning: {text}\n" for text, fine in found if not fine]
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(*lines, sep="", end="", file=sys.stderr, flush=True)
     return config
 
 
