@@ -86,6 +86,8 @@ def test_config_from_dict():
     assert config_from_dict(T.Config(), tree) == config
     tree["system"] |= {"compile": True, "combo_kernels": True}  # of checkpoints when PyTorch compiled the layers
     assert config_from_dict(T.Config(), tree) == config
+    tree["system"]["keep"] = 0  # as checkpoints have it of runs that keep all
+    assert config_from_dict(T.Config(), tree).system.keep == 10**9
     tree["optim"]["average_blend"] = 0.5,  # as checkpoints before commit 1675c36 have it
     assert config_from_dict(T.Config(), tree).optim.average_blend == 0.5
     tree["optim"]["average_blend"] = 0.5, 1.0

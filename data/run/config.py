@@ -187,18 +187,15 @@ def override(config, overrides):
         if not 1 + end <= count <= 1000:
             raise UserError(f"--{key}={count}: must be {1 + end} or more, and at most 1000")
         new = items[-2:-1] if end else (type(items[0])(),)
-        return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
+        for i, item in enumerate((items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]):
+            name = f"{key[:-1]}{i + FIRST[key]}"
+            yield updated(parsed(name, item, type(item)) if key == "layers" else item, f"{name}.")
 
     def updated(item, prefix=""):
-        hints, new = hints_of(type(item)), {}
-        for key, old in vars(item).items():
-            if key in FIRST:
-                names = ((f"{key[:-1]}{i}", one) for i, one in enumerate(resized(key, old), FIRST[key]))
-                new[key] = tuple(updated(parsed(name, one, type(one)) if key == "layers" else one, f"{name}.")
-                                 for name, one in names)
-            else:
-                new[key] = parsed(prefix + key, old, hints[key])
-        return dataclasses.replace(item, **new)
+        hints = hints_of(type(item))
+        return dataclasses.replace(item, **{
+            key: tuple(resized(key, old)) if key in FIRST else parsed(prefix + key, old, hints[key])
+            for key, old in vars(item).items()})
 
     changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
     if depth is not None and parse_value("depth", depth, int, 11) != changed.model.depth:
