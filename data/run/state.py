@@ -116,7 +116,7 @@ def whole_state(optimizer) -> dict:
         tensors = {key: optimizer._unshard(label, part) for key, part in optimizer.state[label].items()}
         grad = param.grad.clone()
         if rt.world > 1:
-            dist.all_reduce(grad, dist.ReduceOp.AVG)
+            dist.all_reduce(grad, op=dist.ReduceOp.AVG)
         tensors |= {"grad": grad} if grad.any() else {}
         full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if rt.rank == 0}
     return full
