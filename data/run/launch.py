@@ -133,16 +133,17 @@ class FreeCores:
     def __init__(self, threads):
         self.threads, self.start = threads, self.now()
 
-    def now(self) -> tuple[float, float]:
-        """(time, seconds that other programs have used). Without /proc/stat they count as idle."""
+    def now(self) -> tuple[float, float] | None:
+        """(time, seconds that other programs have used); None on systems without /proc/stat."""
         with suppress(OSError):
             return time.perf_counter(), busy_seconds() - time.process_time()
-        return time.perf_counter(), 0.0
 
     def count(self) -> float:
-        """Their mean number."""
-        (start, used), (now, used_now) = self.start, self.now()
-        return max(0.0, min(allowed_cores(), len(core_numbers()) - max(0.0, (used_now - used) / (now - start))))
+        """Their mean number. Without /proc/stat, the load of the last minute stands for the other programs."""
+        used, now = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, self.now()
+        if self.start and now:
+            used = (now[1] - self.start[1]) / (now[0] - self.start[0])
+        return max(0.0, min(allowed_cores(), len(core_numbers()) - max(0.0, used)))
 
     def line(self, few, enough="") -> str:
         """A line that ends with `few` if threads that wait for each other have too few cores, or with `enough` if they
