@@ -133,7 +133,7 @@ def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     sources = ["train_gpt.py", "data/loader.py"]
     root, copy, inside = tmp_path / "ü b", tmp_path / "copy", tmp_path / "ü b/copy"
-    for folder in root, copy, inside:
+    for folder in root, copy, inside, root / "ours":
         (folder / "data").mkdir(parents=True)
         for name in sources:
             (folder / name).write_text("x\n")
@@ -144,7 +144,8 @@ def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
     git(root, "commit", "-qm", "x")
     commit = git(root, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(root / ".git"))
-    assert found(root) == f"{commit} clean" and found(copy) == found(inside) == "unknown"
+    assert found(root) == f"{commit} clean"
+    assert found(copy) == found(inside) == found(root / "ours") == "unknown"
     monkeypatch.delenv("GIT_DIR")
     (root / "data/new.py").write_text("x\n")
     sources.append("data/new.py")
