@@ -396,12 +396,18 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
           r" leave out --preset=record74, the checkpoint brings its settings$")
 
 
+def replace_checkpoint(monkeypatch, config):
+    """Whatever file is named, it is the checkpoint of such a run at step 3."""
+    state = {"step": 3, "config": dataclasses.asdict(config)}
+    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: state)
+
+
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config, presets = T.PRESETS["cpu"].config, T.PRESETS
     assert settings.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - settings.KEPT_KNOBS
-    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    replace_checkpoint(monkeypatch, config)
     for key, value in flatten(config).items():
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
@@ -421,7 +427,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
     config = with_knobs(T.parse_config(args, world), micro_batches=32)  # as the script may choose
-    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    replace_checkpoint(monkeypatch, config)
     assert T.parse_config([*args, "--resume=x"], world) == with_knobs(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
@@ -433,7 +439,7 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
 def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
     """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
     config = with_knobs(T.RECORD74, micro_batches=saved)
-    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    replace_checkpoint(monkeypatch, config)
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
         assert resumed == with_knobs(config, resume="x")

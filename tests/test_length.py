@@ -136,7 +136,8 @@ def test_pieces_set_by_hand_stay():
 def free(corpus):  # noqa: F811
     """A corpus whose arguments leave the number of steps open, with a small model."""
     args = [arg for arg in corpus.args if not arg.startswith(("--scheduled_steps", "--extension_steps"))]
-    return SimpleNamespace(folder=corpus.folder, args=[*args, "--sample_tokens=0", "--layers=3", "--backout_layer=none"])
+    args += ["--sample_tokens=0", "--layers=3", "--backout_layer=none"]
+    return SimpleNamespace(folder=corpus.folder, args=args)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
