@@ -344,7 +344,7 @@ class System:
     profile: str = ""  # START:COUNT: trace these steps and log where their time went (records/guide.md)
     save: bool = False  # write a checkpoint at the end, into a folder beside the log
     save_every: Whole = 0  # write a checkpoint every so many steps and at the end (0: none)
-    keep: Whole = 2  # number of checkpoints of a run to keep, the newest ones (0: all)
+    keep: Count = 2  # number of checkpoints of a run to keep, the newest ones
     resume: str = ""  # checkpoint to continue, with the settings stored in it
     other_data: bool = False  # resume on other shards than those of the checkpoint, at the same shard and document
     init_from: str = ""  # checkpoint whose weights and settings a new run begins with; head and embedding are untied
@@ -483,8 +483,6 @@ from torch import Tensor, nn
 import triton_kernels as kernels
 from data.facts import facts_of_run
 from data.loader import Batch, Loader, ValidationData
-from data.run.checkpoint import check_weights, load_checkpoint, shard_table, write_checkpoint
-from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
@@ -493,9 +491,10 @@ from data.run.machine import (
 from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
-from data.run.state import load_state, own_rows, whole_rows, whole_state
+from data.run.state import (
+    check_weights, load_checkpoint, load_state, own_rows, shard_table, whole_rows, whole_state, write_checkpoint)
 from data.run.trial import is_tested, replace_faulty_kernels
-from data.run.warmup import require_codes, warm_up
+from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
 from data.shards import inspect_all, run_shards
 from data.tokenizer import normalised_ids, text_codec
 

@@ -7,68 +7,47 @@ does not wait for: the tokens of the shards, and the expected time.
 import dataclasses
 import os
 import textwrap
-from contextlib import suppress
 
 import torch
 
 from data.run import start
 from data.run.config import with_knobs
 from data.run.length import SECONDS_PER_TOKEN, SIZE_KNOBS, Size, seconds_per_token, stage_starts, total_tokens
-from data.run.machine import capability, choose_kernels, find_device, measure_gpu
+from data.run.machine import choose_kernels, find_device, measure_gpu
 from data.run.memory import fit_memory
 from data.run.program import UserError
 
 
 def expected_time(config, world, models, gpu):
-    """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or
-    by the seconds per token of two cores (records/guide.md).
-
-    models: {name of a preset: its model}; gpu: what the GPU can do, if the size was chosen.
-    """
-    device, schedule = find_device(config), config.schedule
+    """(a line about the expected training time, whether it could be estimated): by the fit of data/run/length.py, or by
+    the seconds per token of two cores (records/guide.md). models: {name of a preset: its model}; gpu: what the GPU can
+    do, if the size was chosen."""
+    device, schedule, model = find_device(config), config.schedule, config.model
     if schedule.minutes:
         return f"{schedule.minutes:g} min, as --minutes says", True
-    tokens, model = total_tokens(schedule), config.model
+    tokens, on_cpu = total_tokens(schedule), device.type == "cpu"
     size = {key: getattr(model, key) for key in (*SIZE_KNOBS, "layers")} if gpu else {}
     timed = [dataclasses.replace(x, **size, ngram_rows=model.ngram_rows if any(x.ngram_rows) else x.ngram_rows)
-             for name, x in models.items() if (name == "cpu") == (device.type == "cpu")]
+             for name, x in models.items() if (name == "cpu") == on_cpu and x.pointer]  # the fit has no other models
     if model not in timed or config.system.kernels != "auto":
         return "not known for this model or these kernels", True
-    if device.type == "cpu":
+    if on_cpu:
         return (f"{SECONDS_PER_TOKEN['cpu'] * tokens / 60:.1f} minutes on two cores of an AMD EPYC; this CPU was not"
                 " measured"), True
     try:
-        gpu = gpu or measure_gpu(fp8=True)
+        gpu = gpu or measure_gpu(fp8=config.system.fp8_mlp)
     except UserError:
         return "not measured: too little memory of the GPU is free", False
     rows = tokens / stage_starts(schedule)[-1] / world
     minutes = tokens * seconds_per_token(Size(model.model_dim, model.depth), rows, gpu) / world / 60
-    # What the runs of the fit have and this run lacks.
-    if not schedule.sampled_frac:
-        minutes *= 1.15  # records/2026-11-22_sampled_softmax
-    if not config.system.fp8_mlp and capability(device)["hardware_fp8"] == "yes":
-        minutes *= 1.13  # records/2026-11-23_fp8
-    if not model.layers_with("narrow"):
-        minutes *= 1.25  # wider heads and MLPs, record 74's optimizer: 149 of its steps took 55.0 s on one H200
     return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do)", True
-
-
-def with_shards(check, part):
-    """A check of the data, and what the shards hold, which the first process of a machine reads."""
-    def read(config, world):
-        found, fine = check(config, world)
-        doubts = start.read_shards(config, part) if os.environ.get("LOCAL_RANK", "0") == "0" else []
-        return "; ".join([found, *doubts]), fine and not doubts
-    return read
 
 
 def check_table(config, world, models, fit, rows_open, show) -> int:
     """Prints the table and returns the exit status. Without `show` it prints nothing and raises the first failure.
-
     models: see `expected_time`. fit: None, or function (Gpu, device) -> (config of the best size for the length of the
-    run, a line about it, training time). rows_open: see `fit_memory`.
-    """
-    columns, status, more, gpu = "{:<15} | {:<90} | {}", 0, {}, None
+    run, a line about it, training time). rows_open: see `fit_memory`."""
+    columns, status, more, errors, gpu = "{:<15} | {:<90} | {}", 0, {}, {}, None
     if show:
         print(columns.format("what", "found", "ok?"))
     try:
@@ -83,24 +62,24 @@ def check_table(config, world, models, fit, rows_open, show) -> int:
         except UserError as error:
             size = str(error), False
         more["size"] = lambda *run: size
-    with suppress(UserError):  # the row "kernels" reports it
-        config = choose_kernels(config, device)[0]
-    try:
-        config = fit_memory(config, device, world, rows_open)
-    except UserError as error:
-        why = str(error)
-
-        def fails(*run):
-            raise UserError(why)
-        more["memory"], config = fails, with_knobs(config, micro_batches=world)  # the other checks need a number
+    for name, settle in (("kernels", lambda: choose_kernels(config, device)[0]),
+                         ("memory", lambda: fit_memory(config, device, world, rows_open))):
+        try:
+            config = settle()
+        except UserError as error:  # the row `name` reports it
+            errors[name] = error
+    config = with_knobs(config, micro_batches=config.system.micro_batches or world)  # the other checks need a number
     checks = start.checks_of(config, **more)
-    for part, name in ("train", "training data"), ("val", "validation data"):
-        checks[name] = with_shards(checks[name], part)
     if show:
         checks["time"] = lambda config, world: expected_time(config, world, models, gpu)
     for name, check in checks.items():
         try:
+            if name in errors:
+                raise errors[name]
             found, fine = check(config, world)
+            if name.endswith(" data") and os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of a machine
+                doubts = start.read_shards(config, {"training data": "train", "validation data": "val"}[name])
+                found, fine = "; ".join([found, *doubts]), fine and not doubts
             ok = "yes" if fine else "maybe"
         except (UserError, OSError) as error:
             found, ok = str(error), "no"

@@ -100,8 +100,8 @@ def assert_evaluated(run, step, capsys):
 def test_runs_checkpoints_and_evaluation(corpus, tmp_path, capsys, longer):
     """A run ends with the blend, which changes no step before the end. A resumed run is the same bit for bit, and the
     last checkpoint holds the weights that the run validated."""
-    whole = train(corpus, tmp_path / "whole", BLEND, "--save_every=1", "--keep=0")
-    plain = train(corpus, tmp_path / "plain", "--save_every=1", "--keep=0")
+    whole = train(corpus, tmp_path / "whole", BLEND, "--save_every=1", "--keep=99")
+    plain = train(corpus, tmp_path / "plain", "--save_every=1", "--keep=99")
     final, last = (run.val[str(STEPS)] for run in (whole, plain))
     assert final != last
     before, same = (torch.load(run.saved[STEPS - 1], weights_only=True)["model"] for run in (whole, plain))

@@ -21,7 +21,7 @@ import torch
 
 import train_gpt as T
 from data.run import config as settings
-from data.run.checkpoint import load_checkpoint, other_shard, write_checkpoint
+from data.run.state import load_checkpoint, other_shard, write_checkpoint
 from data.run.config import config_from_dict, flatten, render, with_knobs
 from data.run.log import published
 from data.run.program import UserError, atomic_write
@@ -60,7 +60,7 @@ def base(corpus, tmp_path_factory):
     """A run that was not interrupted, with a checkpoint before every step but the first, and after the last."""
     torch.manual_seed(7)  # not that of the other tests: a resumed run takes over the state of the generator
     with contextlib.redirect_stdout(io.StringIO()):
-        return train(corpus, tmp_path_factory.mktemp("base"), "--save_every=1", "--keep=0")
+        return train(corpus, tmp_path_factory.mktemp("base"), "--save_every=1", "--keep=99")
 
 
 def differing(path, other):
@@ -173,18 +173,17 @@ def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, m
     assert not T.parse_config([f"--resume={tmp_path / 'c.pt'}"]).system.other_data  # only for the run that asks
 
 
-def test_a_run_resumes_on_a_copy_of_its_shards(base, moved, tmp_path):
-    run = train(moved, tmp_path / "a", f"--resume={base.saved[9]}", *LAST_ONLY)
-    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"} and "warning: the" not in run.text
-
-
-def test_an_older_checkpoint_does_not_know_its_shards(corpus, base, tmp_path):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_run_resumes_on_a_copy_of_its_shards(base, moved, tmp_path, is_old):
+    """An older checkpoint does not know its shards, which the log says."""
     state = torch.load(base.saved[9], weights_only=True)
-    del state["shards"]
-    torch.save(state, tmp_path / "old.pt")
-    run = train(corpus, tmp_path / "a", f"--resume={tmp_path / 'old.pt'}", *LAST_ONLY)
-    assert len(re.findall("^warning: the checkpoint is an older one that does not say which", run.text, re.M)) == 1
-    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"}
+    if is_old:
+        del state["shards"]
+    torch.save(state, tmp_path / "saved.pt")
+    run = train(moved, tmp_path / "a", f"--resume={tmp_path / 'saved.pt'}", *LAST_ONLY)
+    warning = "^warning: the checkpoint is an older one that does not say which"
+    assert len(re.findall(warning, run.text, re.M)) == run.text.count("warning: the checkpoint") == is_old
+    assert {*differing(run.saved[STEPS], base.saved[STEPS])} <= {"sources"} and "warning: the shards" not in run.text
 
 
 def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_path, monkeypatch):
@@ -201,7 +200,7 @@ def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_pa
     monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
     monkeypatch.setattr(T, "wait", lambda checks: (asked.set(), wait(checks)))
     monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
-    early = train(moved, tmp_path / "a", "--save_every=1", "--keep=0")
+    early = train(moved, tmp_path / "a", "--save_every=1", "--keep=99")
     first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
     assert [sha for *_, sha in last["train"] + last["val"]].count(None) == 0 and first["val"] == last["val"]
     assert first["train"][0] == last["train"][0] and first["train"][2] == (*last["train"][2][:2], None)
@@ -225,7 +224,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
         states = [x for part in trainer.optimizer.state.values() for key, x in part.items() if key != "average"]
         assert states and not any(x.any() for x in states)
     monkeypatch.setattr(T.Trainer, "load_weights", warm)
-    run = train(bare, tmp_path / "new", *begun, "--save_every=4", "--keep=0")
+    run = train(bare, tmp_path / "new", *begun, "--save_every=4", "--keep=99")
     assert seen and all(same for _, same in seen)
     config = T.parse_config(begun)
     assert config.schedule.scheduled_steps == 6 and config.system.seed == 5 and config.model.model_dim == 48
@@ -287,10 +286,9 @@ def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
 
 
 def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
-    """In the middle of Adam's two steps. With Adam at rest weights and losses do not
-    depend on the ranks at all (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings
-    (2^-9 each)."""
-    args = [*PAIR, "--save_every=5", "--keep=0"]
+    """In the middle of Adam's two steps. With Adam at rest weights and losses do not depend on the ranks at all
+    (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each)."""
+    args = [*PAIR, "--save_every=5", "--keep=99"]
     two = start(corpus, *args, f"--log_dir={tmp_path / 'two'}", ranks=2)
     ready(two, "^checkpoint: .*5.pt\n")
     two.kill()
@@ -398,12 +396,18 @@ def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, 
           r" leave out --preset=record74, the checkpoint brings its settings$")
 
 
+def replace_checkpoint(monkeypatch, config):
+    """Whatever file is named, it is the checkpoint of such a run at step 3."""
+    state = {"step": 3, "config": dataclasses.asdict(config)}
+    monkeypatch.setattr("data.run.state.load_checkpoint", lambda path: state)
+
+
 def test_every_knob_is_learned_or_free(monkeypatch):
     """A resumed run may change a free knob. It is told about a learned knob in the line that refuses it."""
     config, presets = T.PRESETS["cpu"].config, T.PRESETS
     assert settings.KEPT_KNOBS == {"seed", "micro_batches", "dtype", "init_from"}
     free = {*vars(config.data), *vars(config.system)} - settings.KEPT_KNOBS
-    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    replace_checkpoint(monkeypatch, config)
     for key, value in flatten(config).items():
         other = {bool: lambda: not value, int: lambda: value + 1, float: lambda: value + 0.5,
                  str: lambda: value + "x", tuple: lambda: (*value, 9.0),
@@ -423,7 +427,7 @@ def test_every_knob_is_learned_or_free(monkeypatch):
 def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
     """Its preset alone has other batches and steps, which follow from its length. Another length is refused."""
     config = with_knobs(T.parse_config(args, world), micro_batches=32)  # as the script may choose
-    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    replace_checkpoint(monkeypatch, config)
     assert T.parse_config([*args, "--resume=x"], world) == with_knobs(config, resume="x")
     with pytest.raises(UserError, match="has another config.* leave out .*--train_tokens, the checkpoint brings"):
         T.parse_config([*args, "--resume=x", "--train_tokens=6e7"], world)
@@ -435,7 +439,7 @@ def test_the_command_of_a_fitted_run_resumes_it(monkeypatch, args, world):
 def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, world):
     """16 ranks have raised the 8 of the preset. The preset is no reason to refuse; another number is one."""
     config = with_knobs(T.RECORD74, micro_batches=saved)
-    monkeypatch.setattr(settings, "load_checkpoint", lambda path: {"step": 3, "config": dataclasses.asdict(config)})
+    replace_checkpoint(monkeypatch, config)
     for same in [], ["--micro_batches=0"], [f"--micro_batches={saved}"]:
         resumed = T.parse_config(["--preset=record74", "--resume=x", *same], world)
         assert resumed == with_knobs(config, resume="x")

@@ -13,11 +13,11 @@ import torch
 import oracles
 import train_gpt as T
 from data import loader as L
-from data.run.graphs import MicroStepGraphs
 from data.run.machine import Runtime
 from data.run.memory import possible_micro_batches
 from data.run.program import UserError
 from data.run.start import survey_training_data, survey_validation_data
+from data.run.warmup import MicroStepGraphs
 from data.shards import Shards, find_files, inspect_all, missing_between, read_shard, read_shard_header
 from oracles import write_shard
 

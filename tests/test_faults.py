@@ -20,7 +20,7 @@ import torch
 
 import train_gpt as T
 from data.run import launch, log
-from data.run.checkpoint import load_checkpoint
+from data.run.state import load_checkpoint
 from data.run.machine import Runtime, all_come
 from data.run.program import UserError, error_message
 from forks import free_port, rank_variables

@@ -536,7 +536,7 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
     """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. A resumed run goes on with the same
     scales, digit for digit, and the warm-up leaves no trace."""
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16",
-                                   "--save_every=2", "--keep=0"])
+                                   "--save_every=2", "--keep=99"])
     # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
     pad, seen, call = T.NorMuonAndAdam._pad, [], tk.Fp8Mlps.__call__
 

@@ -298,7 +298,7 @@ NOT_ALLOWED = {"layer0.two_lanes", "layer1.two_lanes", "layer4.two_lanes", "laye
 # Knobs that are not learned -> (another value, what a run then shows, further settings, which it needs)
 EFFECTS = {
     "run_label": ("mine", "mine_"), "log_dir": ("{folder}/else", "else/run_"), "save": (True, "state_step000004.pt"),
-    "save_every": (3, "state_step000003.pt"), "keep": (0, "state_step000001.pt", "--save_every=1"),
+    "save_every": (3, "state_step000003.pt"), "keep": (9, "state_step000001.pt", "--save_every=1"),
     "plot": (True, r"run_\S+\.svg"), "profile": ("1:2", "steps 1 to 2"), "val_every": (3, "step:3/4 val_loss"),
     "sample_tokens": (3, "sample:"), "sample_prompt": ("xyz", "sample:\nxyz", "--sample_tokens=3"),
     "resume": ("none.pt", "none.pt is no checkpoint"), "init_from": ("none.pt", "none.pt is no checkpoint"),

@@ -136,52 +136,39 @@ def test_pieces_set_by_hand_stay():
 def free(corpus):  # noqa: F811
     """A corpus whose arguments leave the number of steps open, with a small model."""
     args = [arg for arg in corpus.args if not arg.startswith(("--scheduled_steps", "--extension_steps"))]
-    return SimpleNamespace(folder=corpus.folder, args=[*args, "--sample_tokens=0", "--layers=3", "--backout_layer=none"])
-
-
-def chosen_length(log):
-    text = log.read_text().split("=" * 100 + "\n")[-1]
-    return text, re.findall(r"^length: minutes=0.0 (.*)$", text, re.M)[0].split()
+    args += ["--sample_tokens=0", "--layers=3", "--backout_layer=none"]
+    return SimpleNamespace(folder=corpus.folder, args=args)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_minutes(free, tmp_path, ranks):
     """Within 3 % of the clock of rank 0, with its length in log and checkpoint. All ranks take the same steps."""
-    args = f"--log_dir={tmp_path}", "--minutes=2", "--save_every=20", "--keep=0"
+    args = f"--log_dir={tmp_path}", "--minutes=2", "--save_every=20", "--keep=99"
     out, err, status = finish(start(free, *args, ranks=ranks, hook=FAKE_CLOCK))
     assert status == 0 and err == "", err
     assert len(re.findall(r"^about 2 min of training follow; the run ends at about \d\d:\d\d$", out, re.M)) == 1
     (log,) = tmp_path.glob("*.txt")
-    run, (text, length) = compare.read_run(log), chosen_length(log)
+    run, text = compare.read_run(log), log.read_text().split("=" * 100 + "\n")[-1]
+    length = re.search(r"^length: minutes=0.0 (.*)$", text, re.M)[1].split()
     assert float(re.search("^train_seconds: (.*)$", text, re.M)[1]) == pytest.approx(120, rel=0.03)
     tokens, scheduled, extension = (int(pair.partition("=")[2]) for pair in length)
     assert tokens == run.tokens and scheduled + extension == run.total > 20 and run.total % 2 == 0
     assert {"minutes=0.0", *length} <= {f"{key}={value}" for key, value in rerun.settings(run, {}).items()}
     assert not run.notes, run.notes
     if ranks == 1:  # the timed steps leave no trace, and a resumed run goes on to the same end
-        assert run.losses == plain_losses(free, tmp_path / "plain", run, length)
+        knobs = [f"--{key}={value}" for key, value in run.facts.items()
+                 if re.fullmatch(r"stage\d.(batch_tokens|lr_mul)|muon_(warmup|cooldown)", key)]
+        plain = train(free, tmp_path / "plain", *knobs, *(f"--{pair}" for pair in length), "--save_every=20")
+        assert run.losses == {int(step): float(loss) for step, loss in plain.val.items()}
         (first,) = tmp_path.glob("*/state_step000020.pt")
         resumed = train(SimpleNamespace(args=[]), tmp_path / "resumed", f"--resume={first}")
         assert f"\nstep:{run.total}/{run.total} val_loss:{run.loss:.4f}\n" in resumed.text
 
 
-def plain_losses(free, folder, run, length):
-    """Losses of a run with the length of another run and the batches and rates of its stages."""
-    knobs = [f"--{key}={value}" for key, value in run.facts.items()
-             if re.fullmatch(r"stage\d.(batch_tokens|lr_mul)|muon_(warmup|cooldown)", key)]
-    found = train(free, folder, *knobs, *(f"--{pair}" for pair in length), "--save_every=20", "--keep=0")
-    return {int(step): float(loss) for step, loss in found.val.items()}
-
-
-def test_minutes_that_are_too_few(free, tmp_path):
-    args = f"--log_dir={tmp_path}", "--minutes=0.6"
-    _, err, status = finish(start(free, *args, hook=FAKE_CLOCK))
-    message = r"error: --minutes=0.6: this machine makes only \d+ steps in that time; a run needs 20\n"
-    assert status == 1 and re.fullmatch(message, err), err
-
-
-def test_minutes_and_steps_to_profile(free, tmp_path):
-    """The machine may be too slow for the steps of --profile."""
-    args = f"--log_dir={tmp_path}", "--minutes=2", "--profile=1000:2", "--val_every=5000"
-    _, err, status = finish(start(free, *args, hook=FAKE_CLOCK))
-    assert status == 1 and re.fullmatch(r"error: --profile=1000:2: the run has steps 0 to \d+\n", err), err
+@pytest.mark.parametrize("args, message", [
+    (["--minutes=0.6"], "--minutes=0.6: this machine makes only [0-9]+ steps in that time; a run needs 20"),
+    (["--minutes=2", "--profile=1000:2", "--val_every=5000"], "--profile=1000:2: the run has steps 0 to [0-9]+")])
+def test_a_machine_that_is_too_slow(free, tmp_path, args, message):
+    """For a run of --minutes, or for the steps of --profile."""
+    _, err, status = finish(start(free, f"--log_dir={tmp_path}", *args, hook=FAKE_CLOCK))
+    assert status == 1 and re.fullmatch(f"error: {message}\n", err), err

@@ -121,44 +121,41 @@ def test_sources_are_those_of_the_repository(tmp_path, monkeypatch, project, pla
 
 
 def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
-    """Of this folder's own repository, whatever git believes of the files; unknown in a folder of another one."""
+    """Of this folder's own repository, whatever the environment says; unknown in a folder of another one."""
     def git(folder, *words):
         command = ["git", "-C", folder, "-c", "user.name=x", "-c", "user.email=x", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    def write(folder, text):
-        (folder / "data").mkdir(parents=True, exist_ok=True)
-        for name in sources:
-            (folder / name).write_text(text)
-
-    def found(folder, text):
+    def found(folder):
         monkeypatch.setattr("data.run.log.ROOT", folder)
-        return revision(dict.fromkeys(sources, text))
+        return revision(sources)
     for name in {name for name in os.environ if name.startswith("GIT_")}:
         monkeypatch.delenv(name)
     sources = ["train_gpt.py", "data/loader.py"]
     root, copy, inside = tmp_path / "ü b", tmp_path / "copy", tmp_path / "ü b/copy"
     for folder in root, copy, inside, root / "ours":
-        write(folder, "x\n")
+        (folder / "data").mkdir(parents=True)
+        for name in sources:
+            (folder / name).write_text("x\n")
     git(root, "init", "-q")
-    assert found(root, "x\n") == "unknown"  # without a commit
-    (root / ".gitignore").write_text("copy\n")
+    assert found(root) == "unknown"  # without a commit
+    (root / ".gitignore").write_text("copy\ndata/new.py\n")
     git(root, "add", ".")
     git(root, "commit", "-qm", "x")
     commit = git(root, "rev-parse", "HEAD")
-    assert found(root, "x\n") == f"{commit} clean"
-    assert found(copy, "x\n") == found(inside, "x\n") == found(root / "ours", "x\n") == "unknown"
     monkeypatch.setenv("GIT_DIR", str(root / ".git"))
-    assert found(copy, "x\n") == "unknown" and found(root, "x\n") == f"{commit} clean"
+    assert found(root) == f"{commit} clean"
+    assert found(copy) == found(inside) == found(root / "ours") == "unknown"
     monkeypatch.delenv("GIT_DIR")
-    git(root, "update-index", "--assume-unchanged", "data/loader.py")
-    assert found(root, "y\n") == f"{commit} with changes"
-    (root / ".gitignore").write_text("data/new.py\n")
+    (root / "data/new.py").write_text("x\n")
     sources.append("data/new.py")
-    assert found(root, "x\n") == f"{commit} with changes"  # a source that git ignores
+    assert found(root) == f"{commit} with changes"  # a source that git ignores
+    (root / "data/loader.py").write_text("y\n")
+    del sources[2]
+    assert found(root) == f"{commit} with changes"
     git(copy, "init", "-q")
     git(copy, "commit", "--allow-empty", "-qm", "x")
-    assert found(copy, "x\n") == "unknown"  # another repository
+    assert found(copy) == "unknown"  # another repository
 
 
 # ---- Console ---------------------------------------------------------------------------------------------------------

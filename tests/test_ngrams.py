@@ -322,7 +322,7 @@ def test_a_checkpoint_does_not_depend_on_places(corpus):  # noqa: F811
 
 def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  # noqa: F811
     """Before step 5 gradients wait; a warm-up on the way leaves no trace."""
-    base = train(corpus, tmp_path / "base", TABLE, "--save_every=5", "--keep=0")
+    base = train(corpus, tmp_path / "base", TABLE, "--save_every=5", "--keep=99")
     state = torch.load(base.saved[5], weights_only=True)["optimizer"]["ngram_embed"]
     assert state["grad"].shape == (len(state["rows"]), T.parse_config(corpus.args).model.model_dim)
     assert state["v"].shape == state["last"].shape == (ROWS, 1) and state["grad"].any()
@@ -358,7 +358,7 @@ def test_refused(args, message):
 
 # Three pieces of validation: the second of two ranks has one less than the first, the last of four has none.
 RANKS = (TABLE, "--bigram_signs=true", f"--val_tokens={3 * VAL_BATCH // 2}", f"--val_batch_tokens={VAL_BATCH // 2}",
-         "--micro_batches=4", "--save_every=5", "--keep=0")
+         "--micro_batches=4", "--save_every=5", "--keep=99")
 
 
 def on_ranks(corpus, logs, ranks, *args):  # noqa: F811

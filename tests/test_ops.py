@@ -12,7 +12,7 @@ import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
 from data.loader import sorted_pieces
-from data.run.graphs import MicroStepGraphs
+from data.run.warmup import MicroStepGraphs
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ON_GPU = torch.cuda.is_available()

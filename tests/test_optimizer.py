@@ -14,9 +14,9 @@ import torch.multiprocessing
 import oracles
 import train_gpt as T
 import triton_kernels as kernels
-from data.run.graphs import MicroStepGraphs, UpdateGraphs
 from data.run.machine import Runtime
 from data.run.state import load_state, whole_state
+from data.run.warmup import MicroStepGraphs, UpdateGraphs
 
 CPU = torch.device("cpu")
 ONE_RANK = Runtime(0, 1, CPU)

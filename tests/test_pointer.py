@@ -373,7 +373,7 @@ SHORT = ["--pointer=true", "--scheduled_steps=4", "--extension_steps=1", "--val_
 def trained(corpus, tmp_path_factory):  # noqa: F811
     """A run with a checkpoint before every step but the first, and after the last."""
     torch.manual_seed(7)
-    return train(corpus, tmp_path_factory.mktemp("pointer"), *SHORT, "--save_every=1", "--keep=0")
+    return train(corpus, tmp_path_factory.mktemp("pointer"), *SHORT, "--save_every=1", "--keep=99")
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, trained, tmp_path):  # noqa: F811

@@ -14,7 +14,7 @@ import torch
 
 import train_gpt as T
 from data.run import machine
-from data.run.checkpoint import KEYS, write_checkpoint
+from data.run.state import KEYS, write_checkpoint
 from data.run.config import flatten, left_open, render
 from data.run.length import (MEASURED, H100, SIZES, Gpu, Size, best_seconds, expected_loss, forecast, rank_sizes,
                            rows_per_gpu, seconds, seconds_per_token)
@@ -32,39 +32,29 @@ RECORD = Path(__file__).resolve().parents[1] / "records/2026-11-28_proven"
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("world", [1, 8])
 def test_longer_runs_take_larger_models(name, world):
-    times = np.geomspace(0.3, 1e6, 200)
-    chosen = [rank_sizes(time, GPUS[name], world) for time in times]
+    """And slower GPUs smaller ones. The tokens of the best size in a time have that size again, but for times in which
+    a smaller one took as many."""
+    gpu, times, previous = GPUS[name], np.geomspace(0.3, 1e6, 200), 0
+    slow = Gpu(gpu.products / 5, gpu.copies / 5, gpu.launch)
+    chosen = [rank_sizes(time, gpu, world) for time in times]
     numbers = [SIZES.index(ranked[0].size) for ranked in chosen]
     assert numbers == sorted(numbers) and {0, len(SIZES) - 1} <= {*numbers}
+    assert all(SIZES.index(rank_sizes(time, slow, world)[0].size) <= i for time, i in zip(times, numbers))
     for ranked in chosen:
         assert sorted(it.size for it in ranked) == sorted(SIZES)
         assert [it.loss for it in ranked] == sorted(it.loss for it in ranked)
     for size in SIZES:
-        tokens = [forecast(size, time, GPUS[name], world).tokens for time in times]
-        assert tokens == sorted(tokens)
-        assert [seconds(size, count, GPUS[name], world) for count in tokens] == pytest.approx([*times], rel=1e-3)
-
-
-@pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("world", [1, 8])
-def test_more_tokens_take_larger_models(name, world):
-    """The tokens of the best size in a time have that size again, but for times in which a smaller one took as many."""
-    tokens, previous = np.geomspace(1e6, 1e12, 200), 0
-    for count in tokens:
-        time = best_seconds(count, GPUS[name], world)
-        best = rank_sizes(time, GPUS[name], world)[0]
+        tokens = [forecast(size, time, gpu, world).tokens for time in times]
+        assert tokens == sorted(tokens) and tokens[9] > forecast(size, times[9], slow, world).tokens
+        assert [seconds(size, count, gpu, world) for count in tokens] == pytest.approx([*times], rel=1e-3)
+        assert forecast(size, 60, gpu, 2 * world).tokens > 1.6 * forecast(size, 60, gpu, world).tokens
+    for count in np.geomspace(1e6, 1e12, 200):
+        time = best_seconds(count, gpu, world)
+        best = rank_sizes(time, gpu, world)[0]
         assert best.tokens == pytest.approx(count, rel=0.02) and time > previous
-        assert all(rank_sizes(earlier, GPUS[name], world)[0].tokens < count
+        assert all(rank_sizes(earlier, gpu, world)[0].tokens < count
                    for earlier in np.geomspace(time / 100, time * 0.97, 50))
         previous = time
-
-
-def test_slower_gpus_take_smaller_models():
-    for time in np.geomspace(1, 1e6, 200):
-        slow, size = Gpu(H100.products / 5, H100.copies / 5, H100.launch), SIZES[2]
-        assert SIZES.index(rank_sizes(time, slow)[0].size) <= SIZES.index(rank_sizes(time, H100)[0].size)
-        assert forecast(size, time, slow, 1).tokens < forecast(size, time, H100, 1).tokens
-        assert forecast(size, time, H100, 2).tokens > 1.8 * forecast(size, time, H100, 1).tokens
 
 
 def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
@@ -197,14 +187,26 @@ def begin(gpus, monkeypatch):  # noqa: F811
     return run
 
 
-@pytest.mark.parametrize("minutes, wanted", [("0.1", SIZES[0]), ("1", SIZES[2]), ("500", SIZES[4])])
-def test_a_start_measures_and_chooses(begin, minutes, wanted):
-    """`main` measures the GPU after the ranks have met, and trains the model of the chosen size."""
-    status, err, config, size, time = begin(f"--minutes={minutes}")
-    assert (status, err, time) == (0, "", 60 * float(minutes))
-    assert size.startswith(f"size: {wanted} ") and len(begin.measured) == 1
-    assert (config.model.model_dim, config.model.depth) == wanted and config.schedule.minutes == float(minutes)
-    assert config.system.micro_batches > 0 and begin.measured == [True]  # FP8
+@pytest.mark.parametrize("args, wanted", [
+    ("--minutes=0.1", SIZES[0]), ("--minutes=1", SIZES[2]), ("--minutes=500", SIZES[4]), ("--preset=single", None),
+    ("--preset=single --minutes=0", None), ("--model_dim=768", None), ("--minutes=5 --model_dim=768", None)])
+def test_a_start_measures_and_chooses(begin, args, wanted):
+    """`main` measures the GPU after the ranks have met, and trains the model of the chosen size; where the size is not
+    open, it measures nothing."""
+    status, err, config, size, time = begin(*args.split())
+    assert (status, err, time) == (0, "", 60 * config.schedule.minutes) and config.system.micro_batches > 0
+    assert begin.measured == [True] * bool(wanted) and size.startswith(f"size: {wanted} " if wanted else "")  # FP8
+    assert bool(size) == bool(wanted)
+    assert (config.model.model_dim, config.model.depth) == (wanted or SIZES[4])
+    assert f"--minutes={config.schedule.minutes:g}" in args or not config.schedule.minutes
+
+
+def test_no_size_fits(begin):
+    """The smallest is the best try, and one warning says so."""
+    begin.gpus.free = begin.gpus.own + 3000
+    err, config, size, _ = begin("--minutes=500")[1:]
+    assert (config.model.model_dim, config.model.depth) == SIZES[0]
+    assert err.count("warning") == 1 and size.count("does not fit the memory") == 1
 
 
 def test_a_run_keeps_its_size(begin, tmp_path):
@@ -212,7 +214,7 @@ def test_a_run_keeps_its_size(begin, tmp_path):
     config = begin("--train_tokens=27e6")[2]
     assert (config.model.model_dim, config.model.depth) == SIZES[0]
     state = dict.fromkeys(KEYS) | dict(step=3, config=dataclasses.asdict(config))
-    write_checkpoint(state, tmp_path / "state.pt", keep=0)
+    write_checkpoint(state, tmp_path / "state.pt", keep=1)
     resume = f"--resume={tmp_path / 'state.pt'}"
     resumed = T.parse_config([resume])
     assert not left_open([resume], T.PRESETS)[0]
@@ -222,22 +224,6 @@ def test_a_run_keeps_its_size(begin, tmp_path):
     log = rerun.Run("log", facts={"val_shards": "", **{key: render(value) for key, value in flatten(config).items()}})
     again = [f"--{key}={value}" for key, value in rerun.settings(log, {}).items()]
     assert not left_open(again, T.PRESETS)[0] and T.parse_config(again).model == config.model
-
-
-@pytest.mark.parametrize("args", [["--preset=single"], ["--preset=single", "--minutes=0"], ["--model_dim=768"],
-                                  ["--minutes=5", "--model_dim=768"]])
-def test_a_start_that_measures_nothing(begin, args):
-    status, err, config, size, time = begin(*args)
-    assert (status, err, size, begin.measured, time) == (0, "", "", [], 60 * config.schedule.minutes)
-    assert config.model.model_dim == 768
-
-
-def test_a_warning_comes_once(begin):
-    """About the size that was chosen: no size fits this GPU, and the smallest is the best try."""
-    begin.gpus.free = begin.gpus.own + 3000
-    err, config, size, _ = begin("--minutes=500")[1:]
-    assert (config.model.model_dim, config.model.depth) == SIZES[0]
-    assert err.count("warning") == 1 and size.count("does not fit the memory") == 1
 
 
 def test_check_names_the_size(gpus, monkeypatch):  # noqa: F811

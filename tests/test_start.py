@@ -7,11 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
-import oracles
 import train_gpt as T
 import triton_kernels as tk
 from data.run import warmup
@@ -19,6 +17,7 @@ from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.program import UserError
 from data.run.warmup import can_only_compile, compile_kernels, modules_apart, require_codes, steps_with_new_keys
+from test_run import corpus  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 
@@ -84,24 +83,11 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
 
 
 @pytest.fixture
-def make_trainer(tmp_path):
+def make_trainer(corpus):  # noqa: F811
     """make_trainer(*arguments) -> a small Trainer of four stages with other lengths and windows."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, 4000)
-    tokens[::40] = 256
-    for name in "train", "val":
-        oracles.write_shard(tmp_path / f"{name}.bin", tokens)
-    stages = ((64, 24, 8, 16), (96, 48, 16, 32), (128, 48, 24, 40), (128, 64, 32, 48))
-    keys = "batch_tokens", "max_doc_len", "short_window", "long_window"
-
     def make(*arguments):
-        config = T.parse_config([
-            "--device=cpu", "--dtype=float32", "--fp8=false", "--fp8_mlp=false", "--fp8_qkv=false", "--vocab_size=257",
-            "--bigram_normal=false", "--micro_batches=1", "--model_dim=64", "--num_heads=2", "--bigram_tables=1",
-            "--scheduled_steps=9", "--extension_steps=2", "--val_tokens=160", "--val_batch_tokens=160",
-            f"--train_files={tmp_path}/train.bin", f"--val_files={tmp_path}/val.bin",
-            *(f"--stage{i}.{key}={value}" for i, stage in enumerate(stages, 1) for key, value in zip(keys, stage)),
-            *arguments])
+        config = T.parse_config([*corpus.args, "--fp8_mlp=false", "--fp8_qkv=false", "--bigram_normal=false",
+                                 "--micro_batches=1", "--model_dim=64", "--num_heads=2", *arguments])
         ops, _ = tk.choose_ops(CPU, config.system.kernels)
         return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     return make

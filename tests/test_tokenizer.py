@@ -32,7 +32,7 @@ def test_normalised_ids():
 def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
     """Ids 2k and 2k + 1 are one text here. A resumed run needs no tokenizer; a new run says that it does."""
     args = ["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=50256), "--vocab_size=50257", "--sampled_frac=0",
-            "--bigram_tables=1", "--bigram_normal=true", "--bigram_signs=true", "--save_every=2", "--keep=0"]
+            "--bigram_tables=1", "--bigram_normal=true", "--bigram_signs=true", "--save_every=2", "--keep=99"]
     corpus, batches, make_batch = SimpleNamespace(args=args), [], loader.make_batch
     monkeypatch.setattr(loader, "make_batch", lambda *a, **k: batches.append(make_batch(*a, **k)) or batches[-1])
     for module in T, start:

@@ -16,7 +16,6 @@ import math
 import re
 import shlex
 from collections import deque
-from itertools import chain
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from data import NGRAM_FACTORS
@@ -152,11 +151,9 @@ def read_arguments(argv) -> dict[str, str]:
 
 
 def read_options(argv, options, aliases, known):
-    """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own.
-
-    options: {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises
-    UserError for an unknown key.
-    """
+    """({option: value}, {knob: text}) of --key=value arguments, for programs with options of their own. options:
+    {option: default value}; aliases: {alias: knob of the trainer}; known: the knobs of the trainer. Raises UserError
+    for an unknown key."""
     values, knobs = dict(options), {}
     for key, text in read_arguments(argv).items():
         if key in options:
@@ -190,18 +187,15 @@ def override(config, overrides):
         if not 1 + end <= count <= 1000:
             raise UserError(f"--{key}={count}: must be {1 + end} or more, and at most 1000")
         new = items[-2:-1] if end else (type(items[0])(),)
-        return (items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]
+        for i, item in enumerate((items[:len(items) - end] + new * count)[:count - end] + items[len(items) - end:]):
+            name = f"{key[:-1]}{i + FIRST[key]}"
+            yield updated(parsed(name, item, type(item)) if key == "layers" else item, f"{name}.")
 
     def updated(item, prefix=""):
-        hints, new = hints_of(type(item)), {}
-        for key, old in vars(item).items():
-            if key in FIRST:
-                names = ((f"{key[:-1]}{i}", one) for i, one in enumerate(resized(key, old), FIRST[key]))
-                new[key] = tuple(updated(parsed(name, one, type(one)) if key == "layers" else one, f"{name}.")
-                                 for name, one in names)
-            else:
-                new[key] = parsed(prefix + key, old, hints[key])
-        return dataclasses.replace(item, **new)
+        hints = hints_of(type(item))
+        return dataclasses.replace(item, **{
+            key: tuple(resized(key, old)) if key in FIRST else parsed(prefix + key, old, hints[key])
+            for key, old in vars(item).items()})
 
     changed = dataclasses.replace(config, **{name: updated(section) for name, section in vars(config).items()})
     if depth is not None and parse_value("depth", depth, int, 11) != changed.model.depth:
@@ -220,13 +214,12 @@ DROPPED = "depth", "data_end", "compile", "combo_kernels"  # knobs of older chec
 
 
 def config_from_dict(default, tree):
-    """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`.
-
-    Raises UserError for an unknown knob.
-    """
+    """The inverse of `dataclasses.asdict`. A missing knob takes its value from `default`. Raises UserError for an
+    unknown knob."""
     def section(old, values):
         hints = hints_of(type(old))
         values = {key: value for key, value in values.items() if key not in DROPPED}
+        values |= {"keep": 10**9} if values.get("keep") == 0 else {}  # which meant: all
         items = {key: tuple(get_args(hints[key])[0](**item) for item in values[key]) for key in FIRST if key in values}
         return dataclasses.replace(old, **values | items)
 
@@ -263,31 +256,30 @@ def help_page(manual, presets, argv, source) -> str:
 # ---- From arguments to a config --------------------------------------------------------------------------------------
 
 def read_config(argv, world, presets, gpu=None):
-    """Arguments --preset=name and --key=value -> config for `world` ranks, checked.
-
-    presets: {name: Preset of train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for
-    values that a run does not accept.
-    """
+    """Arguments --preset=name and --key=value -> config for `world` ranks, checked. presets: {name: Preset of
+    train_gpt.py}; gpu: see `fit_length`. Raises UserError for an unknown argument, and for values that a run does not
+    accept."""
     overrides = read_arguments(argv)
-    preset, first_step = overrides.pop("preset", None), 0
+    preset, first_step, neutral = overrides.pop("preset", None), 0, presets["record74"].config
     if preset not in (None, *presets):
         raise UserError(f"--preset={preset}: known presets are {', '.join(presets)}")
     if "resume" in overrides:
         config, first_step = resumed_config(overrides, preset, world, presets)
-    elif "init_from" in overrides:
-        config = begun_config(overrides, preset, world, presets)
-    else:
+    elif "init_from" not in overrides:
         config = preset_config(preset or "record", overrides, world, presets, gpu)
+    elif preset:
+        raise UserError(f"--init_from={overrides['init_from']}: the checkpoint brings its settings; leave out"
+                        f" --preset={preset}")
+    else:
+        config = begun_config(overrides, world, neutral)
     check_config(config, world, first_step)
     return config
 
 
 def left_open(argv, presets) -> tuple[bool, bool]:
     """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
-    number of rows of n-grams, if there are any, is to suit the memory of the GPU).
-
-    argv must be valid. A preset of another size, or with layers of its own, keeps them.
-    """
+    number of rows of n-grams, if there are any, is to suit the memory of the GPU). argv must be valid. A preset of
+    another size, or with layers of its own, keeps them."""
     overrides = read_arguments(argv)
     preset = presets[overrides.get("preset", "record")]
     model, has_length = preset.config.model, any(float(overrides.get(knob, 0)) for knob in ("minutes", "train_tokens"))
@@ -300,13 +292,11 @@ def left_open(argv, presets) -> tuple[bool, bool]:
 
 
 def preset_config(name, overrides, world, presets, gpu=None):
-    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it.
-
-    A --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number
-    of heads where layers are paired.
-    """
-    preset = presets[name]
-    config, model, width = preset.config, preset.config.model, overrides.get("model_dim", "")
+    """A preset with overrides, and with the batches, rates and steps that --train_tokens or --minutes gives it. A
+    --model_dim alone keeps the width of the heads. Another --depth makes the layers anew, and so does an odd number of
+    heads where layers are paired."""
+    config, gpus, _ = presets[name]
+    model, made_for, width = config.model, (config.schedule, gpus), overrides.get("model_dim", "")
     if "num_heads" not in overrides and width.isdecimal() and int(width) and not int(width) % model.head_dim:
         overrides = overrides | {"num_heads": str(int(width) // model.head_dim)}
     heads, depth = (parse_value(key, overrides.get(key, str(old)), int, old)
@@ -318,31 +308,27 @@ def preset_config(name, overrides, world, presets, gpu=None):
                 " another preset, or change them with --layers and --layer<n>"))
         layers = model.rewired(depth, heads % 2 == 0)
         config = with_knobs(config, layers=layers, backout_layer=layers[-1].input_from)
-    return with_length(config, overrides, (preset.config.schedule, preset.gpus), world, gpu)
+    return with_length(config, overrides, made_for, world, gpu)
 
 
 def with_length(base, overrides, made_for, world, gpu=None):
     """The config `base` with the overrides, with at least a micro-batch for each rank, and with the length that the
-    overrides ask for. The last three arguments are those of `fit_length`.
-
-    A setting is set by hand if the length would have given it another value. So no setting that says what the run has
-    anyway changes the run.
-    """
-    config, by_hand = override(base, overrides), set()
+    overrides ask for. The last three arguments are those of `fit_length`. A setting is set by hand if the length would
+    have given it another value. So no setting that says what the run has anyway changes the run."""
+    config, by_hand, differing = override(base, overrides), set(), {None}
     check_config(config)  # `fit_length` computes with the values
     asked = config.schedule
     if asked.minutes and overrides.keys() & {"train_tokens", "scheduled_steps", "extension_steps"}:
         raise UserError("--minutes chooses the steps: leave out --train_tokens, --scheduled_steps, --extension_steps")
     wanted = {key: value for key, value in flatten(config).items() if key in overrides and FITTED.fullmatch(key)}
-    while True:
-        config = override(base, {key: overrides[key] for key in overrides.keys() - (wanted.keys() - by_hand)})
+    while differing:
+        config = override(base, {key: text for key, text in overrides.items() if key in by_hand or key not in wanted})
         if 0 < config.system.micro_batches < world:
             config = with_knobs(config, micro_batches=world)
         config = with_knobs(config, **fit_length(config, by_hand, made_for, world, gpu))
         found = flatten(config)
-        if not (others := {key for key, value in wanted.items() if found[key] != value}):
-            break
-        by_hand |= others
+        differing = {key for key, value in wanted.items() if found[key] != value}
+        by_hand |= differing
     steps, knob = config.schedule.scheduled_steps, "minutes" if asked.minutes else "train_tokens"
     if getattr(asked, knob) and "scheduled_steps" not in overrides and steps < SHORTEST_RUN:
         raise UserError(f"--{knob}={getattr(asked, knob):g}: that is a run of {steps} steps of"
@@ -350,24 +336,20 @@ def with_length(base, overrides, made_for, world, gpu=None):
     return config
 
 
-def load_checkpoint(path) -> dict:
-    from data.run import checkpoint  # which imports torch
-    return checkpoint.load_checkpoint(path)
+def read_checkpoint(path, default, **knobs):
+    """(config of a checkpoint with other values for some knobs, its step). default: see `config_from_dict`."""
+    from data.run import state  # which imports torch
+    saved = state.load_checkpoint(path)
+    return with_knobs(config_from_dict(default, saved["config"]), **knobs), saved["step"]
 
 
-def begun_config(overrides, preset, world, presets):
+def begun_config(overrides, world, default):
     """The config of a new run that begins with the weights of the checkpoint that --init_from names: the settings of
     the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
-    --minutes.
-
-    Raises UserError when an override changes the model, and for a preset.
-    """
-    path, default = overrides["init_from"], presets["record74"].config
-    if preset:
-        raise UserError(f"--init_from={path}: the checkpoint brings its settings; leave out --preset={preset}")
+    --minutes. Raises UserError when an override changes the model."""
+    path, own = overrides["init_from"], {key: getattr(default.system, key) for key in OUTPUT_KNOBS}
     # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
-    own = {key: getattr(default.system, key) for key in OUTPUT_KNOBS} | {"micro_batches": 0, "train_tokens": 0}
-    saved = with_knobs(config_from_dict(default, load_checkpoint(path)["config"]), **own)
+    saved, _ = read_checkpoint(path, default, **own, micro_batches=0, train_tokens=0)
     config = override(saved, overrides)
     if config.model != saved.model:
         changed = (f"--{key}" for key in overrides if key.startswith("layer")
@@ -378,13 +360,10 @@ def begun_config(overrides, preset, world, presets):
 
 def resumed_config(overrides, preset, world, presets):
     """(config of the checkpoint that --resume names, its step). Overrides may change only the knobs of Data and System
-    that are not in KEPT_KNOBS: machine, FP8, output, validation.
-
-    Raises UserError when an override or the preset changes another knob, and when the run is finished.
-    """
+    that are not in KEPT_KNOBS: machine, FP8, output, validation. Raises UserError when an override or the preset
+    changes another knob, and when the run is finished."""
     path = overrides["resume"]
-    state = load_checkpoint(path)
-    saved = with_knobs(config_from_dict(presets["record74"].config, state["config"]), profile="", other_data=False)
+    saved, step = read_checkpoint(path, presets["record74"].config, profile="", other_data=False)
     wanted = preset_config(preset, overrides, world, presets) if preset else override(saved, overrides)
     free, new, old = {*vars(saved.data), *vars(saved.system)} - KEPT_KNOBS, flatten(wanted), flatten(saved)
     if overrides.get("micro_batches", "0") == "0":  # the saved number was chosen, or raised to that of the ranks
@@ -395,8 +374,7 @@ def resumed_config(overrides, preset, world, presets):
         given += [f"--{key}" for key in ("minutes", "train_tokens") if key in overrides]
         advice = f"; leave out {' and '.join(given)}, the checkpoint brings its settings" if given else ""
         raise UserError(f"--resume={path}: that run has another config; {'; '.join(differing)}{advice}")
-    step, total = state["step"], stage_starts(saved.schedule)[-1]
-    if step >= total:
+    if step >= (total := stage_starts(saved.schedule)[-1]):
         raise UserError(f"--resume={path}: that run is finished, step {step} of {total}: resume an earlier checkpoint,"
                         " or start a longer run")
     return override(saved, {key: text for key, text in overrides.items() if key in free}), step
@@ -407,123 +385,107 @@ def resumed_config(overrides, preset, world, presets):
 def check_config(config, world=None, first_step=0):
     """Raises UserError for the first knob whose value is never accepted. With the number of ranks, `world`, also when
     values do not fit together. first_step: of the run; a resumed one begins later."""
-    for names, words in chain(bad_values(config), misfits(config, world, first_step) if world else ()):
-        values = {name: value for name, value, _ in knobs_of(config)}
-        given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
-        raise UserError(f"{given}: {words}" if given else words)
+    for is_bad, names, words in faults(config, world, first_step):
+        if is_bad:
+            values = {name: value for name, value, _ in knobs_of(config)}
+            given = " ".join(f"--{name}={shlex.quote(render(values[name]))}" for name in names.split())
+            raise UserError(f"{given}: {words}" if given else words)
 
 
-def bad_values(config):
-    """Yields (name of a knob or several, what is wrong with the value), also for the knobs of one stage."""
-    for name, value, kind in knobs_of(config):
-        if wanted := demand(kind, value):
-            yield name, f"must be {wanted}"
-    system, schedule = config.system, config.schedule
-    if not re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile):
-        yield "profile", "must be START:COUNT, for example 20:4"
-    if {*"/\\"} & {*system.run_label}:
-        yield "run_label", "must be the name of a file, not of a folder"
-    for key in "muon_warmup", "muon_cooldown":
-        if (steps := getattr(schedule, key)) >= 1 and type(steps) is not int:
-            yield key, "must be a whole number of steps, or from 0 to below 1, a part of the run"
-    for i, stage in enumerate(schedule.stages, 1):
-        weights = f"stage{i}.mtp_start stage{i}.mtp_end"
-        if len(stage.mtp_start) != len(stage.mtp_end):
-            yield weights, "both need the same length"
-        if not stage.mtp_start[0] or not stage.mtp_end[0]:
-            yield weights, "the first weight, of the next token, must be above 0"
-    shares = [stage.share for stage in schedule.stages]
-    if not min(shares[:-1]) > 0 == shares[-1]:
-        yield "", (f"shares of the stages: {', '.join(map(render, shares))}; the share of the last stage, which is the"
-                   " extension, must be 0, all others above 0")
-
-
-def misfits(config, world, first_step):
-    """Yields (names of knobs, why their values do not fit together)."""
+def faults(config, world, first_step):
+    """Yields (whether values are wrong, names of their knobs, why) for each value, then for values that have to fit
+    together. A test may compute with what the tests before it accept."""
     model, schedule, system, data = config.model, config.schedule, config.system, config.data
-    layers, orders, rows = model.layers, len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
-    if model.model_dim % (8 * model.num_heads):
-        yield "model_dim num_heads", "the width of a head must be a multiple of 8"
-    if model.num_heads % 2 and (paired := tuple(model.layers_with("paired"))):
-        yield "num_heads", (f"the paired layers {render(paired)} need an even number of heads; --layer0.paired=false"
-                            " makes another layer of the first")
-    if len(model.ngram_rows) > orders or any(0 < count < 2 or count % 1 for count in model.ngram_rows):
-        yield "ngram_rows", f"up to {orders} whole numbers, each 0 or at least 2"
-    if min(rows) < 2:
-        yield "bigram_tables", "the table of bigrams needs two rows or more"
-    if sum(rows) >= 2**31:
-        yield "ngram_rows", "at most 2147483647 rows in all"
-    if model.vocab_size != 50257 and model.bigram_normal:
-        yield "vocab_size", ("--bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add"
-                             " --bigram_normal=false")
-    if model.mlp_dim < 16:
-        yield "mlp_ratio", f"an MLP of {model.mlp_dim} channels"
-    if model.backout_layer is not None and model.backout_layer >= len(layers):
-        yield "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
-    if not model.layers_with("attention"):
-        yield "", "all layers are without attention: at least one needs it"
+    layers, stages = model.layers, schedule.stages
+    for name, value, kind in knobs_of(config):
+        wanted = demand(kind, value)
+        yield wanted, name, f"must be {wanted}"
+    yield (not re.fullmatch(r"([0-9]+:[1-9][0-9]*)?", system.profile), "profile",
+           "must be START:COUNT, for example 20:4")
+    yield {*"/\\"} & {*system.run_label}, "run_label", "must be the name of a file, not of a folder"
+    for key in "muon_warmup", "muon_cooldown":
+        steps = getattr(schedule, key)
+        yield (steps >= 1 and type(steps) is not int, key,
+               "must be a whole number of steps, or from 0 to below 1, a part of the run")
+    for i, stage in enumerate(stages, 1):
+        weights, start, end = f"stage{i}.mtp_start stage{i}.mtp_end", stage.mtp_start, stage.mtp_end
+        yield len(start) != len(end), weights, "both need the same length"
+        yield not (start[0] and end[0]), weights, "the first weight, of the next token, must be above 0"
+    *shares, last = [stage.share for stage in stages]
+    yield not min(shares) > 0 == last, "", (
+        f"shares of the stages: {', '.join(map(render, [*shares, last]))}; the share of the last stage, which is the"
+        " extension, must be 0, all others above 0")
+    if not world:
+        return
+
+    orders, rows = len(NGRAM_FACTORS) - 1, [rows for _, rows in model.ngrams]
+    paired, behind = tuple(model.layers_with("paired")), model.backout_layer
+    yield model.model_dim % (8 * model.num_heads), "model_dim num_heads", "the width of a head must be a multiple of 8"
+    yield model.num_heads % 2 and paired, "num_heads", (
+        f"the paired layers {render(paired)} need an even number of heads; --layer0.paired=false makes another layer of"
+        " the first")
+    yield (len(model.ngram_rows) > orders or any(0 < count < 2 or count % 1 for count in model.ngram_rows),
+           "ngram_rows", f"up to {orders} whole numbers, each 0 or at least 2")
+    yield min(rows) < 2, "bigram_tables", "the table of bigrams needs two rows or more"
+    yield sum(rows) >= 2**31, "ngram_rows", "at most 2147483647 rows in all"
+    yield model.vocab_size != 50257 and model.bigram_normal, "vocab_size", (
+        "--bigram_normal needs the tokens of GPT-2, a vocabulary of 50257; add --bigram_normal=false")
+    yield model.mlp_dim < 16, "mlp_ratio", f"an MLP of {model.mlp_dim} channels"
+    yield behind is not None and behind >= len(layers), "backout_layer", f"must be 0 to {len(layers) - 1}, or none"
+    yield not model.layers_with("attention"), "", "all layers are without attention: at least one needs it"
     for i, layer in enumerate(layers):
-        earlier, name = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}"
-        if not layer.attention and (layer.paired or layer.long or layer.value_embed):
-            yield name, "paired, long and value_embed need attention, which this layer lacks"
-        if layer.skip_from is not None and layer.skip_from >= i:
-            yield f"{name}.skip_from", earlier
-        if layer.input_from is not None and (layer.input_from >= i or not layer.attention):
-            yield f"{name}.input_from", f"{earlier}, in a layer with attention"
-        if layer.narrow and (layer.long or not layer.attention):
-            yield f"{name}.narrow", "only for a layer with attention that is not long"
-        if layer.xsa and (layer.paired or not layer.attention):
-            yield f"{name}.xsa", "only for a layer with attention that is not paired"
-        if layer.mix and not (layer.value_embed and model.backout_layer is not None and model.backout_layer < i
-                              and model.layers_with("mix") == [i]):
-            yield f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer"
-        if layer.dynamic and not model.dynamic_sizes[i]:
-            yield f"{name}.dynamic", "neither this layer nor those up to the next dynamic one have factors"
-        if i and layers[i - 1].two_lanes and not layer.two_lanes:
-            yield f"{name}.two_lanes", (f"layer {i - 1} has two lanes, so all later layers need two; add"
-                                        f" --{name}.two_lanes=true")
-    (*starts, total), (warmup, cooldown), stages = stage_starts(schedule), momentum_steps(schedule), schedule.stages
-    if total >= 10**6:
-        yield "scheduled_steps", "a run has at most 999999 steps, the extension included"
-    if any(a >= b for a, b in zip(starts, starts[1:])):
-        yield "scheduled_steps", "each stage needs at least one step"
-    if schedule.cooldown_frac * schedule.scheduled_steps < 1:
-        yield "cooldown_frac", "must cover a scheduled step"
-    if schedule.split_stage > len(stages):
-        yield "split_stage", f"there are {len(stages)} stages, so it must be 1 to {len(stages)}"
+        earlier, name, attends = f"must be an earlier layer, 0 to {i - 1}, or none", f"layer{i}", layer.attention
+        yield (not attends and (layer.paired or layer.long or layer.value_embed), name,
+               "paired, long and value_embed need attention, which this layer lacks")
+        yield layer.skip_from is not None and layer.skip_from >= i, f"{name}.skip_from", earlier
+        yield (layer.input_from is not None and (layer.input_from >= i or not attends), f"{name}.input_from",
+               f"{earlier}, in a layer with attention")
+        yield (layer.narrow and (layer.long or not attends), f"{name}.narrow",
+               "only for a layer with attention that is not long")
+        yield (layer.xsa and (layer.paired or not attends), f"{name}.xsa",
+               "only for a layer with attention that is not paired")
+        yield (layer.mix and not (layer.value_embed and behind is not None and behind < i
+                                  and model.layers_with("mix") == [i]),
+               f"{name}.mix", "only for one layer, with value_embed, behind the backout_layer")
+        yield (layer.dynamic and not model.dynamic_sizes[i], f"{name}.dynamic",
+               "neither this layer nor those up to the next dynamic one have factors")
+        yield i and layers[i - 1].two_lanes and not layer.two_lanes, f"{name}.two_lanes", (
+            f"layer {i - 1} has two lanes, so all later layers need two; add --{name}.two_lanes=true")
+    (*starts, total), (warmup, cooldown) = stage_starts(schedule), momentum_steps(schedule)
+    yield total >= 10**6, "scheduled_steps", "a run has at most 999999 steps, the extension included"
+    yield any(a >= b for a, b in zip(starts, starts[1:])), "scheduled_steps", "each stage needs at least one step"
+    yield schedule.cooldown_frac * schedule.scheduled_steps < 1, "cooldown_frac", "must cover a scheduled step"
+    yield (schedule.split_stage > len(stages), "split_stage",
+           f"there are {len(stages)} stages, so it must be 1 to {len(stages)}")
     # A run may end within Muon's warm-up, as short trials of record74 do. Warm-up and cool-down are rounded to whole
     # steps, so the two may share one step.
-    if warmup < total < warmup + cooldown - 1:
-        yield "muon_warmup muon_cooldown", f"{warmup} and {cooldown} steps, but the run has only {total}"
+    yield (warmup < total < warmup + cooldown - 1, "muon_warmup muon_cooldown",
+           f"{warmup} and {cooldown} steps, but the run has only {total}")
     steps, pauses = system.profiled, (system.val_every or total, system.save_every or total)
-    if steps.stop > total:
-        yield "profile", f"the run has steps 0 to {total - 1}"
-    if any(step % every == 0 for step in steps[1:] for every in pauses):
-        yield "profile", ("a validation or a checkpoint comes in between; take other steps, or change"
-                          f" --val_every={system.val_every} or --save_every={system.save_every}")
-    if system.profile and steps.start < first_step:
-        yield "profile", f"the resumed run starts at step {first_step}; profile later steps"
+    yield steps.stop > total, "profile", f"the run has steps 0 to {total - 1}"
+    yield any(step % every == 0 for step in steps[1:] for every in pauses), "profile", (
+        "a validation or a checkpoint comes in between; take other steps, or change"
+        f" --val_every={system.val_every} or --save_every={system.save_every}")
+    yield (system.profile and steps.start < first_step, "profile",
+           f"the resumed run starts at step {first_step}; profile later steps")
     has_kernel = not (system.device == "cpu" or system.kernels == "torch" or "attention:torch" in system.kernels)
-    if has_kernel and system.dtype != "bfloat16":
-        yield "dtype", ("the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch, or"
-                        " --device=cpu")
+    in_bf16 = system.dtype == "bfloat16"
+    yield has_kernel and not in_bf16, "dtype", (
+        "the attention kernel of a GPU is made for bfloat16; add --kernels=attention:torch, or --device=cpu")
     for knob in "fp8_mlp", "fp8_qkv":
-        is_on = getattr(system, knob) and system.dtype == "bfloat16" and system.kernels != "torch"
-        if is_on and model.model_dim % 16:
-            yield "model_dim", f"--{knob} takes multiples of 16 channels; add --{knob}=false"
-    least = 32 if model.layers_with("narrow") else 16
-    if has_kernel and (not least <= model.head_dim <= 128 or model.head_dim & (model.head_dim - 1)):
-        yield "model_dim num_heads", (
-            f"the attention kernel takes heads of {least} to 128 channels, a power of two"
-            f"{', in models with narrow layers' * (least == 32)}; or add --kernels=attention:torch")
-    if data.val_batch_tokens % 16 or data.val_tokens % data.val_batch_tokens:
-        yield "val_tokens val_batch_tokens", ("the first must be a multiple of the second, and the second of 16; set"
-                                              " both, for example to the same number")
+        yield (getattr(system, knob) and in_bf16 and system.kernels != "torch" and model.model_dim % 16, "model_dim",
+               f"--{knob} takes multiples of 16 channels; add --{knob}=false")
+    least, d = 32 if model.layers_with("narrow") else 16, model.head_dim
+    yield has_kernel and (not least <= d <= 128 or d & (d - 1)), "model_dim num_heads", (
+        f"the attention kernel takes heads of {least} to 128 channels, a power of two"
+        f"{', in models with narrow layers' * (least == 32)}; or add --kernels=attention:torch")
+    yield data.val_batch_tokens % 16 or data.val_tokens % data.val_batch_tokens, "val_tokens val_batch_tokens", (
+        "the first must be a multiple of the second, and the second of 16; set both, for example to the same number")
     count = system.micro_batches  # 0: `fit_memory` chooses the number
-    if count % world:
-        yield "", (f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
-                   + ("" if system.resume else ", or a larger number"))
+    yield count % world, "", (
+        f"{world} processes do not divide --micro_batches={count}: use a divisor of it, with run.sh by NPROC"
+        + ("" if system.resume else ", or a larger number"))
     for i, stage in enumerate(stages if count else (), 1):
-        if stage.batch_tokens % (16 * count):
-            yield f"stage{i}.batch_tokens", (f"must be a multiple of 16 * --micro_batches={count}" + (
-                f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))
+        yield stage.batch_tokens % (16 * count), f"stage{i}.batch_tokens", (
+            f"must be a multiple of 16 * --micro_batches={count}"
+            + (f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))

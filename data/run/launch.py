@@ -8,7 +8,6 @@ imported. A signal that the starting program has set to be ignored, as nohup doe
 """
 
 import ctypes
-import math
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 # Schedulers send them; Windows has only the first.
@@ -51,8 +51,8 @@ class Stopped(Exception):
 
 
 class Stop:
-    """What signals ask of a run. number: the first of STOPPING that has come, or 0; the run is then to end after its
-    step. waits: whether the run looks at it; before that, a signal ends the process at once."""
+    """number: the first of STOPPING that has come, or 0; the run is then to end after its step. waits: whether the run
+    looks at it; before that, a signal ends the process at once."""
 
     number, waits = 0, False
 
@@ -90,6 +90,8 @@ def watch_signals(say, is_over=lambda: False) -> Stop:
     return stop
 
 
+# ---- The cores -------------------------------------------------------------------------------------------------------
+
 CHOICES = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"  # variables that say how threads wait
 
 
@@ -98,33 +100,26 @@ def core_numbers() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def quota(group) -> float:
-    """The limit of a control group, in cores; inf without a limit. group: its folder, of version 2 or 1."""
-    for names in ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]:
-        with suppress(OSError, ValueError):
-            most, period = map(int, " ".join((group / name).read_text(encoding="utf-8") for name in names).split())
-            if most > 0:
-                return most / period
-    return math.inf
-
-
 def allowed_cores(own=Path("/proc/self/cgroup"), root=Path("/sys/fs/cgroup")) -> float:
-    """How many cores this process may use: those of its affinity, or fewer by the quota of a container."""
-    groups = {root, root / "cpu"}  # a container may not see the rest of its path
+    """How many cores this process may use: those of its affinity, or fewer by the quota of a container, whose control
+    groups are of version 1 or 2."""
+    groups, least = {root, root / "cpu"}, float(len(core_numbers()))  # a container may not see the rest of its path
     with suppress(OSError, ValueError):
         for line in own.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if {"", "cpu"} & {*controllers.split(",")}:
                 place = root / ("cpu" if controllers else "") / path.lstrip("/")
                 groups |= {place, *place.parents}
-    return min(len(core_numbers()), *map(quota, groups))
+    for group, names in product(groups, (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"])):
+        with suppress(OSError, ValueError):
+            most, period = map(int, " ".join((group / name).read_text(encoding="utf-8") for name in names).split())
+            least = min(least, most / period) if most > 0 else least
+    return least
 
 
 def busy_seconds(stat=Path("/proc/stat")) -> float:
     """Seconds for which programs have used the cores of this process since the machine started, summed over cores.
-
-    Raises OSError on systems without /proc/stat.
-    """
+    Raises OSError on systems without /proc/stat."""
     cores, ticks = core_numbers(), 0
     for core, numbers in re.findall(r"^cpu(\d+) (.*)", stat.read_text(encoding="utf-8"), re.M):
         user, nice, system, _, _, *others = map(int, numbers.split()[:8])  # without idle time and waiting for disks
@@ -145,10 +140,9 @@ class FreeCores:
 
     def count(self) -> float:
         """Their mean number. Without /proc/stat, the load of the last minute stands for the other programs."""
-        if self.start and (now := self.now()):
+        used, now = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, self.now()
+        if self.start and now:
             used = (now[1] - self.start[1]) / (now[0] - self.start[0])
-        else:
-            used = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
         return max(0.0, min(allowed_cores(), len(core_numbers()) - max(0.0, used)))
 
     def line(self, few, enough="") -> str:
@@ -161,19 +155,16 @@ class FreeCores:
 
     def advice(self) -> str:
         """What to say when the steps of a CPU run are far slower than they can be, or ""."""
+        slow = ", so the steps are slow"
         if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-            return self.line(", so the steps are slow", ": without OMP_WAIT_POLICY=passive the steps may be twice as"
-                             " fast")
-        return self.line(", so the steps are slow: with OMP_WAIT_POLICY=passive in the environment they may be ten times"
-                         " as fast")
+            return self.line(slow, ": without OMP_WAIT_POLICY=passive the steps may be twice as fast")
+        return self.line(f"{slow}: with OMP_WAIT_POLICY=passive in the environment they may be ten times as fast")
 
 
 def choose_waiting(argv, processes=1, seconds=0.1):
-    """Before PyTorch is imported: the threads of a CPU run are to wait asleep if other programs use the cores.
-
-    Threads that wait busily are twice as fast on a quiet machine, and twenty times as slow on a busy one. What the user
-    has set stays. processes: the number of processes that share the cores. The launcher chooses for its processes.
-    """
+    """Before PyTorch is imported: the threads of a CPU run are to wait asleep if other programs use the cores. Threads
+    that wait busily are twice as fast on a quiet machine, and twenty times as slow on a busy one. What the user has set
+    stays. processes: the number of processes that share the cores. The launcher chooses for its processes."""
     on_gpu = os.path.exists("/dev/nvidia0") and not any("cpu" in argument for argument in argv)
     if on_gpu or "RANK" in os.environ or {"--help", "-h"} & {*argv}:
         return
@@ -190,6 +181,8 @@ def choose_waiting(argv, processes=1, seconds=0.1):
         os.environ["OMP_WAIT_POLICY"] = "passive"
         print(line, file=sys.stderr, flush=True)
 
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
 
 class Process(subprocess.Popen):
     """Every process that torchrun starts is in `all`."""

@@ -67,15 +67,10 @@ def stage_starts(schedule) -> list[int]:
     return [*starts, schedule.scheduled_steps + schedule.extension_steps]
 
 
-def stage_steps(schedule) -> list[int]:
-    """Number of steps of every stage."""
-    starts = stage_starts(schedule)
-    return [end - start for start, end in zip(starts, starts[1:])]
-
-
 def sum_over_steps(schedule, costs):
     """Total cost of a run. costs: the cost of a step in every stage."""
-    return sum(cost * steps for cost, steps in zip(costs, stage_steps(schedule), strict=True))
+    starts = stage_starts(schedule)
+    return sum(cost * (end - start) for cost, start, end in zip(costs, starts, starts[1:]))
 
 
 def total_tokens(schedule) -> int:
@@ -90,11 +85,8 @@ def momentum_steps(schedule) -> tuple[int, int]:
 
 
 def with_steps(schedule, costs, budget, extension=None):
-    """The schedule with the even number of steps whose total cost is nearest to the budget.
-
-    costs: the cost of a step in every stage. extension: steps of the last stage; None: they keep their ratio to the
-    scheduled steps.
-    """
+    """The schedule with the even number of steps whose total cost is nearest to the budget. costs: the cost of a step
+    in every stage. extension: steps of the last stage; None: they keep their ratio to the scheduled steps."""
     ratio = schedule.extension_steps / schedule.scheduled_steps
 
     def candidate(scheduled):
@@ -108,10 +100,8 @@ def with_steps(schedule, costs, budget, extension=None):
 
 
 def round_batch(tokens, unit) -> int:
-    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`.
-
-    Such numbers have many divisors.
-    """
+    """The 2 ** k or 3 * 2 ** k that is nearest to `tokens` by ratio, rounded up to a multiple of `unit`. Such numbers
+    have many divisors."""
     nearest = min((n << k for n in (2, 3) for k in range(60)), key=lambda batch: abs(math.log(batch / tokens)))
     return -(-nearest // unit) * unit
 
@@ -129,9 +119,8 @@ def fit_length(config, by_hand, made_for, world, gpu=None) -> dict:
     --adam_every=2.
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
-    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come
-    from SECONDS_PER_TOKEN).
-    """
+    of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come from
+    SECONDS_PER_TOKEN)."""
     schedule, (native, gpus) = config.schedule, made_for
     tokens, time = schedule.train_tokens, 60 * schedule.minutes
     if time and gpu:
@@ -173,10 +162,8 @@ def needed_tokens(config, world) -> float:
 
 
 def with_minutes(config, seconds):
-    """The config with the number of steps that --minutes asks for. seconds: the time of a step in every stage.
-
-    Its minutes are 0, and its train_tokens hold the choice, so that a resumed run keeps it.
-    """
+    """The config with the number of steps that --minutes asks for. seconds: the time of a step in every stage. Its
+    minutes are 0, and its train_tokens hold the choice, so that a resumed run keeps it."""
     minutes = config.schedule.minutes
     fitted = with_steps(config.schedule, seconds, 60 * minutes)
     if fitted.scheduled_steps < SHORTEST_RUN:
@@ -186,26 +173,12 @@ def with_minutes(config, seconds):
     return dataclasses.replace(config, schedule=schedule)
 
 
-def seconds_per_step(schedule, plans, time_steps) -> list[float]:
-    """Mean seconds of a step in every stage. plans: of all steps; time_steps: function (plans) -> mean seconds."""
-    seconds = []
-    for start, steps in zip(stage_starts(schedule), stage_steps(schedule)):
-        stage = plans[start:start + steps]
-        counts = sorted({plan.candidates for plan in stage})  # steps with a sampled softmax are faster
-        kinds = [[plan.step for plan in stage if plan.candidates == count] for count in counts]
-        middles = [kind[len(kind) // 2] // 2 * 2 for kind in kinds]  # one of this step and the next updates the tables
-        total = sum(len(kind) * time_steps(plans[step:step + 2]) for kind, step in zip(kinds, middles))
-        seconds.append(total / max(1, steps))
-    return seconds
-
-
 def seconds_per_token(size, rows, gpu) -> float:
     """Time of a training step with `rows` tokens on one GPU, divided by the rows.
 
     A step multiplies each token with the weights of the layers and with the sampled classes of the head, makes passes
     over activations and logits, updates the weights, and launches 140 + 60 · layers kernels. 23 times of H100s and
-    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %).
-    """
+    H200s are within 4.9 % of this, but for two of 640 x 8 on a busy machine (6 and 9 %)."""
     width, layers = size
     weights = 9.6 * layers * width**2
     passes = 320e3 + 181.4 * layers * width + 133.9 * weights / rows  # bytes per token
@@ -246,11 +219,8 @@ def rank_sizes(time, gpu, world=1) -> list[Forecast]:
 
 
 def best_seconds(tokens, gpu, world=1) -> float:
-    """The training time in which the best size takes so many tokens.
-
-    Shorter runs take smaller models, which take more tokens in a second, so two times can have the same tokens: this is
-    the shorter one.
-    """
+    """The training time in which the best size takes so many tokens. Shorter runs take smaller models, which take more
+    tokens in a second, so two times can have the same tokens: this is the shorter one."""
     times = (seconds(size, tokens, gpu, world) for size in SIZES)
     return next(time for size, time in zip(SIZES, times)
                 if SIZES.index(rank_sizes(time, gpu, world)[0].size) <= SIZES.index(size))

@@ -3,7 +3,6 @@ time: phases of the start, training time, ranges in a trace."""
 
 import errno
 import functools
-import hashlib
 import json
 import os
 import platform
@@ -29,10 +28,8 @@ from data.shards import data_root
 
 
 class Log:
-    """The log file and the console of rank 0; other ranks write nothing but the error that ends them.
-
-    The file is line-buffered, so a killed run loses no line.
-    """
+    """The log file and the console of rank 0; other ranks write nothing but the error that ends them. The file is
+    line-buffered, so a killed run loses no line."""
 
     def __init__(self, config, rt):
         name = f"{config.system.run_label}_{uuid.uuid4()}.txt"
@@ -100,8 +97,7 @@ class Log:
                 self.line("", file=False, end="")
 
     def progress(self, loss, times, seconds_left):
-        """The two lines of a step in the file; on a terminal they are one, which stays in its place, with the expected
-        time to the end."""
+        """The two lines of a step in the file. A terminal shows one line in their place, with the time to the end."""
         self.line(f"{loss}\n{times}", console=not self.terminal)
         if self.terminal:
             minutes, seconds = divmod(round(seconds_left), 60)
@@ -111,9 +107,6 @@ class Log:
     def moving(self, text, every=1.0):
         """Context manager: the last line of a terminal shows the result of `text()`, which is called every so many
         seconds."""
-        if not self.terminal:
-            yield
-            return
         done = threading.Event()
 
         def move():
@@ -122,12 +115,14 @@ class Log:
             self.line("", file=False, end="")
 
         thread = threading.Thread(target=move, daemon=True)
-        thread.start()
+        if self.terminal:
+            thread.start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if self.terminal:
+                thread.join()
 
 
 class Stopwatch(dict):
@@ -162,7 +157,7 @@ class Clock:
 
 
 def trace_range(name):
-    """Context manager: mark a range of host time in the trace of a profiled step; do nothing in other steps."""
+    """Context manager: mark a range of host time in the trace of a profiled step."""
     return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
@@ -173,11 +168,9 @@ def trace_mark(name):
 
 
 def loaded_sources() -> dict[str, str]:
-    """{path: text} of train_gpt.py, then of every other loaded module of this repository.
-
-    Skips Python's own modules and installed packages, which an environment inside the repository brings. Raises
-    UserError where the code of the trainer is missing: no log and no other rank could tell what ran.
-    """
+    """{path: text} of train_gpt.py, then of every other loaded module of this repository. Skips Python's own modules
+    and installed packages, which an environment inside the repository brings. Raises UserError where the code of the
+    trainer is missing: no log and no other rank could tell what ran."""
     places = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places = {place for place in places if place.is_relative_to(ROOT) and place != ROOT}  # or above the repository
     files = {Path(file).resolve() for module in [*sys.modules.values()]
@@ -208,8 +201,8 @@ def published(path) -> str:
 
 
 def revision(sources) -> str:
-    """The commit of this repository, and whether the sources are those of the commit, byte for byte, as `git status`
-    does not look at all files; unknown if this folder is not the top of a repository with a train_gpt.py."""
+    """The commit of this repository, and whether git knows of a change in the sources, which are all in the commit;
+    unknown if this folder is not the top of a repository with a train_gpt.py."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}  # of another repository
 
     def git(*words):
@@ -218,15 +211,11 @@ def revision(sources) -> str:
 
     try:
         place, commit, _ = git("rev-parse", "--show-prefix", "HEAD").split("\n")
-        found = re.findall(r" blob (\w+)\t([^\0]+)", git("ls-tree", "-z", commit, "--", *sources))
+        is_ours = not place and git("ls-tree", commit, "train_gpt.py")
+        changed = git("status", "--porcelain", "--ignored", "--untracked-files=all", "--", *sources)
     except (OSError, ValueError, subprocess.CalledProcessError):
         return "unknown"
-    committed, sha = {name: blob for blob, name in found}, hashlib.sha1 if len(commit) == 40 else hashlib.sha256
-    if place or "train_gpt.py" not in committed:
-        return "unknown"
-    ours = {name: text.encode() for name, text in sources.items()}
-    clean = committed == {name: sha(b"blob %d\0" % len(text) + text).hexdigest() for name, text in ours.items()}
-    return f"{commit} {'clean' if clean else 'with changes'}"
+    return f"{commit} {'with changes' if changed else 'clean'}" if is_ours else "unknown"
 
 
 def shards_line(shards) -> str:
@@ -237,17 +226,13 @@ def shards_line(shards) -> str:
 
 def write_header(log, argv, sources: dict, config, machine: dict, choices: dict, shards: dict):
     """Writes sources, versions, machine, command, data and settings, which `./run.sh --rerun LOG` reads; then the
-    kernels and the sizes of the micro-batches.
-
-    argv: arguments of the run; sources: {path: text}; machine: {key: value} of the hardware, with the number of ranks;
-    choices: {operation: name of its implementation}; shards: {part of the data: Shards}.
-    """
-    try:
+    kernels and the sizes of the micro-batches. argv: arguments of the run; sources: {path: text}; machine: {key: value}
+    of the hardware, with the number of ranks; choices: {operation: name of its implementation}; shards: {part of the
+    data: Shards}."""
+    gpus, triton = "nvidia-smi: not found", sys.modules.get("triton")
+    with suppress(OSError):
         gpus = subprocess.run(["nvidia-smi"], capture_output=True, encoding="utf-8", errors="replace").stdout
         gpus = re.split(r"\s*\+-+\+\n\| Processes", gpus)[0]  # without processes and their paths
-    except OSError:
-        gpus = "nvidia-smi: not found"
-    triton = sys.modules.get("triton")
     given = (f"--{key}={published(text) if key in PATHS else text}" for key, text in read_arguments(argv).items())
     facts = machine | {"cores": os.cpu_count(), "platform": platform.platform(), "commit": revision(sources),
                        "command": shlex.join(["train_gpt.py", *given]), "sources": " ".join(sources)}

@@ -39,33 +39,27 @@ def rank_from_env() -> tuple[int, int, int]:
     return tuple(map(int, env.values()))
 
 
-def hide_other_gpus(local_rank):
-    """Leave this process only the GPU of its local rank, as device 0."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
-    count, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    if processes > count > 0:
-        raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if count else ""
-        torch.cuda.init()
-    except (AssertionError, RuntimeError) as error:  # torch without CUDA, an old driver, a GPU in exclusive use
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        raise UserError("CUDA was asked for but this machine has no usable GPU"
-                        f" ({one_line(error)}): repair it, or train on the CPU: --preset=cpu, or --device=cpu for a"
-                        " checkpoint") from error
-
-
 def find_device(config) -> torch.device:
-    """The CPU, or the GPU of this process. UserError when there is no GPU that can be used."""
+    """The CPU, or the GPU of this process, which then sees only this one. UserError when no GPU can be used."""
     if config.system.device == "cpu":
         return torch.device("cpu")
     if torch.version.hip:
         raise UserError(f"this PyTorch is made for AMD GPUs (HIP {torch.version.hip}), the kernels for NVIDIA GPUs;"
                         " try --preset=cpu")
-    local_rank = rank_from_env()[2]
+    local_rank, count = rank_from_env()[2], torch.cuda.device_count()
     if not torch.cuda.is_initialized():
-        hide_other_gpus(local_rank)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read at the first CUDA allocation
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if processes > count > 0:
+            raise UserError(f"{processes} processes but {count} GPUs on this machine: start one process per GPU")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        try:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local_rank] if count else ""
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:  # torch without CUDA, an old driver, a GPU in exclusive use
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            raise UserError(f"CUDA was asked for but this machine has no usable GPU ({one_line(error)}): repair it, or"
+                            " train on the CPU: --preset=cpu, or --device=cpu for a checkpoint") from error
     torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else local_rank)
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -119,31 +113,27 @@ def capability(device) -> dict[str, str]:
 
 
 def choose_kernels(config, device):
-    """(config with fp8 settled, implementations of all operations, {operation: name}).
-
-    In this config, fp8 is off where the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or
-    attention has another implementation than triton.
-    """
+    """(config with fp8 settled, implementations of all operations, {operation: name}). In this config, fp8 is off where
+    the GPU lacks FP8. fp8_mlp and fp8_qkv are also off in float32, and where mlp or attention has another
+    implementation than triton."""
     system, has_fp8 = config.system, capability(device)["hardware_fp8"] == "yes"
     can_train = has_fp8 and system.dtype == "bfloat16"
     try:
         ops, names = kernels.choose_ops(device, system.kernels)
     except ValueError as error:
         raise UserError(str(error)) from None
-    config = with_knobs(config, fp8=system.fp8 and has_fp8,
-                         fp8_mlp=system.fp8_mlp and can_train and names["mlp"] == "triton",
-                         fp8_qkv=system.fp8_qkv and can_train and names["attention"] == "triton")
-    names |= {"head": "fp8" if config.system.fp8 else config.system.dtype}
-    names |= {"mlp_training": "fp8"} if config.system.fp8_mlp else {}
-    return config, ops, names | ({"qkv_training": "fp8"} if config.system.fp8_qkv else {})
+    settled = {"fp8": system.fp8 and has_fp8,
+               "fp8_mlp": system.fp8_mlp and can_train and names["mlp"] == "triton",
+               "fp8_qkv": system.fp8_qkv and can_train and names["attention"] == "triton"}
+    names |= {"head": "fp8" if settled["fp8"] else system.dtype}
+    names |= {f"{part}_training": "fp8" for part in ("mlp", "qkv") if settled[f"fp8_{part}"]}
+    return with_knobs(config, **settled), ops, names
 
 
 def checkpoint_config(saved, default, knobs):
     """(config, implementations of the operations, device) for the model of a checkpoint, on a GPU if there is one.
-
     saved: "config" of the checkpoint; default: config of the knobs that it lacks; knobs: {name: text}, overrides.
-    Raises UserError for bad knobs.
-    """
+    Raises UserError for bad knobs."""
     config = config_from_dict(default, saved)
     device = knobs.get("device") or ("cuda" if torch.cuda.device_count() else "cpu")
     dtype = knobs.get("dtype") or ("float32" if device == "cpu" else config.system.dtype)
@@ -151,9 +141,7 @@ def checkpoint_config(saved, default, knobs):
     for_reading = {"device": device, "dtype": dtype, "kernels": kernels, "resume": "", "profile": ""}
     config = override(config, for_reading | {"micro_batches": str(config.system.micro_batches or 1)} | knobs)
     check_config(config, 1)
-    device = find_device(config)
-    config, ops, _ = choose_kernels(config, device)
-    return config, ops, device
+    return *choose_kernels(config, device := find_device(config))[:2], device
 
 
 def median_seconds(run) -> float:
@@ -217,7 +205,7 @@ def require_equal_ranks(rt, config, sources: dict):
 
 def of_rank_0(value, rt):
     """The value of rank 0, on all ranks, which must all call this."""
-    values = [value]
     if rt.world > 1:
-        dist.broadcast_object_list(values, 0)
-    return values[0]
+        dist.broadcast_object_list(values := [value], 0)
+        return values[0]
+    return value

@@ -15,7 +15,6 @@ from data.loader import fit_validation, kept_tokens
 from data.run.config import render, with_knobs
 from data.run.program import LESS_MEMORY, UserError
 
-
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
@@ -29,10 +28,8 @@ def most_few_rows(config) -> int:
 
 def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
     """Bytes of all weights, of the optimizer's state on all ranks without NorMuon's small second moments, and on each
-    rank of the FP8 codes of banks and of the gradients of few rows.
-
-    A table whose rows are updated one by one is state here: each rank has a part of it, and no gradient for all rows.
-    """
+    rank of the FP8 codes of banks and of the gradients of few rows. A table whose rows are updated one by one is state
+    here: each rank has a part of it, and no gradient for all rows."""
     weights = state = codes = few = 0
     for param in table:
         size = math.prod(param.shape)
@@ -53,11 +50,9 @@ def state_bytes(config, table, world=1) -> tuple[int, int, int, int]:
 
 
 def estimate_memory(config, sizes, world) -> tuple[float, float]:
-    """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels.
-
-    The error was at most 2.2 % on 1, 2 and 4 H200s and at widths from 256 to 1024 (records/2026-11-22_lengths). The
-    number of activations that autograd keeps per layer is fitted to layers with attention.
-    """
+    """Estimate of the peak memory of each GPU in MiB: (allocated, reserved by PyTorch), with the default kernels. The
+    error was at most 2.2 % on 1, 2 and 4 H200s and at widths from 256 to 1024 (records/2026-11-22_lengths). The number
+    of activations that autograd keeps per layer is fitted to layers with attention."""
     (weights, state, codes, few), system, V = sizes, config.system, config.model.padded_vocab
     N = max(stage.batch_tokens for stage in config.schedule.stages) // system.micro_batches
     activation = config.model.model_dim * getattr(torch, system.dtype).itemsize  # bytes per token
@@ -109,10 +104,8 @@ def require_state(config, device, world):
 
 def possible_micro_batches(config, world) -> list[int]:
     """The numbers of micro-batches, up to 128, that divide the batches of all stages into rows of up to 49152 tokens.
-
     The kernels are tuned and tested for these lengths. The loader drops the end of a shard that fills no row. So small
-    shards get shorter rows: an eighth of the longest shard, or 2048 tokens if that is more.
-    """
+    shards get shorter rows: an eighth of the longest shard, or 2048 tokens if that is more."""
     batches = [stage.batch_tokens for stage in config.schedule.stages]
     counts = [n for n in range(world, 129, world) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
     if not counts:
@@ -132,15 +125,14 @@ def fit_memory(config, device, world, rows_open):
 
     --micro_batches=0 becomes the fewest that fit, else the most of `possible_micro_batches`; for several ranks the
     fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows double up
-    to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time.
-    """
+    to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time."""
     config = fit_validation(config)
     for count in () if config.system.micro_batches else possible_micro_batches(config, world):
         config = with_knobs(config, micro_batches=count)
         if world > 1 or memory_report(config, device, world)[1]:
             break
-    rows_open = rows_open and world == 1 and device.type == "cuda"
-    while rows_open and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS:
+    while (rows_open and world == 1 and device.type == "cuda"
+           and 0 < 2 * sum(config.model.ngram_rows) <= MOST_ROWS):
         larger = with_knobs(config, ngram_rows=tuple(2 * n for n in config.model.ngram_rows))
         if not memory_report(larger, device, world)[1]:
             break
@@ -149,11 +141,9 @@ def fit_memory(config, device, world, rows_open):
 
 
 def restart_with_more_micro_batches(config, device):
-    """Start this process again, with at least twice as many micro-batches, and as many as the memory requires now.
-
-    The estimate of the memory was too low, or another program took memory. Only a new process has all memory back. It
-    does not restart again, because it is given the number. Returns if there is no such number.
-    """
+    """Start this process again, with at least twice as many micro-batches, and as many as the memory requires now. The
+    estimate of the memory was too low, or another program took memory. Only a new process has all memory back. It does
+    not restart again, because it is given the number. Returns if there is no such number."""
     count = config.system.micro_batches
     more = [n for n in possible_micro_batches(config, 1) if n >= 2 * count]
     fitting = (n for n in more if memory_report(with_knobs(config, micro_batches=n), device, 1)[1])

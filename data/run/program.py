@@ -47,15 +47,17 @@ def is_out_of_memory(error) -> bool:
 
 def error_message(error) -> str | None:
     """One line for an error that the user or the machine has caused; None for a bug."""
+    text = " ".join(str(error).split())
+
     def says(pattern):
-        return re.search(pattern, str(error), re.I)
+        return re.search(pattern, text, re.I)
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
-        return f"out of {'GPU ' * ('CPUAllocator' not in str(error))}memory: {LESS_MEMORY} ({one_line(error)})"
+        return f"out of {'GPU ' * ('CPUAllocator' not in text)}memory: {LESS_MEMORY} ({one_line(error)})"
     if says("no space left|disk quota|file too large"):  # a run's own files have other messages
-        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR, the folder of compiled"
-                f" kernels, to one on another disk ({' '.join(str(error).split())})")
+        return ("a disk is full, or a quota: make room, or set TRITON_CACHE_DIR, the folder of compiled kernels, to one"
+                f" on another disk ({text})")
     # A bug in a kernel is one also where NCCL, which was waiting, has noticed it.
     is_bug = says("cuda (error|fail|function)|device-side assert|invalid (usage|argument)")
     if not is_bug and says("connection (closed|reset)|broken pipe|timed out waiting|nccl"):
@@ -65,15 +67,13 @@ def error_message(error) -> str | None:
 
 def told() -> Path:
     """A folder that is there once a process of this machine has told why the run ends. torchrun gives each process a
-    folder of its own in one common folder."""
+    folder in a common one."""
     return Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "/no/torchrun/error.json")).parent.parent / "told"
 
 
 def claim_report(local) -> bool:
-    """Claim to print why the run ends; True for the first process of a machine that asks. One report is enough.
-
-    local: rank on this machine.
-    """
+    """Claim to print why the run ends; True for the first process of a machine that asks. One report is enough. local:
+    rank on this machine."""
     time.sleep(local > 0)  # the first process usually has the same message
     try:
         told().mkdir()
@@ -112,10 +112,8 @@ def require_room(folder: Path, size: int, purpose: str) -> str:
 
 @contextmanager
 def atomic_write(path):
-    """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk.
-
-    Raises UserError when the file cannot be written.
-    """
+    """Opens a binary file for writing. The file appears at `path` only when it is complete and on the disk. Raises
+    UserError when it cannot be written."""
     partial = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +134,7 @@ def atomic_write(path):
 
 
 def compiled_folder() -> Path | None:
-    """~/.cache/speedrun, where all copies of this repository keep compiled kernels; None if this process cannot write
-    there."""
+    """~/.cache/speedrun, where all copies of this repository keep compiled kernels; None if it cannot be written."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "speedrun")
     return folder if folder.is_absolute() and is_writable(folder) else None
 
@@ -150,16 +147,14 @@ def keep_compiled():
 
 
 def keep_bytecode():
-    """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode.
-
-    This must run before torch is imported.
-    Some container images contain PyTorch without bytecode, and do not let Python write bytecode. Every start would then
-    translate 2300 files. Other processes read the environment variable.
-    """
+    """Keep the bytecode of imported modules in this repository, if PyTorch was installed without bytecode, as in some
+    container images, which do not let Python write it. Every start would then translate 2300 files. This must run
+    before torch is imported. Other processes read the environment variable."""
     spec = importlib.util.find_spec("torch")
     if sys.pycache_prefix is None and spec and not os.path.exists(spec.cached or ""):
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / "__pycache__")
         sys.dont_write_bytecode = False
+
 
 def open_outputs():
     """Opens the standard files that the shell has closed (`>&-`), to nowhere: the next file that is opened would take
@@ -173,7 +168,8 @@ def open_outputs():
 
 def run_program(main):
     """Calls main(argv) and ends the process with the status that it returns; None: the process goes on. Waits for no
-    thread and no other process, which may hang after an error. A UserError ends it with one line, a closed pipe (`| head`) without a word."""
+    thread and no other process, which may hang after an error. A UserError ends it with one line, a closed pipe
+    (`| head`) without a word."""
     open_outputs()
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     status = 1

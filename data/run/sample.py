@@ -25,11 +25,9 @@ def hash_ids(model):
 
 
 def forward(model, config, documents, attention):
-    """(Output, the next tokens (N,)) of documents (lists of token ids), packed into one micro-batch.
-
-    A document of separators pads the micro-batch to a multiple of 128, as the kernels require. Padding changes nothing,
-    since no token sees later tokens.
-    """
+    """(Output, the next tokens (N,)) of documents (lists of token ids), packed into one micro-batch. A document of
+    separators pads the micro-batch to a multiple of 128, as the kernels require. Padding changes nothing, since no
+    token sees later tokens."""
     borders = np.cumsum([len(document) for document in documents])
     N = -(-borders[-1] // 128) * 128
     tokens = np.full(N + 1, config.model.bos_id, np.uint16)
@@ -57,11 +55,9 @@ def log_probabilities(model, output, row):
 
 @torch.no_grad()
 def generate(model, config, attention, ids, count, temperature, top_k):
-    """Yields `count` token ids that follow `ids`. attention: AttentionSettings of the last validation.
-
-    Each token takes a forward pass over a separator and the most recent tokens, at most as many as the longest training
-    document or as `attention` has angles for. It never draws the separator, so the text is one document.
-    """
+    """Yields `count` token ids that follow `ids`. attention: AttentionSettings of the last validation. Each token takes
+    a forward pass over a separator and the most recent tokens, at most as many as the longest training document or as
+    `attention` has angles for. It never draws the separator, so the text is one document."""
     ids, separator = list(ids), config.model.bos_id
     most = len(attention.rotary) // 2 // 128 * 128  # tokens of a forward pass: a paired layer takes two rows for each
     recent = min(config.schedule.stages[-1].max_doc_len, most) - 1
@@ -81,9 +77,7 @@ def generate(model, config, attention, ids, count, temperature, top_k):
 
 def sample(model, config, attention, temperature=0.8, top_k=0):
     """Yields --sample_prompt, then --sample_tokens generated tokens as whole characters. --seed is the random seed.
-
-    attention: AttentionSettings of the last validation.
-    """
+    attention: AttentionSettings of the last validation."""
     encode, decode = text_codec(config.model.vocab_size)
     prompt, count = config.system.sample_prompt, config.system.sample_tokens
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -94,10 +88,8 @@ def sample(model, config, attention, temperature=0.8, top_k=0):
 
 
 def sample_command(argv, default, load_model) -> int:
-    """--sample: prints text token by token. Returns the exit status, raises UserError.
-
-    default: a config, for the names of the knobs; load_model: the function of train_gpt.py.
-    """
+    """--sample: prints text token by token. Returns the exit status, raises UserError. default: a config, for the names
+    of the knobs; load_model: the function of train_gpt.py."""
     options, knobs = read_options(argv, {"sample": "", "temperature": 0.8, "top_k": 0},
                                   {"prompt": "sample_prompt", "tokens": "sample_tokens"}, flatten(default))
     if not 0 <= options["temperature"] < math.inf or options["top_k"] < 0:

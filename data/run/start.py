@@ -14,22 +14,20 @@ import torch
 
 import triton_kernels as kernels
 from data.loader import Shard, require_validation_tokens
-from data.run.checkpoint import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.run.length import (
     MEASURED, SIZES, best_seconds, rank_sizes, seconds, stage_starts, sum_over_steps, total_tokens)
 from data.run.machine import capability, choose_kernels, find_device, of_rank_0
 from data.run.memory import fit_memory, memory_report, require_state, state_bytes
 from data.run.program import ROOT, UserError, is_writable, require_room, user_path
+from data.run.state import check_weights, compare_shards, load_checkpoint, other_shard, shard_table
 from data.shards import Shards, matching_files, run_shards
 from data.tokenizer import text_codec
 
 
 def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
     """The share of a shard's tokens that the loader takes: an estimate by its first micro-batches of `tokens` tokens,
-    at most `most`. It drops the ends of long documents, of micro-batches and of shards.
-
-    whole: whether `shard` has all tokens of its file, not only the first ones.
-    """
+    at most `most`. It drops the ends of long documents, of micro-batches and of shards. whole: whether `shard` has all
+    tokens of its file, not only the first ones."""
     cursor = count = 0
     while count < most and (packed := shard.pack(cursor, tokens, max_doc_len)):
         cursor, count = packed[-1], count + 1
@@ -41,9 +39,7 @@ def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
 
 def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
     """(tokens that the run takes, passes over the training data (an estimate), tokens of one pass in two digits).
-
-    files: the training shards, which hold `available` tokens; reads the beginning of the first one.
-    """
+    files: the training shards, which hold `available` tokens; reads the beginning of the first one."""
     shard, stages = Shard(files[0], config.model, 2**22), config.schedule.stages
     batches, whole = np.array([stage.batch_tokens for stage in stages]), len(shard.tokens) < 2**22
     rows = batches // (config.system.micro_batches or 1)  # 0: nobody has chosen the number yet
@@ -55,11 +51,9 @@ def tokens_and_passes(config, files, available) -> tuple[int, float, int]:
 
 
 def survey_training_data(config, world=1) -> tuple[str, bool]:
-    """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million
-    tokens or more, for one pass).
-
-    Reads all headers and the beginning of the first shard. Raises UserError when no run can train on these files.
-    """
+    """(a line about the training data, whether the data certainly lasts for the run and, in a run of ten million tokens
+    or more, for one pass). Reads all headers and the beginning of the first shard. Raises UserError when no run can
+    train on these files."""
     shards = Shards(config.data.train_files, config.model.vocab_size)
     files, counts, batches = [*shards.files], shards.counts, [stage.batch_tokens for stage in config.schedule.stages]
     available = sum(counts)
@@ -116,14 +110,9 @@ def read_shards(config, part, most=2**30) -> list[str]:
 # A check takes a config and the number of ranks. A check returns (what it has found, whether all is well). A check
 # raises UserError if the run will not start.
 
-def torch_version() -> tuple[int, ...]:
-    """(major, minor) of PyTorch."""
-    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-
-
 def check_versions(config, world):
     """Versions of Python and of the packages."""
-    if torch_version() < (2, 11):
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 11):
         raise UserError(f"PyTorch {torch.__version__}: 2.11 or newer is needed; install the packages that"
                         " requirements.txt names, or use ./run.sh")
     return (f"Python {platform.python_version()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda or 'none'},"
@@ -162,7 +151,7 @@ def check_disk(config, world):
     if system.save or system.save_every:
         weights, state, _, few = state_bytes(config, config.model.table)  # of all ranks
         saves = -(-stage_starts(config.schedule)[-1] // system.save_every) if system.save_every else 1
-        count = min(saves, system.keep + 1) if system.keep else saves  # the oldest goes once the newest is complete
+        count = min(saves, system.keep + 1)  # the oldest goes once the newest is complete
         each = 2 * weights + state + few  # weights, gradients, state
         size, purpose = size + count * each, f"the log and checkpoints of up to {each / 1e9:.1f} GB"
     found, fine = require_room(ROOT / user_path(system.log_dir), size, purpose), each <= 4e9
@@ -210,14 +199,12 @@ def check_start(config, world, rows_open):
     wanted = config.data.val_tokens
     config = settle(config, find_device(config), world, rows_open)
     found = [check(config, world) for check in checks_of(config).values()]
-    if config.data.val_tokens < wanted and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"the validation files have fewer tokens than --val_tokens={wanted}: {config.data.val_tokens} are used",
-              file=sys.stderr, flush=True)
     if config.system.resume:
         compare_shards(load_checkpoint(config.system.resume), config, run_shards(config))
-    for text, fine in found:
-        if not fine and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+    lines = [f"the validation files have fewer tokens than --val_tokens={wanted}: {config.data.val_tokens} are used\n"]
+    lines = lines * (config.data.val_tokens < wanted) + [f"warning: {text}\n" for text, fine in found if not fine]
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(*lines, sep="", end="", file=sys.stderr, flush=True)
     return config
 
 
@@ -227,8 +214,7 @@ def fit_size(schedule, parse, world, gpu, device):
 
     schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. On one GPU, a
     size that does not fit the memory is left out, but for the smallest. Several GPUs must agree, but may differ in free
-    memory, so there the memory does not count.
-    """
+    memory, so there the memory does not count."""
     def fits(size):
         return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
@@ -256,8 +242,7 @@ def agree_on_shards(trainer, resumed, patience=2):
 
     resumed: the checkpoint. A run that resumes waits until all shards are compared with it; another run waits
     `patience` seconds at most, since the loader checks each shard again before it uses it. Every rank must call this:
-    it gets the SHA-256 that are known.
-    """
+    it gets the SHA-256 that are known."""
     found, shards, rt, config = None, trainer.shards, trainer.rt, trainer.config
     if rt.rank == 0:
         compared = resumed and "shards" in resumed and not config.system.other_data

@@ -23,13 +23,12 @@ def is_tested(device) -> bool:
 
 def trials(model, dtype, device) -> dict:
     """{operation: function(op) -> results}. All calls of a function have the same input, of the model's widths. "fp8"
-    is the head, whose function has the argument "in FP8".
-
-    dtype: of weights and activations. The results have what op returns or changes, and the gradients of its inputs.
-    """
+    is the head, whose function has the argument "in FP8". dtype: of weights and activations. The results have what op
+    returns or changes, and the gradients of its inputs."""
     D, H, d, F, V, N = model.model_dim, model.num_heads, model.head_dim, model.mlp_dim, model.padded_vocab, 256
-    generator = torch.Generator(device)
-    tensor = functools.partial(torch.tensor, device=device)
+    generator, fp32 = torch.Generator(device), torch.float32
+    borders = torch.tensor([0, N // 3, N], dtype=torch.int32, device=device)
+    mtp_weights = torch.tensor([1.0, 0.5], device=device)
 
     def random(*shape, std=1.0, dtype=dtype):
         return (std * torch.randn(shape, generator=generator, device=device)).to(dtype)
@@ -37,8 +36,13 @@ def trials(model, dtype, device) -> dict:
     def integers(high, *shape, dtype=torch.int32):
         return torch.randint(high, shape, generator=generator, device=device, dtype=dtype)
 
-    def zeros(*shape, dtype=torch.float32):
+    def zeros(*shape, dtype=fp32):
         return torch.zeros(shape, dtype=dtype, device=device)
+
+    def all_tensors(op, *args):
+        """What an operation returns, and its arguments, of which it may change some."""
+        found = op(*args)
+        return [x for x in (*(found if isinstance(found, (tuple, list)) else [found]), *args) if torch.is_tensor(x)]
 
     def with_gradients(function, *inputs):
         """The results of a function, and the gradients of its inputs for random gradients of the results."""
@@ -46,34 +50,24 @@ def trials(model, dtype, device) -> dict:
         results = [x for x in function(*inputs) if x is not None]
         return results + list(torch.autograd.grad(results, inputs, [random(*x.shape, dtype=x.dtype) for x in results]))
 
-    def signed_rows(op):
-        return [op(random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N))]
-
     def embedding_grad(op):
         few, ids = kernels.FewRows(zeros(64, D, dtype=dtype), 64), integers(64, 2 * N)
         pieces = torch.from_numpy(sorted_pieces(ids.cpu().numpy())).to(device)
         op(few.grad, kernels.SortedIds(ids, pieces), random(N, D), *few.places, random(8, D), integers(8, 2 * N))
         return [few.grad[few.place[ids.long()].long()], few.rows.sort().values, few.count]  # rows have any places
 
-    def update_rows(op):
-        p, v, last, grad = random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32), random(64, D)
-        touched = torch.ones(64, dtype=torch.bool, device=device)
-        op(p, v, last, touched, grad, 1, 0.1, 0.01, 0.9, 1e-8)
-        return [p, v, last, touched, grad]
-
     def update_few_rows(op):
-        p, v, last = random(64, D), zeros(64, 1), zeros(64, 1, dtype=torch.int32)
-        few = kernels.FewRows(p, 32)
+        few = kernels.FewRows(p := random(64, D), 32)
         few.load(torch.randperm(64, generator=generator, device=device)[:24], random(24, D))
-        op(p, v, last, few.grad, few.place, few.rows, few.count, 1, 0.1, 0.01, 0.9, 1e-8)
-        return [p, v, last, few.grad, few.place, few.count]
+        return all_tensors(op, p, zeros(64, 1), zeros(64, 1, dtype=torch.int32), few.grad, few.place, few.rows,
+                           few.count, 1, 0.1, 0.01, 0.9, 1e-8)
 
     def attention(op):
-        results, borders = [], tensor([0, N // 3, N], dtype=torch.int32)
+        results = []
         for paired, long, narrow, has_values in sorted(
                 {(layer.paired, layer.long, layer.narrow, layer.value_embed)
                  for layer in model.layers if layer.attention}):
-            angles = random(2 * N, d // 4, dtype=torch.float32)
+            angles = random(2 * N, d // 4, dtype=fp32)
             rotary = torch.stack((angles.cos(), angles.sin()), 2).to(dtype)
             weight = random((2 * d // (1 + narrow) + d) * H, D, std=D**-0.5)
             gates = [random(H, 12) for _ in range(1 + has_values)]
@@ -86,7 +80,7 @@ def trials(model, dtype, device) -> dict:
         return results
 
     def mix(op):
-        numbers = [random(dtype=torch.float32) for _ in range(4)]
+        numbers = [random(dtype=fp32) for _ in range(4)]
 
         def run(lane, a, x0, ngram, bank, vector, matrix, weight, *factors):
             (first, second), columns = op.rows(vector), op.columns(matrix, [1, 1])
@@ -97,49 +91,36 @@ def trials(model, dtype, device) -> dict:
             one = op([(factors[1], lane), (None, a)], kernels.Reader(channels=12), added[:1])
             two = op([(0.5, one.x), (factors[2], x0), (first, lane), (second, lane)], None, [*added[1:], *before])
             return one.normed, one.first, two.x, channels, *op.scaled_weights(bank, vector)[1]
-        return with_gradients(run, *(random(N, D) for _ in range(4)), random(2, 2, 64, D),
-                              random(2, dtype=torch.float32), random(2, N, dtype=torch.float32), random(1, 12), *numbers)
+        return with_gradients(run, *(random(N, D) for _ in range(4)), random(2, 2, 64, D), random(2, dtype=fp32),
+                              random(2, N, dtype=fp32), random(1, 12), *numbers)
 
     def mlp(op):
         weights = [random(F, D, std=D**-0.5) for _ in range(2)]
         return with_gradients(lambda *inputs: [op(*inputs)], random(N, D), *weights)
 
     def pointer(op):
-        start, end = kernels.document_of_tokens(tensor([0, N // 3, N], dtype=torch.int32), N)
+        start, end = kernels.document_of_tokens(borders, N)
         tokens, targets = integers(8, N), integers(8, N, 2, dtype=torch.int64)
-
-        def run(q, k, sink):
-            return op(q, k, sink, tokens, start, end, 128, 0.1, targets)
-        return with_gradients(run, random(N, 128), random(N, 128), random(N, dtype=torch.float32))
+        return with_gradients(lambda *inputs: op(*inputs, tokens, start, end, 128, 0.1, targets),
+                              random(N, 128), random(N, 128), random(N, dtype=fp32))
 
     def pointer_inputs(op):
-        start, _ = kernels.document_of_tokens(tensor([0, N // 3, N], dtype=torch.int32), N)
-        return with_gradients(lambda *inputs: op(*inputs, start), random(N, 3 * 128), random(1, dtype=torch.float32),
-                              random(128, dtype=torch.float32))
+        start, _ = kernels.document_of_tokens(borders, N)
+        return with_gradients(lambda *inputs: op(*inputs, start), random(N, 3 * 128), random(1, dtype=fp32),
+                              random(128, dtype=fp32))
 
     def cross_entropy(op):
         grad, targets, copies = zeros(64, V, dtype=dtype), integers(model.vocab_size, 64, 2, dtype=torch.int64), None
         if model.pointer:
-            copies = kernels.Copies(*(random(64, *columns, dtype=torch.float32).sigmoid() for columns in ((2,), ())),
+            copies = kernels.Copies(random(64, 2, dtype=fp32).sigmoid(), random(64, dtype=fp32).sigmoid(),
                                     model.gate_id, zeros(64, 2), zeros(64))
-        losses = op(random(64, V, std=5.0), targets, tensor([1.0, 0.5]), 1.0, 2.0**-6, grad, copies)
+        losses = op(random(64, V, std=5.0), targets, mtp_weights, 1.0, 2.0**-6, grad, copies)
         return [losses, grad, *(copies[3:] if copies else ())]
 
     def head(fp8):
         weight, targets = torch.nn.Parameter(random(D, V, std=0.1)), integers(model.vocab_size, N, dtype=torch.int64)
         loss = kernels.HeadLoss(weight, dtype, fp8, kernels.cross_entropy_ref)
-        return with_gradients(lambda h, weight: [loss(h, targets, tensor([1.0, 0.5]), 1.0)], random(N, D), weight)
-
-    def gram(side):
-        return lambda op: [op(x := random(2, 256, D), x.new_empty(2, *[x.size(side)] * 2), random(2).float().abs())]
-
-    def ba_plus_cAA(op):
-        P = random(2, 256, 256)
-        return [op(P + P.mT, 0.1, 0.5, torch.empty_like(P), 2.0)]
-
-    def fused_momentum(op):
-        return [*op(random(2, 256, D), m := random(2, 256, D, dtype=torch.float32), 0.9, 1.02,
-                    slow := zeros(2, 256, D), 0.85, 0.1, 0.5), m, slow]
+        return with_gradients(lambda h, weight: [loss(h, targets, mtp_weights, 1.0)], random(N, D), weight)
 
     def normuon_update(op):
         halves = [integers(2**14, 2, 256, D, dtype=torch.int16) for _ in range(2)]
@@ -147,31 +128,31 @@ def trials(model, dtype, device) -> dict:
         op(*halves, v, random(2, 256, D), 0.1, 1 + zeros(2, 1, 1), 0.1, 0.9, average, 0.5)
         return [kernels.join_master(*halves), v, average]
 
-    def adam_update(op):
-        p, (m, v, average) = random(64, D), random(3, 64, D, dtype=torch.float32).abs()
-        op(p, m, v, random(64, D), 0.1, 0.01, 0.9, 0.99, 1e-8, average, 0.5)
-        return [p, m, v, average]
-
-    def replicated_update(op):
-        p, (m, v) = random(64 * D), zeros(2, 64 * D)
-        op(p, m, v, random(64 * D), 0.1, 3, *random(4, 64 * D, dtype=torch.float32).sigmoid(), 0.01, 1e-8)
-        return [p, m, v]
-
-    def transpose(op):
-        return [op(random(N, D), random(D, N))]
+    runs = {"embedding_grad": embedding_grad, "update_few_rows": update_few_rows, "attention": attention, "mix": mix,
+            "mlp": mlp, "pointer": pointer, "pointer_inputs": pointer_inputs, "cross_entropy": cross_entropy,
+            "normuon_update": normuon_update, "fp8": head}
+    inputs = {  # operation -> function that makes its arguments
+        "signed_rows": lambda: (random(64, D), integers(64, 2 * N), 2, random(8, D), integers(8, 2 * N)),
+        "update_rows": lambda: (random(64, D), zeros(64, D), zeros(64, 1, dtype=torch.int32),
+                                zeros(64, dtype=torch.bool).logical_not(), random(64, D), 1, 0.1, 0.01, 0.9, 1e-8),
+        "XXT": lambda: (random(2, 256, D), zeros(2, 256, 256, dtype=dtype), random(2).float().abs()),
+        "XTX": lambda: (random(2, 256, D), zeros(2, D, D, dtype=dtype), random(2).float().abs()),
+        "ba_plus_cAA": lambda: ((P := random(2, 256, 256)) + P.mT, 0.1, 0.5, torch.empty_like(P), 2.0),
+        "fused_momentum": lambda: (random(2, 256, D), random(2, 256, D, dtype=fp32), 0.9, 1.02, zeros(2, 256, D), 0.85,
+                                   0.1, 0.5),
+        "adam_update": lambda: (random(64, D), *random(2, 64, D, dtype=fp32).abs(), random(64, D), 0.1, 0.01, 0.9, 0.99,
+                                1e-8, random(64, D, dtype=fp32), 0.5),
+        "replicated_update": lambda: (random(64 * D), *zeros(2, 64 * D), random(64 * D), 0.1, 3,
+                                      *random(4, 64 * D, dtype=fp32).sigmoid(), 0.01, 1e-8),
+        "transpose_copy": lambda: (random(N, D), random(D, N)), "transpose_add": lambda: (random(N, D), random(D, N))}
+    runs |= {name: lambda op, make=make: all_tensors(op, *make()) for name, make in inputs.items()}
 
     def seeded(function):
         def run(op):
             generator.manual_seed(0)
             return function(op)
         return run
-    found = {"signed_rows": signed_rows, "embedding_grad": embedding_grad, "update_rows": update_rows,
-             "update_few_rows": update_few_rows, "attention": attention, "mix": mix, "mlp": mlp, "pointer": pointer,
-             "pointer_inputs": pointer_inputs, "cross_entropy": cross_entropy, "XXT": gram(1), "XTX": gram(2),
-             "ba_plus_cAA": ba_plus_cAA, "fused_momentum": fused_momentum, "normuon_update": normuon_update,
-             "adam_update": adam_update, "replicated_update": replicated_update, "transpose_copy": transpose,
-             "transpose_add": transpose, "fp8": head}
-    return {op: seeded(function) for op, function in found.items()}
+    return {op: seeded(function) for op, function in runs.items()}
 
 
 def fp8_mlp(x, W1, W2):
@@ -227,11 +208,9 @@ def find_faults(config, ops, device) -> dict[str, str]:
 
 
 def replace_faulty_kernels(config, ops, rt):
-    """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault).
-
-    ops: the implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on
-    all ranks. GPUs that have run the tests need no trial.
-    """
+    """(config in which faulty operations have their references and faulty FP8 is off, a line for each fault). ops: the
+    implementations that the config chooses; see `choose_kernels`. What is faulty on one rank is replaced on all ranks.
+    GPUs that have run the tests need no trial."""
     faults = [{} if is_tested(rt.device) else find_faults(config, ops, rt.device)]
     if rt.world > 1:
         faults *= rt.world

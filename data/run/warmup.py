@@ -1,4 +1,5 @@
-"""The start of a run, between its Trainer and the clock: compile kernels, capture graphs, fit the length to --minutes."""
+"""The start of a run, between its Trainer and the clock: compile kernels, capture CUDA graphs, fit the length to
+--minutes."""
 
 import functools
 import operator
@@ -11,13 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import triton_kernels as kernels
 from data.loader import cu_seqlens, cu_seqlens_size, make_batch
 from data.run.config import check_config, with_knobs
 from data.run.launch import allowed_cores
-from data.run.length import seconds_per_step, with_minutes
+from data.run.length import stage_starts, with_minutes
+from data.run.machine import of_rank_0
 from data.run.program import UserError
 from data.run.start import survey_training_data
 from data.run.state import load_state
@@ -71,13 +72,12 @@ def require_codes(trainer):
                         f" {kernels.triton.__version__}; train with --fp8_mlp=false --fp8_qkv=false")
 
 
-PRIVATE_NAMES = "JITFunction.run", "AsyncCompileMode", "runtime.build._load_module_from_path"  # of Triton 3.6
-
-
 def can_only_compile() -> bool:
-    """Whether this Triton has what `only_compiling` needs. Without it, kernels compile one by one at their launch."""
+    """Whether this Triton has the names, private in version 3.6, that `only_compiling` needs. Without them, kernels
+    compile one by one at their launch."""
+    names = "JITFunction.run", "AsyncCompileMode", "runtime.build._load_module_from_path"
     with suppress(AttributeError):
-        return bool(operator.attrgetter(*PRIVATE_NAMES)(kernels.triton))
+        return bool(operator.attrgetter(*names)(kernels.triton))
     return False
 
 
@@ -87,8 +87,7 @@ def modules_apart():
 
     Triton launches kernels by extension modules of one name. When Python loads such a module again, for another kernel
     with the same types of arguments, it fills the one object that stands for this name. So a thread could take the
-    launcher that another thread had loaded.
-    """
+    launcher that another thread had loaded."""
     build, lock = kernels.triton.runtime.build, threading.Lock()
     shared = build._load_module_from_path
 
@@ -106,10 +105,8 @@ def modules_apart():
 @contextmanager
 def only_compiling(threads):
     """In this context, a launch of a kernel of ours compiles and loads the kernel and does not run it. So many threads
-    compile side by side; leaving the context waits for them.
-
-    What the kernels would have written is undefined. PyTorch's kernels run. This needs `PRIVATE_NAMES`.
-    """
+    compile side by side; leaving the context waits for them. What the kernels would have written is undefined.
+    PyTorch's kernels run. This needs `can_only_compile`."""
     run, device = kernels.triton.JITFunction.run, torch.cuda.current_device()
 
     def only_compile(self, *args, warmup, **options):
@@ -130,30 +127,26 @@ def only_compiling(threads):
         kernels.triton.JITFunction.run = run
 
 
-def blank_batch(trainer, tokens, **options):
-    """A batch of one document, as long as a row of `tokens`, of token 0."""
-    size = cu_seqlens_size(tokens, trainer.config.data.tokens_per_doc)
-    batch = make_batch(np.zeros(tokens + 1, np.uint16), cu_seqlens(np.array([tokens]), tokens, size), trainer.config,
-                       trainer.rt.device, **options)
-    for rows in batch.row_ids.values():
-        rows.zero_()  # of the rows that ranks share, this one has only the first
-    return batch
-
-
 def compile_kernels(trainer):
-    """Compile the Triton kernels of a step and of a validation.
+    """Compile the Triton kernels of a step and of a validation. A few tokens pass through the model, and the optimizer
+    makes its updates, but no Triton kernel runs. So weights and optimizer state stay as they are."""
+    attn, tokens, config = trainer.attn[0], 256, trainer.config
 
-    A few tokens pass through the model, and the optimizer makes its updates, but no Triton kernel runs. So weights and
-    optimizer state stay as they are.
-    """
-    attn, batch = trainer.attn[0], functools.partial(blank_batch, trainer, 256)
-    losses = {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}
+    def batch(**options):
+        """A batch of one document, as long as a row, of token 0."""
+        size = cu_seqlens_size(tokens, config.data.tokens_per_doc)
+        found = make_batch(np.zeros(tokens + 1, np.uint16), cu_seqlens(np.array([tokens]), tokens, size), config,
+                           trainer.rt.device, **options)
+        for rows in found.row_ids.values():
+            rows.zero_()  # of the rows that ranks share, this batch has only the first
+        return found
+
     updates = {plan.update_key: plan for plan in trainer.plans[:-1]}
     # Autograd's own threads do not know those that compile, and would compile one kernel after the other.
     threads, stream = max(8, int(allowed_cores()) // trainer.rt.world), torch.cuda.stream(trainer.graphs.stream)
     with only_compiling(threads), stream, torch.autograd.set_multithreading_enabled(False):
         trainer.summed_loss(batch(), attn)
-        for count, terms in losses:
+        for count, terms in {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}:
             trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn)
         for plan in updates.values():
             trainer.optimizer.compile_kernels(plan, trainer.update_graphs.numbers)
@@ -198,11 +191,16 @@ def fit_minutes(trainer):
         trainer.synchronize()
         return (time.perf_counter() - began) / len(plans * 4)
 
-    seconds = seconds_per_step(trainer.config.schedule, trainer.plans, time_steps)
-    seconds = torch.tensor(seconds, dtype=torch.float64, device=trainer.rt.device)
-    if trainer.rt.world > 1:
-        dist.broadcast(seconds, 0)  # all ranks take the same length
-    config = with_minutes(trainer.config, seconds.tolist())
+    seconds, starts = [], stage_starts(trainer.config.schedule)
+    for start, end in zip(starts, starts[1:]):
+        total, stage = 0.0, trainer.plans[start:end]
+        for count in sorted({plan.candidates for plan in stage}):  # steps with a sampled softmax are faster
+            steps = [plan.step for plan in stage if plan.candidates == count]
+            middle = steps[len(steps) // 2] // 2 * 2  # one of this step and the next updates the tables
+            total += len(steps) * time_steps(trainer.plans[middle:middle + 2])
+        seconds.append(total / max(1, end - start))
+    seconds = of_rank_0(seconds, trainer.rt)  # all ranks take the same length
+    config = with_minutes(trainer.config, seconds)
     check_config(config, trainer.rt.world)  # --profile may ask for steps that the run does not have
     trainer.set_length(config)
     found, enough = survey_training_data(config)
@@ -211,3 +209,102 @@ def fit_minutes(trainer):
     keys = "minutes", "train_tokens", "scheduled_steps", "extension_steps"
     trainer.log.line("length: " + " ".join(f"{key}={getattr(config.schedule, key)}" for key in keys))
     trainer.watch.lap("length")
+
+
+# ---- CUDA graphs: the host launches all kernels of a micro-step at once, and all kernels of an update ----------------
+
+class MicroStepGraphs:
+    """run(batch, mtp_weights, attn) -> loss, a 0-D tensor; as a CUDA graph for each key, if `enabled`.
+
+    The first call with a key also captures a graph, and later calls with this key replay it. A replay launches hundreds
+    of kernels at once: the host would take 30 to 39 ms to launch them one by one, and the GPU takes 21 ms to run them
+    (stage 1, H200). A graph reads and writes fixed addresses, so its tensors are updated in place. It writes its loss
+    to one address, too, so the next call with its key changes the loss that this call returns."""
+
+    def __init__(self, run, enabled):
+        self.run, self.enabled = run, enabled
+        self.graphs = {}  # key -> (graph, and its batch, MTP weights, AttentionSettings, loss)
+        # Autograd runs a backward pass on the stream of the forward pass, and `add_gradients` runs on the current
+        # stream. So all micro-steps use one stream.
+        # Only one graph runs at a time, so the graphs share one memory pool.
+        self.stream, self.pool = (torch.cuda.Stream(), torch.cuda.graph_pool_handle()) if enabled else (None, None)
+
+    def run_eagerly(self, run, *args):
+        """run(*args) without a graph, on the stream of the graphs."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            result = run(*args)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return result
+
+    def capture(self, run, *args):
+        """(graph, result) of run(*args), which is captured and not run."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the threads of the loader may call CUDA during the capture.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = run(*args)
+        return graph, result
+
+    def __call__(self, batch, mtp_weights, attn, stage, eager=False):
+        """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
+        if not self.enabled:
+            return self.run(batch, mtp_weights, attn)
+        # The key is StepPlan.forward_key, unless the batch has more targets than candidates: such a batch takes all
+        # classes, and the warm-up may not have met its graph.
+        key = stage, 0 if batch.candidates is None else len(batch.candidates)
+        if key not in self.graphs:
+            # The first run compiles kernels, which a capture must not do.
+            loss = self.run_eagerly(self.run, batch, mtp_weights, attn)
+            batch, mtp_weights = batch.clone(), mtp_weights.clone()
+            # The graph copies its loss to the first loss, because the graph of an update may use the memory in which
+            # the graph computes its loss.
+            graph, _ = self.capture(lambda *args: loss.copy_(self.run(*args)), batch, mtp_weights, attn)
+            self.graphs[key] = graph, batch, mtp_weights, attn, loss
+            return loss
+        graph, graph_batch, graph_weights, graph_attn, loss = self.graphs[key]
+        graph_batch.buffer.copy_(batch.buffer)  # the key decides the shapes, so all tensors have the same places
+        graph_weights.copy_(mtp_weights)
+        if eager:
+            return self.run_eagerly(self.run, graph_batch, graph_weights, graph_attn)
+        graph.replay()
+        return loss
+
+
+class UpdateGraphs:
+    """run(plan, numbers): the update of a step; as a CUDA graph for each key, if `enabled`.
+
+    The update of a small model has hundreds of kernels, and the host takes 12 ms to launch them one by one, longer than
+    the GPU takes for the whole step. A graph reads its numbers at fixed addresses, where each step puts its own. The
+    graphs of several ranks also hold their exchange, so all ranks capture and replay in the same order.
+
+    micro_steps: MicroStepGraphs, whose stream and memory these graphs share. names: those of the numbers."""
+
+    def __init__(self, run, enabled, micro_steps, names):
+        self.run, self.enabled, self.micro_steps, self.graphs = run, enabled, micro_steps, {}
+        self.numbers = None  # {name: 0-D tensor}, if enabled
+        if enabled:  # 16 bytes for each number: for other addresses, compilers make other kernels
+            self.values = torch.zeros(len(names), 4, device="cuda")[:, 0]
+            self.numbers = dict(zip(names, self.values.unbind()))
+
+    def set_numbers(self, values):
+        """values (len(names),): the numbers of the next update. Returns them as `self.numbers`."""
+        if self.enabled:
+            self.values.copy_(values)
+        return self.numbers
+
+    def __call__(self, plan, numbers, eager=False):
+        """numbers: used only if not `enabled`; a graph reads those of `set_numbers`. eager: as in MicroStepGraphs."""
+        if not self.enabled:
+            self.run(plan, numbers)
+            return
+        key = plan.update_key
+        if key in self.graphs and not eager:
+            self.graphs[key].replay()
+            return
+        self.micro_steps.run_eagerly(self.run, plan, self.numbers)
+        if key not in self.graphs and not plan.split:  # the split happens once
+            self.graphs[key], _ = self.micro_steps.capture(self.run, plan, self.numbers)
+
+    def drop(self):
+        """Free the graphs. NCCL would wait for them without end when its group of processes ends."""
+        self.graphs.clear()
