@@ -95,153 +95,130 @@ def token_counts(paths) -> np.ndarray:
 
 def training_command(name: str, made: Path, separator: int, lengths: dict[str, list[np.ndarray]]) -> str:
     """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
-    length of one pass, and room for short documents. The trainer fits itself to the rest (`fit_validation`,
-    `possible_micro_batches`).
+    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`).
 
     lengths: of the documents in each shard of the parts "train" and "val". Raises UserError when no run can start.
     """
+    import torch
     import train_gpt  # for the presets
-    from data.loader import cu_seqlens_size, fit_validation, kept_tokens
-    from data.run.config import with_knobs
-    from data.run.memory import possible_micro_batches
+    from data.loader import cu_seqlens_size, kept_tokens
+    from data.run.memory import fit_memory, possible_micro_batches
     from data.run.start import survey_training_data, tokens_and_passes
-    patterns = {part: f"data/{made.name}/{name}_{part}_*.bin" for part in lengths}
-    preset, shorter, sample = (("cpu", "cpu", "--sample_prompt=") if separator == BYTE_SEPARATOR else
-                               ("single", "short", "--sample_tokens=200"))
-    tokens = {part: sum(int(n.sum()) for n in shards) for part, shards in lengths.items()}
+    files = [f"--{part}_files=data/{made.name}/{name}_{part}_*.bin" for part in lengths]
+    training, validation = (sum(int(n.sum()) for n in shards) for shards in lengths.values())
+    whole, shorter, start, note, sample = (
+        "cpu", "cpu", "", "", "--sample_prompt=") if separator == BYTE_SEPARATOR else (
+        "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
 
-    def fitted(*words):
-        """(arguments, config with the fewest micro-batches, their possible numbers) of a run. Raises UserError when
-        there is too little text."""
-        words = [*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())]
-        config = fit_validation(train_gpt.parse_config(words))
-        counts = [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
-        kept, row = kept_tokens(config), max(stage.batch_tokens for stage in config.schedule.stages) // counts[0]
-        if kept <= row:
+    def fitted(words):
+        """The config of a run. Raises UserError when there is too little text."""
+        config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
+        row = max(stage.batch_tokens for stage in config.schedule.stages) // config.system.micro_batches
+        if (kept := kept_tokens(config)) <= row:
             raise UserError(f"the longest training shard keeps {kept} tokens of its documents, a row of the batch takes"
                             f" {row + 1}: more text is needed")
-        if tokens["val"] < 17:
-            raise UserError(f"{tokens['val']} validation tokens, at least 17 are needed: more text, or a larger"
-                            " --val-fraction")
-        return words, with_knobs(config, micro_batches=counts[0]), counts
+        return config
 
     try:
+        if validation < 17:
+            raise UserError(f"{validation} validation tokens, at least 17 are needed: more text, or a larger"
+                            " --val-fraction")
+        words = [f"--preset={whole}"]
+        config = fitted(words)
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
         # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
-        # run has smaller batches, and the loader drops more of the text for them. So a run of this length may still be
-        # too long.
-        arguments, config, counts = fitted(f"--preset={preset}")
-        for attempt in range(9):
-            _, passes, one_pass = tokens_and_passes(config, find_files(patterns["train"]), tokens["train"])
+        # run has smaller batches, and the loader drops more of the text for them. So it may still be too long.
+        for _ in range(9):
+            _, passes, one_pass = tokens_and_passes(config, find_files(config.data.train_files), training)
             if passes <= 1:
                 break
             try:
-                arguments, config, counts = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
+                config = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={one_pass}"])
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
-                if not attempt:
-                    arguments, config, counts = fitted(f"--preset={shorter}")
+                if len(words) == 1:
+                    config = fitted(words := [f"--preset={shorter}"])
                 break
+            words = shortened
         found, _ = survey_training_data(config)
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
-    # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
-    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts}
+    # (document lengths, tokens) of every shard and possible forward pass: short documents need a longer cu_seqlens.
+    rows = {stage.batch_tokens // count for stage in config.schedule.stages
+            for count in (config.system.micro_batches, *possible_micro_batches(config, 1))}
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
     passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
     passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
-    room = tokens_per_doc = config.data.tokens_per_doc
+    tokens_per_doc = config.data.tokens_per_doc
     for n, row in passes:
         ends = np.cumsum(n, dtype=np.int64)
         touched = np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n)) + 2  # the first may begin earlier
         if (most := int(touched.max())) >= cu_seqlens_size(row, tokens_per_doc):
             tokens_per_doc = max(1, row // (most + 1))
-    arguments += [f"--tokens_per_doc={tokens_per_doc}"] * (tokens_per_doc < room) + [sample]
-    script, start, note = os.path.relpath(ROOT / "run.sh"), "", ""
-    if separator != BYTE_SEPARATOR:
-        try:
-            train_gpt.parse_config(arguments, 8)
-            note = "; several GPUs make no sample"
-        except UserError:  # too few steps, since a step is larger on several GPUs
-            start = "NPROC=1 "
+    if tokens_per_doc < config.data.tokens_per_doc:
+        files.append(f"--tokens_per_doc={tokens_per_doc}")
     if os.environ.get("DATA_PATH"):
         start += f"DATA_PATH={shlex.quote(str(data_root()))} "
-    command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
+    script = os.path.join(os.path.relpath(ROOT), "run.sh")  # "./run.sh" in this folder
+    command = shlex.join([script, *words, *files, sample]).replace(made.name, name)
     return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
 
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
 
-# Only these two functions use the network for FineWeb. Nothing that they download is executed.
+def hub_fetch(name: str, folder: Path) -> tuple[Path, int, str]:
+    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download.
 
-def hub_metadata(name: str) -> tuple[int, str]:
-    """The size and the checksum of one file of the dataset on the hub. Fails at once when offline."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    Returns the path, and the size and the checksum that the file has on the hub. Nothing in it is executed.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
-    return metadata.size, metadata.etag
+    return (Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), metadata.size,
+            metadata.etag)
 
 
-def hub_fetch(name: str, folder: Path) -> Path:
-    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download."""
-    from huggingface_hub import hf_hub_download
-    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder))
-
-
-def verify(path: Path, size, checksum) -> None:
-    """Raises UserError when a shard is damaged, or differs from the hub's size or checksum (None: unknown)."""
-    if size is not None and (found := path.stat().st_size) != size:
+def verify(path: Path, size: int, checksum: str) -> None:
+    """Raises UserError when a download is no sound shard, or differs from the hub's size or checksum."""
+    if (found := path.stat().st_size) != size:
         raise UserError(f"{path}: {found} bytes, the hub has {size}")
-    if re.fullmatch("[0-9a-f]{64}", checksum or ""):  # the hub's checksum of a large file is its SHA-256
-        if (found := digest(path)) != checksum:
-            raise UserError(f"{path}: SHA-256 {found}, the hub has {checksum}")
+    if re.fullmatch("[0-9a-f]{64}", checksum) and (found := digest(path)) != checksum:  # SHA-256 of a large file
+        raise UserError(f"{path}: SHA-256 {found}, the hub has {checksum}")
     read_shard(path, GPT2_SEPARATOR + 1)
 
 
 def fineweb(shards: int) -> None:
-    """Downloads missing shards and verifies all shards; without a network it can check only headers and tokens."""
+    """Downloads the shards that are missing or damaged. Each gets its name when it is verified."""
     if not 1 <= shards <= HUB_SHARDS:
         raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
-    folder, offline = data_root() / "data/fineweb10B", None
+    folder = data_root() / "data/fineweb10B"
     partial = folder / ".partial"
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
-
-    def reason(error):  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch the file
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
     for i, name in enumerate(names, 1):
-        path, metadata = folder / name, (None, None)
-        try:
-            metadata = metadata if offline else hub_metadata(name)
-        except Exception as error:
-            offline = error
+        path = folder / name
         if path.exists():
             try:
-                verify(path, *metadata)
-                compared = f"not compared with the hub ({reason(offline)})" if offline else "as on the hub"
-                print(f"{name}: already there, {compared}")
+                read_shard(path, GPT2_SEPARATOR + 1)
+                print(f"{name}: already there")
                 continue
             except UserError as error:
                 print(f"damaged, fetching it again: {error}")
                 path.unlink()
+        print(f"{name}: fetching, {i} of {len(names)}", flush=True)
         try:
-            if offline:
-                raise offline
-            print(f"{name}: fetching, {i} of {len(names)}", flush=True)
-            arrived = hub_fetch(name, partial)
-        except Exception as error:
-            raise UserError(f"{name}: cannot be fetched from the hub ({reason(error)}); "
+            arrived, *expected = hub_fetch(name, partial)
+        except Exception as error:  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"{name}: cannot be fetched from the hub ({reason}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            verify(arrived, *metadata)
+            verify(arrived, *expected)
         except UserError as error:
             arrived.unlink()  # otherwise the hub's client would keep the file as finished
             raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
         os.replace(arrived, path)
     shutil.rmtree(partial, ignore_errors=True)
-    shards = {part: {path: read_shard_header(path) for path in sorted(folder.glob(f"fineweb_{part}_*.bin"))}
-              for part in ("train", "val")}
-    documents = sum(np.count_nonzero(read_shard(path, GPT2_SEPARATOR + 1) == GPT2_SEPARATOR)
-                    for part in shards.values() for path in part)
-    report(folder, shards | {"documents": documents})
+    found = {part: {path.name: read_shard_header(path) for path in folder.glob(f"fineweb_{part}_*.bin")}
+             for part in ("train", "val")}
+    report(folder, found | {"documents": token_counts(folder.glob("fineweb_*.bin"))[GPT2_SEPARATOR]})
     try:  # the model takes a table from the tokenizer (--bigram_normal)
         gpt2_bpe()
     except UserError as error:
