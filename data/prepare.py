@@ -21,7 +21,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -45,7 +44,7 @@ from data.shards import (  # noqa: E402
     token_blocks)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
-# torch takes half a GB of memory, so only `training_command` imports it, when the shards are made.
+# torch takes a second and half a GB of memory, so only functions that need it import it.
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
@@ -58,8 +57,6 @@ STDLIB_CHARACTERS = 1000, 4000  # the library has more text than a run takes, an
 WHOLE_FILES = 20  # so many files make validation by whole files representative
 END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>[ \t]*(?:\r\n?|\n|\Z)")  # if only blanks stand before it in its line
 WHITE_SPACE = re.compile(r"\s")
-JSON_LINE = 2**24  # bytes; a longer line would not fit the memory that prepare.py may take
-LONG_LINE = f"skipped {{}} lines of JSON of over {JSON_LINE:,} bytes: cut their texts"
 NO_TEXT = "skipped {} lines of JSON without a text in the field `text`"
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
@@ -238,7 +235,8 @@ def shown(keys) -> str:
 def print_notices(notices: dict[str, Counter]) -> None:
     """notices: {kind of notice, with a place for the number: how often each file has it}."""
     for kind, keys in notices.items():
-        print(f"warning: {kind.format(keys.total())}, such as {shown([*keys][:3])}")
+        if keys:
+            print(f"warning: {kind.format(keys.total())}, such as {shown([*keys][:3])}")
 
 
 def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
@@ -304,17 +302,13 @@ def read_plain(path: Path):
 
 
 def read_json(path: Path):
-    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", kind of notice).
+    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", NO_TEXT).
 
     A comma may follow the line, and brackets may surround all lines.
     """
     with open(path, "rb") as file:
-        while line := file.readline(JSON_LINE):
-            if len(line) == JSON_LINE and not line.endswith(b"\n"):
-                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
-                    pass
-                yield "", LONG_LINE
-            elif (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
+        for line in file:
+            if (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
                 try:
                     text = json.loads(line.decode("utf-8-sig"))["text"]
                     if "\0" in text or not text.encode():  # JSON can contain NULs, and halves of characters
@@ -350,22 +344,19 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
         return size, good, marks
     for key, path in files.items():
         try:
-            if json_lines := is_json(path):
-                size, good, marks = measure(read_json(path))
-                if good or marks[LONG_LINE]:
-                    for kind in LONG_LINE, NO_TEXT:
-                        if marks[kind]:
-                            notices[kind][key] += marks[kind]
-                    if good:
-                        found[key], texts = (size, read_json), texts + good
-                    continue
-            size, good, marks = measure(read_plain(path))
-            if not good:
-                notices["skipped {} empty files"][key] += 1
+            json_lines = is_json(path)
+            size, good, marks = measure(read_json(path)) if json_lines else (0, 0, None)
+            if good:
+                found[key], texts = (size, read_json), texts + good
+                notices[NO_TEXT].update([key] * marks[NO_TEXT])
                 continue
-            found[key], ends = (size, read_plain), ends + marks[True]
-            if json_lines:
-                notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
+            size, good, marks = measure(read_plain(path))
+            if good:
+                found[key], ends = (size, read_plain), ends + marks[True]
+                if json_lines:
+                    notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
+            else:
+                notices["skipped {} empty files"][key] += 1
         except NotText as kind:
             notices[str(kind)][key] += 1
         except OSError:
@@ -381,9 +372,8 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
 # ---- Text: documents -------------------------------------------------------------------------------------------------
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU. A process of its own asks, since torch takes half a GB of memory."""
-    question = "import os, torch; os._exit(not torch.cuda.is_available())"
-    return not subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL).returncode
+    import torch
+    return torch.cuda.is_available()
 
 
 def load_tokenizer(kind: str):

@@ -17,19 +17,16 @@ t-test compares groups. Where two or more seeds are in both groups, a line "by s
 and Student's t-test of these differences (pairs - 1 degrees of freedom; the mean counts if a group has a seed twice). A
 seed shifts both groups alike, so this test often tells more. Choose one of the two before you see them.
 
---exchange=SHORT,LONG says what a change is worth in tokens and in seconds. SHORT and LONG are two groups with the same
-settings and different lengths. They give the exchange rate, which is the loss that one e-fold of tokens saves, and the
-baseline: its loss is linear in the logarithm of the tokens, its seconds are linear in the tokens. Every other group
-(arm) is compared with the baseline at the arm's own number of tokens. Tokens saved: the share of its tokens that the
-arm can omit and still reach the baseline's loss. Net seconds: the arm's seconds, reduced by this share, minus the
-baseline's seconds. The intervals are 95 % intervals (delta method, Welch and Satterthwaite) and include the uncertainty
-of the rate.
+--exchange=SHORT,LONG says what a change is worth in tokens and in seconds (records/README.md). Two groups with the same
+settings and different lengths give the baseline: its loss is linear in the logarithm of the tokens, its seconds are
+linear in the tokens. Every other group (arm) is compared with the baseline at the arm's own number of tokens. Tokens
+saved: the share of its tokens that the arm can omit and still reach the baseline's loss. Net seconds: the arm's
+seconds, reduced by this share, minus the baseline's. All 95 % intervals include the uncertainty of the rate.
 
 Labels of signed factors, such as +a-b above, make a factorial set. Two or more such labels add a table of main effects:
 the mean with the factor minus the mean without it, by least squares over all runs of the set, so the set may be
-incomplete or uneven. The model assumes that effects add up, and counts all other variation as chance. It counts all
-runs as independent, even runs with the same seed: if a seed shifts the loss of all labels equally, the intervals are
-too wide, not too narrow.
+incomplete or uneven. Effects are assumed to add up. All runs count as independent: if a seed shifts the loss of all
+labels equally, the intervals are too wide, not too narrow.
 
 Needs only Python's standard library.
 """

@@ -3,9 +3,8 @@
     ./run.sh --repeat 3 --label base --label low --muon_lr=0.02               six runs, seeds 1, 2, 3, one by one
     ./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02    eight runs, one per GPU at a time
 
-Each run is a ./run.sh of its own. The labels take turns, so that machine drift cancels. With --parallel the labels also
-take turns on every GPU: run k goes to GPU k modulo the number of GPUs, shifted by one more GPU whenever the first label
-would return to the first GPU. Each GPU does its runs in order. Needs only Python's standard library.
+Each run is a ./run.sh of its own. The labels take turns, so that machine drift cancels; with --parallel also on every
+GPU, which does its runs in order. Needs only Python's standard library.
 """
 
 import math
@@ -205,6 +204,7 @@ def main(argv) -> int:
         raise UserError("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel"
                         " out")
     for k, (i, label) in enumerate(product(range(times), labels)):
+        # One GPU further whenever the first label would return to the first GPU.
         index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
         title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
         runs.append(Run(label, first + i, labels[label], title, index))

@@ -5,12 +5,9 @@
 The code of the log runs with all rights of the user, in a temporary folder. The new log is in logs/ of this repository.
 Each --key=value replaces a setting of the log: --train_files=... and --val_files=... say where the data is.
 
-Equal digits require an equal environment. So the rerun sets the variables that the log records (env.OMP_NUM_THREADS and
-the like) to the values in the log, even if the user has set other values. It skips the log's folders, files and network
-devices, and the variables of torchrun. A variable that is not in the log keeps its value on this machine, and the
-report lists it among the differences.
-
-The exit status is 0 when the rerun finishes, whatever its losses are; otherwise it is the trainer's.
+Equal digits require an equal environment. So variables that the log records (env.OMP_NUM_THREADS and the like) get
+their values from the log, but for folders, files, network devices and torchrun. Others keep their values on this
+machine, and the report lists them. The exit status is 0 when the rerun finishes, whatever its losses are.
 """
 
 import glob

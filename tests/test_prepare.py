@@ -518,15 +518,6 @@ def test_lines_of_json(tiny, capsys):
     assert "warning: took 3 files of JSON as they are, for no line has a text in a field `text`, such as" in out
 
 
-def test_a_line_of_json_that_is_too_long_is_named(tiny, capsys, monkeypatch):
-    monkeypatch.setattr(prepare, "JSON_LINE", 2000)
-    lines = [json.dumps({"text": "x" * n}) for n in (5000, 10, 20, 30)]
-    assert prepare_files({"a.jsonl": "\n".join(lines) + "\n", "b.jsonl": lines[0]}) == 0
-    assert sorted(texts_of(tiny / "n")) == ["x" * 10, "x" * 20, "x" * 30]
-    long = "skipped 2 lines of JSON of over 16,777,216 bytes: cut their texts, such as 'a.jsonl'"
-    assert long in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("how", ["shard", "older", "facts"])
 def test_shards_that_cannot_be_exchanged_stay(tiny, capsys, how):
     """A folder in the place of a file: one line, and what was there stays."""
