@@ -48,7 +48,7 @@ from data.tokenizer import gpt2_bpe  # noqa: E402
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
-MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
+SHARD_TOKENS, MAX_SHARD_TOKENS = 100_000_000, 2**31 - 1  # of a training shard; the header's count is an int32
 # A document has about this many tokens, since the loader uses the first 896 tokens or 448 bytes of a document in the
 # first stage, and more later. A model learns less from the same text in documents of 1000 bytes, since the loader drops
 # half of it (records/2026-11-27_learning).
@@ -453,16 +453,13 @@ def cut(parts, size):
 
 def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path, np.ndarray]:
     """Writes documents, (n,) uint16 with a separator first, to the shards PREFIX_<number>.bin, PREFIX_<number + 1>.bin
-    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}.
-
-    Raises UserError when a shard cannot hold a document, or cannot be written.
+    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}. Raises UserError
+    when a shard cannot be written.
     """
     used, lengths = 0, {}
 
     def shard_of(document):
         nonlocal number, used
-        if len(document) > limit:
-            raise UserError(f"--shard-tokens {limit}: a document has {len(document)} tokens, give more")
         used += len(document)
         if used > limit:
             number, used = number + 1, len(document)
@@ -596,15 +593,13 @@ def install(made: Path, folder: Path, facts: dict) -> None:
         os.replace(made / name, folder / name)
 
 
-def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
+def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
     if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag"):
         raise UserError(f"--out {out}: another folder of data/ has that name, take another")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
-    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
-        raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
     files, known, notices = {}, set(), defaultdict(Counter)
     for given in paths:
         root = user_path(given)
@@ -622,7 +617,7 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
                 # Keys are relative, so the split does not depend on the folder's place on the machine.
                 files[key if key not in files else f"{key}\0{len(files)}"] = path
     print_notices(notices)
-    print(build(out, files, tokenizer, val_fraction, shard_tokens, None, training_command))
+    print(build(out, files, tokenizer, val_fraction, SHARD_TOKENS, None, training_command))
 
 
 # ---- Python's library ------------------------------------------------------------------------------------------------
@@ -667,8 +662,6 @@ def main(argv: list[str]) -> int:
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
     command.add_argument("--val-fraction", type=float, default=0.05,
                          help="share of the text for validation (default %(default)s)")
-    command.add_argument("--shard-tokens", type=int, default=100_000_000,
-                         help="tokens per training shard (default %(default)s)")
     command.add_argument("--tokenizer", choices=("gpt2", "bytes", "auto"), default="auto",
                          help="auto: gpt2, or bytes without a GPU or without GPT-2's files (default %(default)s)")
     commands.add_parser("stdlib", help="Python's own library as bytes").set_defaults(run=stdlib)

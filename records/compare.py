@@ -185,9 +185,8 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
-    """{label: runs} of [label=]log arguments, without logs that are copies of others, unless `copies`. Raises
-    UserError."""
+def read_groups(arguments) -> dict[str, list[Run]]:
+    """{label: runs} of [label=]log arguments, without logs that are copies of others. Raises UserError."""
     groups, label, seen, again = {}, "runs", {}, {}
     for argument in arguments:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
@@ -202,7 +201,7 @@ def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
         for path in paths:
             run, group = read_run(path), groups.setdefault(label, [])
-            if (first := seen.setdefault(run.content, run)) is run or copies:
+            if (first := seen.setdefault(run.content, run)) is run:
                 group.append(run)
             else:
                 again[label] = f"{path} is the same log as {first.path}, and a run counts once"
@@ -777,7 +776,7 @@ def parse(argv):
 
 def main(argv) -> int:
     args = parse(argv)
-    groups = read_groups(args.logs, copies=args.diff)
+    groups = read_groups(args.logs)
     target = args.target or track_target(groups)
     text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
     if args.plot:

@@ -467,7 +467,7 @@ def test_diff(call, monkeypatch):
     """The command, and what is too wide for a terminal, stand below the table."""
     for name, text in {"a": header(), "b": header("x = 3\n", "triton", muon_lr=0.5, command="c d", note="e" * 50),
                        "c": header()}.items():
-        write(f"{name}.txt", text, steps({0: 9.0, 5: 5.0}))
+        write(f"{name}.txt", text, steps({0: 9.0, 5: 5.0 + (name == "c")}))
     facts = "|  | a | b |\n| --- | --- | --- |\n| muon_lr | 0.023 | 0.5 |\n| kernels.XXT | torch | triton |\n"
     more = f"| command | – | c d |\n| note | – | {'e' * 50} |\n"
     changed = f"--- a\n+++ b\n@@ -1,4 +1,4 @@\n-x = 1\n+x = 3\n \n \n {'-' * 40}\n"

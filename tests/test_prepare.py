@@ -248,10 +248,11 @@ def by_hash(texts: dict[str, str]) -> list[str]:
         texts, key=lambda name: hashlib.blake2b(f"{name} 0".encode(), digest_size=8).digest())]
 
 
-def test_bytes_round_trip_shuffled_and_split_by_file(tiny, corpus, tmp_path, capsys):
+def test_bytes_round_trip_shuffled_and_split_by_file(tiny, corpus, tmp_path, capsys, monkeypatch):
     """Of 30 files, whole ones validate, in the order of their names. The same files give the same shards, wherever they
     are."""
-    argv, data = ("--out", "mine", "--shard-tokens", 700, "--val-fraction", 0.2), tiny
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 700)
+    argv, data = ("--out", "mine", "--val-fraction", 0.2), tiny
     assert prepare_text(corpus, *argv) == 0
     folder, texts = data / "mine", sources(corpus)
     train, val = texts_of(folder, ["train"]), texts_of(folder, ["val"])
@@ -274,7 +275,8 @@ def test_bytes_round_trip_shuffled_and_split_by_file(tiny, corpus, tmp_path, cap
         assert prepare_text(*paths, *argv) == 0 and contents(data) == before
     assert "files and folders that are named twice" in capsys.readouterr().out
     # A second build leaves no shard of the first.
-    assert prepare_text(corpus, *argv[:-4], "--shard-tokens", 7000) == 0
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 7000)
+    assert prepare_text(corpus, "--out", "mine") == 0
     assert sorted(contents(data)) == ["mine/mine.json", "mine/mine_train_000001.bin", "mine/mine_val_000000.bin"]
 
 
@@ -309,7 +311,7 @@ def test_gpt2_round_trip(tiny, corpus):
     except Exception as error:
         pytest.skip(f"GPT-2's BPE files cannot be had here: {type(error).__name__}")
     (corpus / "a" / "special.txt").write_text("not a separator: <|endoftext|>")
-    assert prepare_text(corpus, "--out", "g", "--shard-tokens", 300, tokenizer="gpt2") == 0
+    assert prepare_text(corpus, "--out", "g", tokenizer="gpt2") == 0
     assert sorted(map(bpe.decode, documents_of(tiny / "g", separator=50256))) == sorted(sources(corpus).values())
 
 
@@ -553,15 +555,11 @@ def test_from_twenty_files_on_whole_files_validate(data, capsys, count, whole):
     ("text {}/empty --out n", "0 characters of text in 0 usable files"),
     ("text {}/one.txt --out n", "3 characters of text in 1 usable files: more text is needed"),
     ("text {}/line.txt --out n", "no run can start on this text: .* more text is needed"),
-    ("text {}/lines.txt --out n --shard-tokens 300", "--shard-tokens 300: a document has 35[0-9] tokens, give more"),
-    ("text {}/lines.txt --out n --shard-tokens 500", "no run can start on this text: .* more text is needed"),
     ("text {}/lines.txt --out n --val-fraction 0.9999", "no run can start on this text: .* more text is needed"),
     ("text {}/pipe --out n", "0 characters of text in 0 usable files"),
     ("text {} --out stdlib", "--out stdlib: .* take another"), ("text {} --out ../n", "--out ../n"),
     ("text {} --out n --val-fraction nan", "--val-fraction nan"), ("text {} --out n --val-fraction 1", "--val-f"),
-    ("text {} --out n --shard-tokens 0", "--shard-tokens 0"), ("fineweb --shards=104", "1 to 103"),
-    ("text {} --out n --shard-tokens 2147483648", "--shard-tokens 2147483648"),
-    ("stdlib", "only 0 bytes of library sources")])
+    ("fineweb --shards=104", "1 to 103"), ("stdlib", "only 0 bytes of library sources")])
 def test_errors_are_one_line_and_change_nothing(data, tmp_path, capsys, monkeypatch, argv, expected):
     source = tmp_path / "source"
     (source / "empty").mkdir(parents=True)
@@ -587,8 +585,9 @@ def test_a_file_that_changes_meanwhile(tiny, corpus, monkeypatch, capsys):
 @pytest.mark.parametrize("stop, status", [(KeyboardInterrupt, 130), (OSError("disk full"), 1)])
 def test_an_interrupted_build_leaves_what_was_there(tiny, corpus, monkeypatch, stop, status):
     """No shard changes before all are written. Then the validation shard loses its name first and gets it last."""
-    argv, data = [corpus, "--out", "n", "--shard-tokens"], tiny
-    assert prepare_text(*argv, 900) == 0
+    data = tiny
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 900)
+    assert prepare_text(corpus, "--out", "n") == 0
     before = contents(data)
 
     def build(tokens, where, name, after):
@@ -601,7 +600,8 @@ def test_an_interrupted_build_leaves_what_was_there(tiny, corpus, monkeypatch, s
             return call(*args, **options)
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupted)
-            assert prepare_text(*argv, tokens) == status and list(calls) == []
+            patch.setattr(prepare, "SHARD_TOKENS", tokens)
+            assert prepare_text(corpus, "--out", "n") == status and list(calls) == []
         return contents(data)
 
     assert build(400, np, "argsort", 40) == before  # in the shuffle, while shards are written
