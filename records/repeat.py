@@ -25,8 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.program import ROOT, UserError, compiled_folder, run_program, user_path
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
-# Arguments that tell ./run.sh which data the run reads, and how much.
-DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stages|stage\w*\.share|\S*tokens|\S*steps)=")
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
@@ -110,15 +108,6 @@ def environment(gpus, index) -> dict[str, str]:
         home = compiled_folder() or Path(tempfile.gettempdir(), f"caches_{os.getuid()}", "speedrun")
         env["TRITON_CACHE_DIR"] = os.path.join(os.environ.get("TRITON_CACHE_DIR") or home / "triton", f"gpu{index}")
     return env
-
-
-def get_data(labels, env) -> int:
-    """Gets the data of all runs once, since runs that start together would all fetch it; returns the exit status."""
-    choices = {tuple(filter(DATA.match, arguments)): arguments for arguments in labels.values()}
-    for arguments in choices.values():
-        if status := subprocess.call(["./run.sh", "data", *arguments], cwd=ROOT, env=env):
-            return status
-    return 0
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -208,7 +197,10 @@ def main(argv) -> int:
         index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
         title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
         runs.append(Run(label, first + i, labels[label], title, index))
-    status = get_data(labels, environment(gpus, 0)) if gpus else 0
+    status = 0
+    for arguments in labels.values() if gpus else ():  # runs that start together would all fetch the data
+        command = ["./run.sh", "data", *arguments]
+        status = status or subprocess.call(command, cwd=ROOT, env=environment(gpus, 0))
     if caught or not status:
         status = train(runs, gpus, caught)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.

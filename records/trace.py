@@ -61,7 +61,7 @@ class Host:
         passes, marks = ([r for r in self.ranges if r[2].startswith(word)] for word in ("forward", "layer "))
         inside = [(mark, end, f"forward {name}")  # a mark lasts until the next mark, or the end of the pass
                   for mark, _, name in marks for start, end, _ in passes if start <= mark <= end]
-        named = {"loss": "forward loss", "forward": "forward embed" if inside else "forward"}
+        named = {"loss": "forward loss", "forward": "forward embed"}
         ranges = [(start, end, named.get(name, "other" if name.startswith("step ") else name))
                   for start, end, name in self.ranges if not name.startswith("layer ")]
         self.flatten(ranges + inside)

@@ -350,7 +350,7 @@ def shard_file(tokens=TOKENS, **header):
 @pytest.mark.parametrize("content, message", [
     (shard_file(magic=20240521), "magic number 20240521"), (shard_file(version=2), "version 2"),
     (shard_file(count=7), "promises 7 tokens but the file holds 6"), (shard_file(count=-1), "promises -1 tokens"),
-    (shard_file(count=5), "promises 5 tokens but the file holds 6"), (shard_file(count=-2**31), "promises -2147483648 t"),
+    (shard_file(count=5), "promises 5 tokens but the file holds 6"), (shard_file(count=-2**31), "promises -2147483648"),
     (shard_file()[:-1], "promises 6 tokens but the file holds 5"), (shard_file() + b"x", "promises 6 tokens"),
     (shard_file()[:1000], "promises 6 tokens but the file holds 0"), (shard_file()[:11], "version 1|promises|count"),
     (shard_file()[:3], "magic number 0"), (b"", "magic number 0"), (bytes(2000), "magic number 0"),
@@ -361,16 +361,17 @@ def test_no_damage_gets_past_the_checks(tmp_path, content, message):
     write_shard(tmp_path / "a_0.bin", np.resize([SEP, *range(9)], 200))
     path = tmp_path / "a_1.bin"
     path.write_bytes(content)
-    both = T.Data(train_files=f"{tmp_path}/a_*.bin", val_files=f"{tmp_path}/a_*.bin", val_tokens=203, val_batch_tokens=29)
+    both = dict(train_files=f"{tmp_path}/a_*.bin", val_files=f"{tmp_path}/a_*.bin")
+    config = T.Config(model=MODEL, data=T.Data(val_tokens=203, val_batch_tokens=29, **both))
     plans = [SimpleNamespace(step=0, micro_batch_tokens=16, max_doc_len=16, candidates=0)] * 40
 
     def train():
-        loader = L.Loader(T.Config(model=MODEL, data=both), Runtime(0, 1, CPU), plans, warn=print)
+        loader = L.Loader(config, Runtime(0, 1, CPU), plans, warn=print)
         for _ in range(40 * 8):
             assert max(int(loader.next_batch().tokens.max()), 0) <= SEP
 
     for reader in (lambda: read_shard(path, 50), lambda: L.Shard(path, MODEL), train,
-                   lambda: L.ValidationData(T.Config(model=MODEL, data=both), Runtime(0, 1, CPU))):
+                   lambda: L.ValidationData(config, Runtime(0, 1, CPU))):
         with pytest.raises(UserError, match=f"^{path}: [^\n]*({message})[^\n]*$"):
             reader()
 
