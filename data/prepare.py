@@ -13,7 +13,6 @@ and verified. After an interruption or damage, run the same command again.
 import argparse
 import array
 import codecs
-import glob
 import hashlib
 import itertools
 import json
@@ -173,15 +172,6 @@ def hub_fetch(name: str, folder: Path) -> tuple[Path, int, str]:
             metadata.etag)
 
 
-def verify(path: Path, size: int, checksum: str) -> None:
-    """Raises UserError when a download is no sound shard, or differs from the hub's size or checksum."""
-    if (found := path.stat().st_size) != size:
-        raise UserError(f"{path}: {found} bytes, the hub has {size}")
-    if re.fullmatch("[0-9a-f]{64}", checksum) and (found := digest(path)) != checksum:  # SHA-256 of a large file
-        raise UserError(f"{path}: SHA-256 {found}, the hub has {checksum}")
-    read_shard(path, GPT2_SEPARATOR + 1)
-
-
 def fineweb(shards: int) -> None:
     """Downloads the shards that are missing or damaged. Each gets its name when it is verified."""
     if not 1 <= shards <= HUB_SHARDS:
@@ -201,13 +191,17 @@ def fineweb(shards: int) -> None:
                 path.unlink()
         print(f"{name}: fetching, {i} of {len(names)}", flush=True)
         try:
-            arrived, *expected = hub_fetch(name, partial)
+            arrived, size, checksum = hub_fetch(name, partial)
         except Exception as error:  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(f"{name}: cannot be fetched from the hub ({reason}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            verify(arrived, *expected)
+            if (found := arrived.stat().st_size) != size:
+                raise UserError(f"{arrived}: {found} bytes, the hub has {size}")
+            if re.fullmatch("[0-9a-f]{64}", checksum) and (found := digest(arrived)) != checksum:  # SHA-256, if large
+                raise UserError(f"{arrived}: SHA-256 {found}, the hub has {checksum}")
+            read_shard(arrived, GPT2_SEPARATOR + 1)
         except UserError as error:
             arrived.unlink()  # otherwise the hub's client would keep the file as finished
             raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
@@ -391,10 +385,14 @@ def load_tokenizer(kind: str):
     return lambda text: np.frombuffer(text.encode(), np.uint8), BYTE_SEPARATOR
 
 
-def rank(key: str) -> tuple[int, str]:
+def stable_name(key: str) -> bytes:
+    """The name of a file, equal on all machines: a file system may store an accent as a character of its own."""
+    return unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
+
+
+def rank(key: str) -> tuple[int, bytes]:
     """Sort key of a fixed shuffle of files: equal on all machines, and little changed by new or deleted files."""
-    key = unicodedata.normalize("NFC", key)  # a file system may store an accent as a character of its own
-    return zlib.crc32(key.encode("utf-8", "surrogatepass")), key
+    return zlib.crc32(stable_name(key)), stable_name(key)
 
 
 def split(sizes: dict[str, int], share: float) -> tuple[set[str], str]:
@@ -530,15 +528,13 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         """(key, tokens) of the documents of the files `keys`."""
         for key in keys:
             _, reader = found[key]
-            # A file system may store an accent as a character of its own.
-            stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
             length = size or document_size(encode, DOCUMENT_TOKENS[separator])
             try:
                 for i, document in enumerate(cut(reader(files[key]), length)):
                     ids = encode(document)
                     tokens = np.empty(1 + len(ids), "<u2")
                     tokens[0], tokens[1:] = separator, ids
-                    yield hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest(), tokens
+                    yield hashlib.blake2b(b"%b %d" % (stable_name(key), i), digest_size=8).digest(), tokens
             except (NotText, OSError):
                 raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
 
@@ -576,10 +572,6 @@ def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
-    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *folder.glob(
-            f"{glob.escape(folder.name)}_*_*.bin"):
-        if os.path.isdir(path):
-            raise UserError(f"{path} is a folder: remove it, and run the same command again")
     if folder.stat().st_dev != made.stat().st_dev:
         raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
     facts_file(folder).unlink(missing_ok=True)
