@@ -570,6 +570,10 @@ def test_validation_shards_of_another_tokenizer(tmp_path):
             1, [SEP, *[3] * 198, 50], "token 50 but a vocabulary of 50"):
         with pytest.raises(UserError, match=f"val_{i}.bin: {message}"):
             validation(tmp_path, [good, good][:i] + [bad], 1)
+    with pytest.raises(UserError, match="holds 401 tokens, validation needs 513"):
+        validation(tmp_path, [good, [], []], 1)
+    with pytest.raises(UserError, match="documents.*--tokens_per_doc"):
+        list(validation(tmp_path, [np.full(513, SEP)], 1, pieces=2, n=256))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 3, 16])  # 3 does not divide 8 pieces, and of 16 ranks 8 have no piece
@@ -614,17 +618,6 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
     assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 
 
-def test_validation_errors(tmp_path):
-    stream = random_shard(np.random.default_rng(3), 40)[:513]
-    assert len(list(validation(tmp_path, [stream], 1))) == 8
-    with pytest.raises(UserError, match="holds 512 tokens, validation needs 513"):
-        validation(tmp_path, [stream[:512]], 1)
-    with pytest.raises(UserError, match="documents.*--tokens_per_doc"):
-        list(validation(tmp_path, [np.full(513, SEP)], 1, pieces=2, n=256))
-    with pytest.raises(UserError, match="val_1.bin.*token 50"):
-        validation(tmp_path, [stream[:500], [50] * 13], 1)
-
-
 # ---- Vectors ---------------------------------------------------------------------------------------------------------
 
 
@@ -658,25 +651,20 @@ def test_bigram_rows():
 # ---- Candidates of the sampled softmax -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("classes, count, tokens", [(128, 30, 4), (640, 256, 20), (50304, 8192, 16)])
-def test_candidates_sweep_through_all_classes(classes, count, tokens):
-    """None twice, all targets among them; all classes in three times the rows that one pass takes."""
+@pytest.mark.parametrize("classes, count, tokens, most, rows", [
+    (128, 30, 4, 128, 15), (640, 256, 20, 640, 9), (50304, 8192, 16, 50304, 21),
+    (640, 256, 2000, 200, 60), (32768, 8192, 40000, 4000, 60)])  # few negatives; sizes with a large common factor
+def test_candidates_sweep_through_all_classes(classes, count, tokens, most, rows):
+    """None twice, all targets among them; in these rows, each class once at least. most: targets are below it."""
     rng, left = np.random.default_rng(0), np.ones(classes, bool)
-    for row in range(3 * -(-classes // count)):
-        targets = rng.integers(0, classes, tokens)
+    for row in range(rows):
+        targets = rng.integers(0, most, tokens)
         targets[-1] = targets[0]
         candidates, positions = L.sample_candidates(targets, classes, count, row)
         assert len(np.unique(candidates)) == len(candidates) == count and (candidates[positions] == targets).all()
         assert candidates.dtype == positions.dtype == np.int64
         left[candidates] = False
     assert not left.any()
-
-
-def test_every_class_is_a_negative_at_some_time():
-    """Also with few negatives, and with sizes that have a large common factor."""
-    for classes, count, targets, rows in (640, 256, 200, 60), (32768, 8192, 4000, 60):
-        samples = [L.sample_candidates(np.arange(targets), classes, count, row)[0] for row in range(rows)]
-        assert len(np.unique(samples)) == classes
 
 
 def test_as_many_targets_as_candidates():
