@@ -97,7 +97,7 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
     """
     import torch
     import train_gpt  # for the presets
-    from data.loader import cu_seqlens_size, kept_tokens
+    from data.loader import cu_seqlens_size
     from data.run.memory import fit_memory, possible_micro_batches
     from data.run.start import survey_training_data, tokens_and_passes
     files = [f"--{part}_files=data/{made.name}/{name}_{part}_*.bin" for part in lengths]
@@ -107,20 +107,15 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
         "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
 
     def fitted(words):
-        """The config of a run. Raises UserError when there is too little text."""
+        """(config, line about the training data) of a run. Raises UserError when there is too little text."""
         config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
-        row = max(stage.batch_tokens for stage in config.schedule.stages) // config.system.micro_batches
-        if (kept := kept_tokens(config)) <= row:
-            raise UserError(f"the longest training shard keeps {kept} tokens of its documents, a row of the batch takes"
-                            f" {row + 1}: more text is needed")
-        return config
+        return config, survey_training_data(config)[0]
 
     try:
         if validation < 17:
             raise UserError(f"{validation} validation tokens, at least 17 are needed: more text, or a larger"
                             " --val-fraction")
-        words = [f"--preset={whole}"]
-        config = fitted(words)
+        config, found = fitted(words := [f"--preset={whole}"])
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
         # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
         # run has smaller batches, and the loader drops more of the text for them. So it may still be too long.
@@ -129,13 +124,12 @@ def training_command(name: str, made: Path, separator: int, lengths: dict[str, l
             if passes <= 1:
                 break
             try:
-                config = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={one_pass}"])
+                config, found = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={one_pass}"])
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
                 if len(words) == 1:
-                    config = fitted(words := [f"--preset={shorter}"])
+                    config, found = fitted(words := [f"--preset={shorter}"])
                 break
             words = shortened
-        found, _ = survey_training_data(config)
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
     # (document lengths, tokens) of every shard and possible forward pass: short documents need a longer cu_seqlens.

@@ -539,8 +539,8 @@ def test_from_twenty_files_on_whole_files_validate(data, capsys, count, whole):
     ("text {}/missing --out n", "missing: no such file or folder"),
     ("text {}/empty --out n", "0 characters of text in 0 usable files"),
     ("text {}/one.txt --out n", "3 characters of text in 1 usable files: more text is needed"),
-    ("text {}/line.txt --out n", "no run can start on this text: .* more text is needed"),
-    ("text {}/lines.txt --out n --val-fraction 0.9999", "no run can start on this text: .* more text is needed"),
+    ("text {}/line.txt --out n", "no run can start on this text: .* use more data"),
+    ("text {}/lines.txt --out n --val-fraction 0.9999", "no run can start on this text: .* use more data"),
     ("text {}/pipe --out n", "0 characters of text in 0 usable files"),
     ("text {} --out stdlib", "--out stdlib: .* take another"), ("text {} --out ../n", "--out ../n"),
     ("text {} --out n --val-fraction nan", "--val-fraction nan"), ("text {} --out n --val-fraction 1", "--val-f"),
@@ -676,7 +676,7 @@ def test_the_printed_command_fits_the_text(data, capsys, count, size):
     """The loader gives batches of all stages to the end of the shards and on. size: characters of each file."""
     status = prepare_files({f"{i}.txt": (f"line {i}\n" * size)[:size] for i in range(count)})
     if count == 2:  # 340 tokens cannot fill a micro-batch of 1024
-        assert status == 1 and "more text is needed" in one_line(capsys) and not contents(data)
+        assert status == 1 and "use more data" in one_line(capsys) and not contents(data)
         return
     out, available = capsys.readouterr().out, len(tokens_of(data / "n", "train"))
     _, script, *arguments = shlex.split(out.splitlines()[-1])
