@@ -22,7 +22,7 @@ from itertools import product, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.program import ROOT, UserError, compiled_folder, run_program, user_path
+from data.run.program import ROOT, UserError, run_program, user_path
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -96,18 +96,9 @@ def visible_gpus() -> list[str]:
     return re.findall(r"^GPU (\d+)", listed, re.M)
 
 
-def environment(gpus, index) -> dict[str, str]:
-    """The variables of a run on gpus[index].
-
-    Each run sees its GPU as number 0. So runs that start together would compile the same kernels into the same files,
-    and one run might wait for another or read half a file. Each GPU therefore has its own cache folder; the first GPU
-    has the default folder.
-    """
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index], "NPROC": "1"}
-    if index:
-        home = compiled_folder() or Path(tempfile.gettempdir(), f"caches_{os.getuid()}", "speedrun")
-        env["TRITON_CACHE_DIR"] = os.path.join(os.environ.get("TRITON_CACHE_DIR") or home / "triton", f"gpu{index}")
-    return env
+def environment(gpu) -> dict[str, str]:
+    """The variables of a run on this GPU. Runs share compiled kernels: Triton writes its files complete or not at all."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NPROC": "1"}
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -168,7 +159,7 @@ def train(runs, gpus, caught) -> int:
     def work(index):
         for run in runs:
             if run.gpu == index and not (caught or any(statuses)):
-                statuses.append(run.execute(environment(gpus, index) if gpus else None, caught))
+                statuses.append(run.execute(environment(gpus[index]) if gpus else None, caught))
 
     with ThreadPoolExecutor(len(gpus) or 1) as pool:
         list(pool.map(work, range(len(gpus) or 1)))
@@ -200,7 +191,7 @@ def main(argv) -> int:
     status = 0
     for arguments in labels.values() if gpus else ():  # runs that start together would all fetch the data
         command = ["./run.sh", "data", *arguments]
-        status = status or subprocess.call(command, cwd=ROOT, env=environment(gpus, 0))
+        status = status or subprocess.call(command, cwd=ROOT, env=environment(gpus[0]))
     if caught or not status:
         status = train(runs, gpus, caught)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.
