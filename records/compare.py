@@ -52,7 +52,7 @@ from statistics import mean, stdev  # exact: equal numbers have a standard devia
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.program import UserError, atomic_write, run_program, user_path
+from data.run.program import UserError, atomic_write, run_program, user_error, user_path
 
 RECORD_P, CHANCE = 0.01, 0.05  # a record needs p below the first, a significant difference p below the second
 FIRST_STEPS = 10  # slower, in a row of their own; in short runs a tenth of the run
@@ -117,10 +117,8 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Reads a log. Raises UserError when the file cannot be read or is not a log; `notes` has smaller problems."""
-    try:
+    with user_error(f"cannot read {path}"):
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if b"\0" in data[:4096]:
         raise UserError(f"{path}: not a log but binary data")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")

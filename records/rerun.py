@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.config import read_arguments
-from data.run.program import ROOT, UserError, run_program, user_path
+from data.run.program import ROOT, UserError, run_program, user_error, user_path
 from records import compare
 from records.compare import Run
 
@@ -178,11 +178,9 @@ def rerun(path: Path, overrides) -> int:
     before = set(glob.glob(pattern))
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
         for name, text in unpack(old):
-            try:
+            with user_error(f"{path}: cannot unpack {name}"):
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, name).write_bytes(text.encode())
-            except OSError as error:
-                raise UserError(f"{path}: cannot unpack {name}: {error.strerror}") from None
         status = execute(command, folder, env)
     if status:
         for files in filter(None, map(knobs.get, ("train_files", "val_files"))):
