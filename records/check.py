@@ -8,6 +8,7 @@ import dataclasses
 import os
 import textwrap
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -53,13 +54,11 @@ def expected_time(config, world, models, gpu):
     return f"about {minutes:.1f} minutes (estimate from H100s, scaled to what this GPU can do)", True
 
 
-def with_shards(check, part):
+def with_shards(check, part, config, world):
     """A check of the data, and what the shards hold, which the first process of a machine reads."""
-    def read(config, world):
-        found, fine = check(config, world)
-        doubts = start.read_shards(config, part) if os.environ.get("LOCAL_RANK", "0") == "0" else []
-        return "; ".join([found, *doubts]), fine and not doubts
-    return read
+    found, fine = check(config, world)
+    doubts = start.read_shards(config, part) if os.environ.get("LOCAL_RANK", "0") == "0" else []
+    return "; ".join([found, *doubts]), fine and not doubts
 
 
 def check_table(config, world, models, fit, rows_open, show) -> int:
@@ -88,14 +87,12 @@ def check_table(config, world, models, fit, rows_open, show) -> int:
     try:
         config = fit_memory(config, device, world, rows_open)
     except UserError as error:
-        why = str(error)
-
-        def fails(*run):
-            raise UserError(why)
+        def fails(*run, error=error):
+            raise error
         more["memory"], config = fails, with_knobs(config, micro_batches=world)  # the other checks need a number
     checks = start.checks_of(config, **more)
     for part, name in ("train", "training data"), ("val", "validation data"):
-        checks[name] = with_shards(checks[name], part)
+        checks[name] = partial(with_shards, checks[name], part)
     if show:
         checks["time"] = lambda config, world: expected_time(config, world, models, gpu)
     for name, check in checks.items():
