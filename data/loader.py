@@ -404,8 +404,8 @@ class ValidationData:
 
     Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Ranks that share a table of n-grams
     fetch their rows together. So a rank that has a piece less than another rank yields piece 0 after its own pieces,
-    whose number is `pieces`. Nothing is read later. hash_ids: see make_batch; shards: see Loader. Raises UserError for a
-    bad shard among those with these tokens; the first 2^22 tokens of each need a separator.
+    whose number is `pieces`. Nothing is read later. hash_ids: see make_batch; shards: see Loader. Raises UserError for
+    a bad shard among those with these tokens; the first 2^22 tokens of each need a separator.
     """
 
     def __init__(self, config, rt, hash_ids=None, shards=None):

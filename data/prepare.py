@@ -13,7 +13,6 @@ and verified. After an interruption or damage, run the same command again.
 import argparse
 import array
 import codecs
-import glob
 import hashlib
 import itertools
 import json
@@ -21,7 +20,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -45,11 +43,11 @@ from data.shards import (  # noqa: E402
     token_blocks)
 from data.tokenizer import gpt2_bpe  # noqa: E402
 
-# torch takes half a GB of memory, so only `training_command` imports it, when the shards are made.
+# torch takes a second and half a GB of memory, so only functions that need it import it.
 
 GPT2_SEPARATOR = 50256  # <|endoftext|>
 BYTE_SEPARATOR = 256  # the first value that is no byte
-MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
+SHARD_TOKENS, MAX_SHARD_TOKENS = 100_000_000, 2**31 - 1  # of a training shard; the header's count is an int32
 # A document has about this many tokens, since the loader uses the first 896 tokens or 448 bytes of a document in the
 # first stage, and more later. A model learns less from the same text in documents of 1000 bytes, since the loader drops
 # half of it (records/2026-11-27_learning).
@@ -58,8 +56,6 @@ STDLIB_CHARACTERS = 1000, 4000  # the library has more text than a run takes, an
 WHOLE_FILES = 20  # so many files make validation by whole files representative
 END_OF_DOCUMENT = re.compile(r"<\|endoftext\|>[ \t]*(?:\r\n?|\n|\Z)")  # if only blanks stand before it in its line
 WHITE_SPACE = re.compile(r"\s")
-JSON_LINE = 2**24  # bytes; a longer line would not fit the memory that prepare.py may take
-LONG_LINE = f"skipped {{}} lines of JSON of over {JSON_LINE:,} bytes: cut their texts"
 NO_TEXT = "skipped {} lines of JSON without a text in the field `text`"
 
 HUB_DATASET = "kjj0/fineweb10B-gpt2"  # by Keller Jordan; 10^8 tokens per shard
@@ -95,153 +91,119 @@ def token_counts(paths) -> np.ndarray:
 
 def training_command(name: str, made: Path, separator: int, lengths: dict[str, list[np.ndarray]]) -> str:
     """The command that trains on the shards of data/NAME, which are still in `made`, with its title: a preset, the
-    length of one pass, and room for short documents. The trainer fits itself to the rest (`fit_validation`,
-    `possible_micro_batches`).
+    length of one pass, and room for short documents. The trainer fits the rest to the shards (`fit_memory`).
 
     lengths: of the documents in each shard of the parts "train" and "val". Raises UserError when no run can start.
     """
+    import torch
     import train_gpt  # for the presets
-    from data.loader import cu_seqlens_size, fit_validation, kept_tokens
-    from data.run.config import with_knobs
-    from data.run.memory import possible_micro_batches
+    from data.loader import cu_seqlens_size
+    from data.run.memory import fit_memory, possible_micro_batches
     from data.run.start import survey_training_data, tokens_and_passes
-    patterns = {part: f"data/{made.name}/{name}_{part}_*.bin" for part in lengths}
-    preset, shorter, sample = (("cpu", "cpu", "--sample_prompt=") if separator == BYTE_SEPARATOR else
-                               ("single", "short", "--sample_tokens=200"))
-    tokens = {part: sum(int(n.sum()) for n in shards) for part, shards in lengths.items()}
+    files = [f"--{part}_files=data/{made.name}/{name}_{part}_*.bin" for part in lengths]
+    training, validation = (sum(int(n.sum()) for n in shards) for shards in lengths.values())
+    whole, shorter, start, note, sample = (
+        "cpu", "cpu", "", "", "--sample_prompt=") if separator == BYTE_SEPARATOR else (
+        "single", "short", "NPROC=1 ", "; several GPUs, without NPROC=1, make no sample", "--sample_tokens=200")
 
-    def fitted(*words):
-        """(arguments, config with the fewest micro-batches, their possible numbers) of a run. Raises UserError when
-        there is too little text."""
-        words = [*words, *(f"--{part}_files={pattern}" for part, pattern in patterns.items())]
-        config = fit_validation(train_gpt.parse_config(words))
-        counts = [config.system.micro_batches] if config.system.micro_batches else possible_micro_batches(config, 1)
-        kept, row = kept_tokens(config), max(stage.batch_tokens for stage in config.schedule.stages) // counts[0]
-        if kept <= row:
-            raise UserError(f"the longest training shard keeps {kept} tokens of its documents, a row of the batch takes"
-                            f" {row + 1}: more text is needed")
-        if tokens["val"] < 17:
-            raise UserError(f"{tokens['val']} validation tokens, at least 17 are needed: more text, or a larger"
-                            " --val-fraction")
-        return words, with_knobs(config, micro_batches=counts[0]), counts
+    def fitted(words):
+        """(config, line about the training data) of a run. Raises UserError when there is too little text."""
+        config = fit_memory(train_gpt.parse_config(words + files), torch.device("cpu"), 1, False)
+        return config, survey_training_data(config)[0]
 
     try:
+        if validation < 17:
+            raise UserError(f"{validation} validation tokens, at least 17 are needed: more text, or a larger"
+                            " --val-fraction")
+        config, found = fitted(words := [f"--preset={whole}"])
         # A second pass raises the validation loss (records/2026-11-27_learning), so a smaller text gets a shorter run.
         # On a GPU, this run has the preset `short`, because its length also chooses the size of the model. A shorter
-        # run has smaller batches, and the loader drops more of the text for them. So a run of this length may still be
-        # too long.
-        arguments, config, counts = fitted(f"--preset={preset}")
-        for attempt in range(9):
-            _, passes, one_pass = tokens_and_passes(config, find_files(patterns["train"]), tokens["train"])
+        # run has smaller batches, and the loader drops more of the text for them. So it may still be too long.
+        for _ in range(9):
+            _, passes, one_pass = tokens_and_passes(config, find_files(config.data.train_files), training)
             if passes <= 1:
                 break
             try:
-                arguments, config, counts = fitted(f"--preset={shorter}", f"--train_tokens={one_pass}")
+                config, found = fitted(shortened := [f"--preset={shorter}", f"--train_tokens={one_pass}"])
             except UserError:  # a run of 20 steps, or a micro-batch of it, is longer than the text
-                if not attempt:
-                    arguments, config, counts = fitted(f"--preset={shorter}")
+                if len(words) == 1:
+                    config, found = fitted(words := [f"--preset={shorter}"])
                 break
-        found, _ = survey_training_data(config)
+            words = shortened
     except UserError as error:
         raise UserError(f"no run can start on this text: {str(error).replace(made.name, name)}") from None
-    # (document lengths, tokens) of every shard and forward pass: short documents need a longer cu_seqlens.
-    rows = {stage.batch_tokens // count for stage in config.schedule.stages for count in counts}
+    # (document lengths, tokens) of every shard and possible forward pass: short documents need a longer cu_seqlens.
+    rows = {stage.batch_tokens // count for stage in config.schedule.stages
+            for count in (config.system.micro_batches, *possible_micro_batches(config, 1))}
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
     passes = [(np.minimum(n, max_doc_len), row) for n in lengths["train"] for row in rows]
     passes += [(n, config.data.val_batch_tokens) for n in lengths["val"]]
-    room = tokens_per_doc = config.data.tokens_per_doc
+    tokens_per_doc = config.data.tokens_per_doc
     for n, row in passes:
         ends = np.cumsum(n, dtype=np.int64)
         touched = np.searchsorted(ends, ends - n + row + 1) - np.arange(len(n)) + 2  # the first may begin earlier
         if (most := int(touched.max())) >= cu_seqlens_size(row, tokens_per_doc):
             tokens_per_doc = max(1, row // (most + 1))
-    arguments += [f"--tokens_per_doc={tokens_per_doc}"] * (tokens_per_doc < room) + [sample]
-    script, start, note = os.path.relpath(ROOT / "run.sh"), "", ""
-    if separator != BYTE_SEPARATOR:
-        try:
-            train_gpt.parse_config(arguments, 8)
-            note = "; several GPUs make no sample"
-        except UserError:  # too few steps, since a step is larger on several GPUs
-            start = "NPROC=1 "
+    if tokens_per_doc < config.data.tokens_per_doc:
+        files.append(f"--tokens_per_doc={tokens_per_doc}")
     if os.environ.get("DATA_PATH"):
         start += f"DATA_PATH={shlex.quote(str(data_root()))} "
-    command = shlex.join([script if os.sep in script else f"./{script}", *arguments]).replace(made.name, name)
+    script = os.path.join(os.path.relpath(ROOT), "run.sh")  # "./run.sh" in this folder
+    command = shlex.join([script, *words, *files, sample]).replace(made.name, name)
     return f"training data: {found}\ntrain on it, with a sample at the end{note}:\n{start}{command}"
 
 
 # ---- FineWeb ---------------------------------------------------------------------------------------------------------
 
-# Only these two functions use the network for FineWeb. Nothing that they download is executed.
+def hub_fetch(name: str, folder: Path) -> tuple[Path, int, str]:
+    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download.
 
-def hub_metadata(name: str) -> tuple[int, str]:
-    """The size and the checksum of one file of the dataset on the hub. Fails at once when offline."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    Returns the path, and the size and the checksum that the file has on the hub. Nothing in it is executed.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     metadata = get_hf_file_metadata(hf_hub_url(HUB_DATASET, name, repo_type="dataset"))
-    return metadata.size, metadata.etag
-
-
-def hub_fetch(name: str, folder: Path) -> Path:
-    """Downloads one file of the dataset into `folder`, with a progress bar, and continues a broken download."""
-    from huggingface_hub import hf_hub_download
-    return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder))
-
-
-def verify(path: Path, size, checksum) -> None:
-    """Raises UserError when a shard is damaged, or differs from the hub's size or checksum (None: unknown)."""
-    if size is not None and (found := path.stat().st_size) != size:
-        raise UserError(f"{path}: {found} bytes, the hub has {size}")
-    if re.fullmatch("[0-9a-f]{64}", checksum or ""):  # the hub's checksum of a large file is its SHA-256
-        if (found := digest(path)) != checksum:
-            raise UserError(f"{path}: SHA-256 {found}, the hub has {checksum}")
-    read_shard(path, GPT2_SEPARATOR + 1)
+    return (Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset", local_dir=folder)), metadata.size,
+            metadata.etag)
 
 
 def fineweb(shards: int) -> None:
-    """Downloads missing shards and verifies all shards; without a network it can check only headers and tokens."""
+    """Downloads the shards that are missing or damaged. Each gets its name when it is verified."""
     if not 1 <= shards <= HUB_SHARDS:
         raise UserError(f"--shards {shards}: the dataset has 1 to {HUB_SHARDS} training shards")
-    folder, offline = data_root() / "data/fineweb10B", None
+    folder = data_root() / "data/fineweb10B"
     partial = folder / ".partial"
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{i:06d}.bin" for i in range(1, shards + 1)]
-
-    def reason(error):  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch the file
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
     for i, name in enumerate(names, 1):
-        path, metadata = folder / name, (None, None)
-        try:
-            metadata = metadata if offline else hub_metadata(name)
-        except Exception as error:
-            offline = error
+        path = folder / name
         if path.exists():
             try:
-                verify(path, *metadata)
-                compared = f"not compared with the hub ({reason(offline)})" if offline else "as on the hub"
-                print(f"{name}: already there, {compared}")
+                read_shard(path, GPT2_SEPARATOR + 1)
+                print(f"{name}: already there")
                 continue
             except UserError as error:
                 print(f"damaged, fetching it again: {error}")
                 path.unlink()
+        print(f"{name}: fetching, {i} of {len(names)}", flush=True)
         try:
-            if offline:
-                raise offline
-            print(f"{name}: fetching, {i} of {len(names)}", flush=True)
-            arrived = hub_fetch(name, partial)
-        except Exception as error:
-            raise UserError(f"{name}: cannot be fetched from the hub ({reason(error)}); "
+            arrived, size, checksum = hub_fetch(name, partial)
+        except Exception as error:  # the hub's client has a dozen kinds of errors; all mean that it cannot fetch
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise UserError(f"{name}: cannot be fetched from the hub ({reason}); "
                             "see to the network and run this again, what is finished is kept") from error
         try:
-            verify(arrived, *metadata)
+            if (found := arrived.stat().st_size) != size:
+                raise UserError(f"{arrived}: {found} bytes, the hub has {size}")
+            if re.fullmatch("[0-9a-f]{64}", checksum) and (found := digest(arrived)) != checksum:  # SHA-256, if large
+                raise UserError(f"{arrived}: SHA-256 {found}, the hub has {checksum}")
+            read_shard(arrived, GPT2_SEPARATOR + 1)
         except UserError as error:
             arrived.unlink()  # otherwise the hub's client would keep the file as finished
             raise UserError(f"{name}: the download is damaged ({error}); run this again") from error
         os.replace(arrived, path)
     shutil.rmtree(partial, ignore_errors=True)
-    shards = {part: {path: read_shard_header(path) for path in sorted(folder.glob(f"fineweb_{part}_*.bin"))}
-              for part in ("train", "val")}
-    documents = sum(np.count_nonzero(read_shard(path, GPT2_SEPARATOR + 1) == GPT2_SEPARATOR)
-                    for part in shards.values() for path in part)
-    report(folder, shards | {"documents": documents})
+    found = {part: {path.name: read_shard_header(path) for path in folder.glob(f"fineweb_{part}_*.bin")}
+             for part in ("train", "val")}
+    report(folder, found | {"documents": token_counts(folder.glob("fineweb_*.bin"))[GPT2_SEPARATOR]})
     try:  # the model takes a table from the tokenizer (--bigram_normal)
         gpt2_bpe()
     except UserError as error:
@@ -261,7 +223,8 @@ def shown(keys) -> str:
 def print_notices(notices: dict[str, Counter]) -> None:
     """notices: {kind of notice, with a place for the number: how often each file has it}."""
     for kind, keys in notices.items():
-        print(f"warning: {kind.format(keys.total())}, such as {shown([*keys][:3])}")
+        if keys:
+            print(f"warning: {kind.format(keys.total())}, such as {shown([*keys][:3])}")
 
 
 def walk(root: Path, notices: dict[str, Counter], skip=frozenset()):
@@ -327,17 +290,13 @@ def read_plain(path: Path):
 
 
 def read_json(path: Path):
-    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", kind of notice).
+    """Yields (text, True) for the field `text` of each line of JSON; for a line without it ("", NO_TEXT).
 
     A comma may follow the line, and brackets may surround all lines.
     """
     with open(path, "rb") as file:
-        while line := file.readline(JSON_LINE):
-            if len(line) == JSON_LINE and not line.endswith(b"\n"):
-                while (rest := file.readline(2**20)) and not rest.endswith(b"\n"):
-                    pass
-                yield "", LONG_LINE
-            elif (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
+        for line in file:
+            if (line := line.strip().rstrip(b",")) and line not in (b"[", b"]"):
                 try:
                     text = json.loads(line.decode("utf-8-sig"))["text"]
                     if "\0" in text or not text.encode():  # JSON can contain NULs, and halves of characters
@@ -373,22 +332,19 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
         return size, good, marks
     for key, path in files.items():
         try:
-            if json_lines := is_json(path):
-                size, good, marks = measure(read_json(path))
-                if good or marks[LONG_LINE]:
-                    for kind in LONG_LINE, NO_TEXT:
-                        if marks[kind]:
-                            notices[kind][key] += marks[kind]
-                    if good:
-                        found[key], texts = (size, read_json), texts + good
-                    continue
-            size, good, marks = measure(read_plain(path))
-            if not good:
-                notices["skipped {} empty files"][key] += 1
+            json_lines = is_json(path)
+            size, good, marks = measure(read_json(path)) if json_lines else (0, 0, None)
+            if good:
+                found[key], texts = (size, read_json), texts + good
+                notices[NO_TEXT].update([key] * marks[NO_TEXT])
                 continue
-            found[key], ends = (size, read_plain), ends + marks[True]
-            if json_lines:
-                notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
+            size, good, marks = measure(read_plain(path))
+            if good:
+                found[key], ends = (size, read_plain), ends + marks[True]
+                if json_lines:
+                    notices["took {} files of JSON as they are, for no line has a text in a field `text`"][key] += 1
+            else:
+                notices["skipped {} empty files"][key] += 1
         except NotText as kind:
             notices[str(kind)][key] += 1
         except OSError:
@@ -404,9 +360,8 @@ def survey(files: dict[str, Path]) -> dict[str, tuple[int, object]]:
 # ---- Text: documents -------------------------------------------------------------------------------------------------
 
 def has_gpu() -> bool:
-    """Whether torch sees a GPU. A process of its own asks, since torch takes half a GB of memory."""
-    question = "import os, torch; os._exit(not torch.cuda.is_available())"
-    return not subprocess.run([sys.executable, "-c", question], stderr=subprocess.DEVNULL).returncode
+    import torch
+    return torch.cuda.is_available()
 
 
 def load_tokenizer(kind: str):
@@ -424,10 +379,14 @@ def load_tokenizer(kind: str):
     return lambda text: np.frombuffer(text.encode(), np.uint8), BYTE_SEPARATOR
 
 
-def rank(key: str) -> tuple[int, str]:
+def stable_name(key: str) -> bytes:
+    """The name of a file, equal on all machines: a file system may store an accent as a character of its own."""
+    return unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
+
+
+def rank(key: str) -> tuple[int, bytes]:
     """Sort key of a fixed shuffle of files: equal on all machines, and little changed by new or deleted files."""
-    key = unicodedata.normalize("NFC", key)  # a file system may store an accent as a character of its own
-    return zlib.crc32(key.encode("utf-8", "surrogatepass")), key
+    return zlib.crc32(stable_name(key)), stable_name(key)
 
 
 def split(sizes: dict[str, int], share: float) -> tuple[set[str], str]:
@@ -486,16 +445,13 @@ def cut(parts, size):
 
 def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path, np.ndarray]:
     """Writes documents, (n,) uint16 with a separator first, to the shards PREFIX_<number>.bin, PREFIX_<number + 1>.bin
-    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}.
-
-    Raises UserError when a shard cannot hold a document, or cannot be written.
+    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}. Raises UserError
+    when a shard cannot be written.
     """
     used, lengths = 0, {}
 
     def shard_of(document):
         nonlocal number, used
-        if len(document) > limit:
-            raise UserError(f"--shard-tokens {limit}: a document has {len(document)} tokens, give more")
         used += len(document)
         if used > limit:
             number, used = number + 1, len(document)
@@ -566,15 +522,13 @@ def build(name: str, files: dict[str, Path], tokenizer: str, val_fraction: float
         """(key, tokens) of the documents of the files `keys`."""
         for key in keys:
             _, reader = found[key]
-            # A file system may store an accent as a character of its own.
-            stem = unicodedata.normalize("NFC", key).encode("utf-8", "surrogatepass")
             length = size or document_size(encode, DOCUMENT_TOKENS[separator])
             try:
                 for i, document in enumerate(cut(reader(files[key]), length)):
                     ids = encode(document)
                     tokens = np.empty(1 + len(ids), "<u2")
                     tokens[0], tokens[1:] = separator, ids
-                    yield hashlib.blake2b(b"%b %d" % (stem, i), digest_size=8).digest(), tokens
+                    yield hashlib.blake2b(b"%b %d" % (stable_name(key), i), digest_size=8).digest(), tokens
             except (NotText, OSError):
                 raise UserError(f"{shown([key])} has changed meanwhile; run the same command again") from None
 
@@ -612,10 +566,6 @@ def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
-    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *folder.glob(
-            f"{glob.escape(folder.name)}_*_*.bin"):
-        if os.path.isdir(path):
-            raise UserError(f"{path} is a folder: remove it, and run the same command again")
     if folder.stat().st_dev != made.stat().st_dev:
         raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
     facts_file(folder).unlink(missing_ok=True)
@@ -629,15 +579,13 @@ def install(made: Path, folder: Path, facts: dict) -> None:
         os.replace(made / name, folder / name)
 
 
-def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tokenizer: str) -> None:
+def text(paths: list[str], out: str, val_fraction: float, tokenizer: str) -> None:
     if not re.fullmatch(r"\w[\w.-]*", out):
         raise UserError(f"--out {out}: give the name of a folder to make in data/: letters, digits and ._- only")
     if out in ("fineweb10B", "stdlib", "run", "cache", "hellaswag"):
         raise UserError(f"--out {out}: another folder of data/ has that name, take another")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val-fraction {val_fraction}: give a number between 0 and 1")
-    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
-        raise UserError(f"--shard-tokens {shard_tokens}: give a number from 1 to {MAX_SHARD_TOKENS}")
     files, known, notices = {}, set(), defaultdict(Counter)
     for given in paths:
         root = user_path(given)
@@ -655,7 +603,7 @@ def text(paths: list[str], out: str, val_fraction: float, shard_tokens: int, tok
                 # Keys are relative, so the split does not depend on the folder's place on the machine.
                 files[key if key not in files else f"{key}\0{len(files)}"] = path
     print_notices(notices)
-    print(build(out, files, tokenizer, val_fraction, shard_tokens, None, training_command))
+    print(build(out, files, tokenizer, val_fraction, SHARD_TOKENS, None, training_command))
 
 
 # ---- Python's library ------------------------------------------------------------------------------------------------
@@ -700,8 +648,6 @@ def main(argv: list[str]) -> int:
     command.add_argument("--out", required=True, metavar="NAME", help="shards are data/NAME/NAME_{train,val}_*.bin")
     command.add_argument("--val-fraction", type=float, default=0.05,
                          help="share of the text for validation (default %(default)s)")
-    command.add_argument("--shard-tokens", type=int, default=100_000_000,
-                         help="tokens per training shard (default %(default)s)")
     command.add_argument("--tokenizer", choices=("gpt2", "bytes", "auto"), default="auto",
                          help="auto: gpt2, or bytes without a GPU or without GPT-2's files (default %(default)s)")
     commands.add_parser("stdlib", help="Python's own library as bytes").set_defaults(run=stdlib)

@@ -6,12 +6,10 @@ README.md beside this file describes the format.
 import glob
 import hashlib
 import os
-import re
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -109,24 +107,6 @@ def find_files(pattern: str) -> list[Path]:
     return files
 
 
-def missing_between(files: list[Path]) -> list[str]:
-    """Names, four at most, of files that do not exist, although they would count on from one of the files to another
-    one."""
-    series = {}  # (what is before a number, what is behind it) -> {number: its text}
-    places = {path: [(f"{path.parent}/{path.name[:match.start()]}", path.name[match.end():], match[0])
-                     for match in re.finditer(r"(?<!\d)\d{1,6}(?!\d)", path.name)]  # a longer number is a date
-              for path in files}
-    for *around, number in (place for found in places.values() for place in found):
-        series.setdefault(tuple(around), {})[int(number)] = number
-    # Of several numbers in a name, that with the most values counts the shards.
-    counting = {max((place[:2] for place in reversed(found)), key=lambda around: len(series[around]))
-                for found in places.values() if found}
-    gaps = (Path(f"{before}{number:0{len(numbers[min(numbers)])}}{behind}")
-            for before, behind in sorted(counting) for numbers in [series[before, behind]]
-            for number in range(min(numbers), max(numbers)) if number not in numbers)
-    return [*islice((path.name for path in gaps if not path.exists()), 4)]
-
-
 def stamp(path: Path):
     """(bytes, time of the last change in ns, inode) of a file; None if there is no regular file. Other bytes have
     another stamp."""
@@ -141,22 +121,19 @@ class Shards:
     """The shards that match a pattern, as they were when this object was made: at the start of a run.
 
     files: {path: its stamp}, in name order, without shards of no tokens. counts: their tokens. warnings: lines about
-    what is left out or missing. digests: {path: SHA-256}, as far as they are known. checks: {path: Future of the error
-    of `inspect`, or of None}, once `inspect_all` has begun. Raises UserError for a bad header, and when there are no
+    shards without tokens. digests: {path: SHA-256}, as far as they are known. checks: {path: Future of the error of
+    `inspect`, or of None}, once `inspect_all` has begun. Raises UserError for a bad header, and when there are no
     tokens.
     """
 
     def __init__(self, pattern, vocab_size):
-        self.vocab_size, self.digests, self.checks, found = vocab_size, {}, {}, find_files(pattern)
-        stamps = {path: (stamp(path), read_shard_header(path)) for path in found}
-        self.files = {path: before for path, (before, count) in stamps.items() if count}
-        self.counts = [count for _, count in stamps.values() if count]
-        self.warnings = [f"{path} holds no tokens and is passed over" for path in found if path not in self.files]
+        self.vocab_size, self.digests, self.checks = vocab_size, {}, {}
+        found = [(path, stamp(path), read_shard_header(path)) for path in find_files(pattern)]
+        self.files = {path: before for path, before, count in found if count}
+        self.counts = [count for *_, count in found if count]
+        self.warnings = [f"{path} holds no tokens and is passed over" for path, _, count in found if not count]
         if not self.files:
             raise UserError(f"{pattern}: no file holds a token; {REMAKE}")
-        if missing := missing_between(found):
-            names = ", ".join(missing[:3]) + ", ..." * (len(missing) > 3)
-            self.warnings.append(f"{pattern}: shards are missing between others: {names}; {REMAKE}")
 
     def read(self, path, vocab_size, most=sys.maxsize):
         """`read_shard`. Raises UserError also when the file has changed."""

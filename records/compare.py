@@ -4,7 +4,6 @@
     python records/compare.py --diff logs/base_1.txt logs/wide_1.txt     what was changed: settings, machine, source
     python records/compare.py --exchange=base,long base='logs/base_*.txt' long='logs/long_*.txt' wide='logs/wide_*.txt'
     python records/compare.py -a-b=logs/none +a-b=logs/a -a+b=logs/b +a+b=logs/both
-    python records/compare.py --folder=2026-12-24_Name base='logs/base_*.txt' new='logs/new_*.txt'
     python records/compare.py --help                                     the options
 
 A group is a label and its logs: files, folders (their *.txt and *.log) or patterns; logs without a label join the group
@@ -18,22 +17,16 @@ t-test compares groups. Where two or more seeds are in both groups, a line "by s
 and Student's t-test of these differences (pairs - 1 degrees of freedom; the mean counts if a group has a seed twice). A
 seed shifts both groups alike, so this test often tells more. Choose one of the two before you see them.
 
---exchange=SHORT,LONG says what a change is worth in tokens and in seconds. SHORT and LONG are two groups with the same
-settings and different lengths. They give the exchange rate, which is the loss that one e-fold of tokens saves, and the
-baseline: its loss is linear in the logarithm of the tokens, its seconds are linear in the tokens. Every other group
-(arm) is compared with the baseline at the arm's own number of tokens. Tokens saved: the share of its tokens that the
-arm can omit and still reach the baseline's loss. Net seconds: the arm's seconds, reduced by this share, minus the
-baseline's seconds. The intervals are 95 % intervals (delta method, Welch and Satterthwaite) and include the uncertainty
-of the rate.
+--exchange=SHORT,LONG says what a change is worth in tokens and in seconds (records/README.md). Two groups with the same
+settings and different lengths give the baseline: its loss is linear in the logarithm of the tokens, its seconds are
+linear in the tokens. Every other group (arm) is compared with the baseline at the arm's own number of tokens. Tokens
+saved: the share of its tokens that the arm can omit and still reach the baseline's loss. Net seconds: the arm's
+seconds, reduced by this share, minus the baseline's. All 95 % intervals include the uncertainty of the rate.
 
 Labels of signed factors, such as +a-b above, make a factorial set. Two or more such labels add a table of main effects:
 the mean with the factor minus the mean without it, by least squares over all runs of the set, so the set may be
-incomplete or uneven. The model assumes that effects add up, and counts all other variation as chance. It counts all
-runs as independent, even runs with the same seed: if a seed shifts the loss of all labels equally, the intervals are
-too wide, not too narrow.
-
---folder writes what the track asks for: a folder with the logs, and a README.md with the track's rules, the statistics,
-and what was changed. The last group is the record, the first one its baseline.
+incomplete or uneven. Effects are assumed to add up. All runs count as independent: if a seed shifts the loss of all
+labels equally, the intervals are too wide, not too narrow.
 
 Needs only Python's standard library.
 """
@@ -59,7 +52,7 @@ from statistics import mean, stdev  # exact: equal numbers have a standard devia
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.program import UserError, run_program, user_path
+from data.run.program import UserError, atomic_write, run_program, user_error, user_path
 
 RECORD_P, CHANCE = 0.01, 0.05  # a record needs p below the first, a significant difference p below the second
 FIRST_STEPS = 10  # slower, in a row of their own; in short runs a tenth of the run
@@ -88,10 +81,8 @@ GPU = re.compile(r"^\| +\d+ +(\S.*?) +(?:On|Off) +\|", re.M)
 # one line. The public logs of 2024 also have nan for the average of the first steps.
 STEP = re.compile(r"step:(\d+)/(\d+)(?= \w+_(?:loss|time):)(?: val_loss:([\d.]+|nan|inf))?"
                   r"(?: train_loss:([\d.]+|nan|inf))?(?: train_time:(\d+)ms step_avg:(?:[\d.]+|nan|inf)ms|$)")
-OTHER = re.compile(r"\s*$|={100}$|[a-z_]+: [\d.]+$"
-                   r"|(Compiling|Sampling|Resetting|(Training|Validation) DataLoader:|peak memory|startup, seconds:"
-                   r"|train_loss:|nats per token|average_blend:\S+|hash_ids:|prefixes:|tokens per micro-batch:"
-                   r"|profiler:|warning:|checkpoint:|resumed:|size:|plot:|compiled layers:|rates of Adam:|error:) ")
+# All other lines: `name: value` (older logs have `average_blend:0.5 val_loss:3.4`), and words of the public logs.
+OTHER = re.compile(r"\s*$|={100}$|[a-z][\w ,-]*:[ \d]|(Compiling|Sampling|Resetting|Training|Validation) ")
 TRACE = re.compile(r"^steps \d+ to \d+, rank .*?^trace\b.*?$", re.M | re.S)  # the tables of --profile
 
 
@@ -126,10 +117,8 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Reads a log. Raises UserError when the file cannot be read or is not a log; `notes` has smaller problems."""
-    try:
+    with user_error(f"cannot read {path}"):
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     if b"\0" in data[:4096]:
         raise UserError(f"{path}: not a log but binary data")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
@@ -194,9 +183,8 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
-    """{label: runs} of [label=]log arguments, without logs that are copies of others, unless `copies`. Raises
-    UserError."""
+def read_groups(arguments) -> dict[str, list[Run]]:
+    """{label: runs} of [label=]log arguments, without logs that are copies of others. Raises UserError."""
     groups, label, seen, again = {}, "runs", {}, {}
     for argument in arguments:
         match = re.fullmatch(r"([\w.+-]+)=(.*)", argument)
@@ -211,7 +199,7 @@ def read_groups(arguments, copies=False) -> dict[str, list[Run]]:
             raise UserError(f"'{argument}': no such file, no folder with *.txt or *.log, no pattern that matches")
         for path in paths:
             run, group = read_run(path), groups.setdefault(label, [])
-            if (first := seen.setdefault(run.content, run)) is run or copies:
+            if (first := seen.setdefault(run.content, run)) is run:
                 group.append(run)
             else:
                 again[label] = f"{path} is the same log as {first.path}, and a run counts once"
@@ -664,54 +652,6 @@ def diff(groups, markdown) -> str:
     return "\n\n".join([*(parts or ["settings and machine are equal"]), source])
 
 
-# ---- The folder of a record ------------------------------------------------------------------------------------------
-
-def rules(runs, target) -> list[list[str]]:
-    """Rows [rule of the track, what the logs say, yes or no or –] about the runs of a record."""
-    used = [run for run in runs if run.finished]
-    loss = sample([run.loss for run in used])
-    p = p_below(loss, target)
-    rows = [["rule", "found", "holds"],
-            [f"mean loss of all runs ≤ {target:g}, p < {RECORD_P}",
-             f"n = {loss.n}, mean {number(loss.mean, 4)}, p = {chance(p)}", "yes" if p < RECORD_P else "no"],
-            ["every run has ended", f"{len(used)} of {len(runs)}", "yes" if len(used) == len(runs) else "no"]]
-    fineweb = ".*fineweb10B/.*"
-    for rule, key, pattern in (
-            ("8 H100s", "gpus", r"8 × .*H100.*"), ("FineWeb, in the order of its shards", "train_files", fineweb),
-            ("its validation", "val_files", fineweb), ("the first 10485760 tokens of it", "val_tokens", "10485760")):
-        found = list(dict.fromkeys(run.facts.get(key, "–") for run in runs))
-        holds = "–" if found == ["–"] else "yes" if all(re.fullmatch(pattern, it) for it in found) else "no"
-        rows.append([rule, ", ".join(found), holds])
-    return rows
-
-
-def write_folder(path: Path, groups, target):
-    """Writes the folder of a record, complete or not at all. Raises UserError."""
-    (first, baseline), (label, runs) = list(groups.items())[0], list(groups.items())[-1]
-    parts = [f"# {path.name}", "What this record changes, and why: **write it here, in a few sentences.**",
-             table(rules(runs, target or TARGET), True), report(groups, target, True)]
-    if label != first:
-        parts += [f"## What differs between {first} and {label}", diff({first: baseline[:1], label: runs[:1]}, True)]
-    parts += ["## Logs", "\n".join(f"* `{name}/{run.path.name}`" for name, group in groups.items() for run in group)]
-    if path.exists():
-        raise UserError(f"--folder={path}: there is such a folder or file already")
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        unfinished.mkdir(parents=True)
-        for name, group in groups.items():
-            (unfinished / name).mkdir()
-            for run in group:
-                if (copy := unfinished / name / run.path.name).exists():
-                    raise UserError(f"--folder: two logs of {name} have the name {copy.name}")
-                shutil.copyfile(run.path, copy)
-        (unfinished / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-        unfinished.rename(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
 # ---- Plot ------------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito: colour-blind safe
@@ -792,27 +732,19 @@ def svg(lines, box, target) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
-def plot(path: Path, groups, target, dots=()):
-    """Draws the losses by step and by time, and the dots (label, (step, seconds, loss)), into an .svg file, complete or
-    not at all. Raises UserError."""
+def plot(path: Path, groups, target):
+    """Draws the losses by step and by time into an .svg file, complete or not at all. Raises UserError."""
     lines, is_svg = plot_lines(groups), path.suffix == ".svg"
     if not is_svg or not lines:
         raise UserError(f"--plot={path}: " + ("there are no losses to draw" if is_svg else "draws .svg"))
     # The picture omits the first third of a run, where the loss falls from 10.8: it would flatten the rest.
     longest = max(points[-1][0] for _, _, points in lines)
-    late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest] + [dot for _, dot in dots]
-    lines += [(label, "#000000", [dot]) for label, dot in dots]
+    late = [point for _, _, points in lines for point in points if 3 * point[0] >= longest]
     box = [(min(v), max(v) if max(v) > min(v) else min(v) + 1) for v in zip(*late)]
     margin = 0.05 * (box[2][1] - box[2][0])
     box[2] = box[2][0] - margin, box[2][1] + margin
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        unfinished.write_text(svg(lines, box, target), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic_write(path) as file:
+        file.write(svg(lines, box, target).encode())
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -820,18 +752,6 @@ def plot(path: Path, groups, target, dots=()):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
-
-
-def dot(text) -> tuple[str, tuple[float, ...]]:
-    """(label, (step, seconds, loss)) of --dot."""
-    label, _, numbers = text.rpartition("=")
-    try:
-        point = tuple(map(float, numbers.split(",")))
-    except ValueError:
-        point = ()
-    if "=" not in text or len(point) != 3 or not all(map(math.isfinite, point)):
-        raise UserError("--dot takes LABEL=STEP,SECONDS,LOSS")
-    return label, point
 
 
 def parse(argv):
@@ -843,11 +763,7 @@ def parse(argv):
     parser.add_argument("--diff", action="store_true", help="instead of statistics, what changed between two logs")
     parser.add_argument("--exchange", type=lambda text: text.split(","), metavar="SHORT,LONG",
                         help="two groups of different lengths: what the others save, in tokens and seconds")
-    parser.add_argument("--folder", type=user_path,
-                        help="also write the folder of a record for the track; it must be new")
     parser.add_argument("--plot", type=user_path, metavar="FILE", help="also draw loss by step and by time: .svg")
-    parser.add_argument("--dot", type=dot, action="append", default=[], metavar="LABEL=STEP,SECONDS,LOSS",
-                        help="a result without a log, as a dot in the plot")
     # argparse would read a label with a leading dash as an option. Arguments never contain a null character.
     args = parser.parse_args(["\0" + word if re.match(SIGNED.pattern + "=", word) else word for word in argv])
     args.logs = [word.lstrip("\0") for word in args.logs]
@@ -858,17 +774,12 @@ def parse(argv):
 
 def main(argv) -> int:
     args = parse(argv)
-    groups = read_groups(args.logs, copies=args.diff)
+    groups = read_groups(args.logs)
     target = args.target or track_target(groups)
     text = diff(groups, args.markdown) if args.diff else report(groups, target, args.markdown, args.exchange)
     if args.plot:
-        plot(args.plot, groups, target, args.dot)
-    if args.folder:
-        write_folder(args.folder, groups, target)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # | head; all is done
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        plot(args.plot, groups, target)
+    print(text, flush=True)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.launch import choose_waiting
-from data.run.program import UserError, atomic_write, run_program, user_path
+from data.run.program import UserError, atomic_write, run_program, user_error, user_path
 
 if __name__ == "__main__":  # before torch is imported
     choose_waiting(sys.argv[1:])
@@ -92,12 +92,8 @@ def fetch_hellaswag() -> Path:
 
 def read_hellaswag(path) -> list[tuple[str, list[str], int]]:
     """(context, four endings, index of the right ending) of every line of JSON. Raises UserError for another format."""
-    try:
-        text = user_path(path).read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
-    examples = []
-    lines = text.split("\n") if text else []  # splitlines would also split at U+2028, which JSON strings may contain
+    with user_error(f"cannot read {path}", UnicodeDecodeError), open(user_path(path), encoding="utf-8") as file:
+        lines, examples = [*file], []
     for number, line in enumerate(lines, 1):
         try:
             example = json.loads(line)

@@ -3,9 +3,8 @@
     ./run.sh --repeat 3 --label base --label low --muon_lr=0.02               six runs, seeds 1, 2, 3, one by one
     ./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02    eight runs, one per GPU at a time
 
-Each run is a ./run.sh of its own. The labels take turns, so that machine drift cancels. With --parallel the labels also
-take turns on every GPU: run k goes to GPU k modulo the number of GPUs, shifted by one more GPU whenever the first label
-would return to the first GPU. Each GPU does its runs in order. Needs only Python's standard library.
+Each run is a ./run.sh of its own. The labels take turns, so that machine drift cancels; with --parallel also on every
+GPU, which does its runs in order. Needs only Python's standard library.
 """
 
 import math
@@ -23,11 +22,9 @@ from itertools import product, takewhile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.run.program import ROOT, UserError, compiled_folder, run_program, user_path
+from data.run.program import ROOT, UserError, run_program, user_path
 
 LABEL = re.compile(r"[\w.+][\w.+-]*|-[\w.]+([+-][\w.]+)*", re.ASCII)  # after a leading -, only signed factors: -a+b
-# Arguments that tell ./run.sh which data the run reads, and how much.
-DATA = re.compile(r"--(preset|train_files|resume|init_from|minutes|stages|stage\w*\.share|\S*tokens|\S*steps)=")
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
@@ -99,27 +96,9 @@ def visible_gpus() -> list[str]:
     return re.findall(r"^GPU (\d+)", listed, re.M)
 
 
-def environment(gpus, index) -> dict[str, str]:
-    """The variables of a run on gpus[index].
-
-    Each run sees its GPU as number 0. So runs that start together would compile the same kernels into the same files,
-    and one run might wait for another or read half a file. Each GPU therefore has its own cache folder; the first GPU
-    has the default folder.
-    """
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[index], "NPROC": "1"}
-    if index:
-        home = compiled_folder() or Path(tempfile.gettempdir(), f"caches_{os.getuid()}", "speedrun")
-        env["TRITON_CACHE_DIR"] = os.path.join(os.environ.get("TRITON_CACHE_DIR") or home / "triton", f"gpu{index}")
-    return env
-
-
-def get_data(labels, env) -> int:
-    """Gets the data of all runs once, since runs that start together would all fetch it; returns the exit status."""
-    choices = {tuple(filter(DATA.match, arguments)): arguments for arguments in labels.values()}
-    for arguments in choices.values():
-        if status := subprocess.call(["./run.sh", "data", *arguments], cwd=ROOT, env=env):
-            return status
-    return 0
+def environment(gpu) -> dict[str, str]:
+    """The variables of a run on this GPU. Runs share compiled kernels: Triton writes its files complete or not at all."""
+    return os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NPROC": "1"}
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
@@ -180,7 +159,7 @@ def train(runs, gpus, caught) -> int:
     def work(index):
         for run in runs:
             if run.gpu == index and not (caught or any(statuses)):
-                statuses.append(run.execute(environment(gpus, index) if gpus else None, caught))
+                statuses.append(run.execute(environment(gpus[index]) if gpus else None, caught))
 
     with ThreadPoolExecutor(len(gpus) or 1) as pool:
         list(pool.map(work, range(len(gpus) or 1)))
@@ -205,10 +184,14 @@ def main(argv) -> int:
         raise UserError("--parallel needs GPUs, but CUDA_VISIBLE_DEVICES or nvidia-smi -L names none; leave --parallel"
                         " out")
     for k, (i, label) in enumerate(product(range(times), labels)):
+        # One GPU further whenever the first label would return to the first GPU.
         index = (k + k // math.lcm(len(labels), len(gpus))) % len(gpus) if gpus else 0
         title = f"{label}, run {i + 1} of {times}, seed {first + i}" + (f", GPU {gpus[index]}" if gpus else "")
         runs.append(Run(label, first + i, labels[label], title, index))
-    status = get_data(labels, environment(gpus, 0)) if gpus else 0
+    status = 0
+    for arguments in labels.values() if gpus else ():  # runs that start together would all fetch the data
+        command = ["./run.sh", "data", *arguments]
+        status = status or subprocess.call(command, cwd=ROOT, env=environment(gpus[0]))
     if caught or not status:
         status = train(runs, gpus, caught)
     # compare.py compares with the first label, so the order is that of the labels. Labels may look like options.

@@ -5,12 +5,9 @@
 The code of the log runs with all rights of the user, in a temporary folder. The new log is in logs/ of this repository.
 Each --key=value replaces a setting of the log: --train_files=... and --val_files=... say where the data is.
 
-Equal digits require an equal environment. So the rerun sets the variables that the log records (env.OMP_NUM_THREADS and
-the like) to the values in the log, even if the user has set other values. It skips the log's folders, files and network
-devices, and the variables of torchrun. A variable that is not in the log keeps its value on this machine, and the
-report lists it among the differences.
-
-The exit status is 0 when the rerun finishes, whatever its losses are; otherwise it is the trainer's.
+Equal digits require an equal environment. So variables that the log records (env.OMP_NUM_THREADS and the like) get
+their values from the log, but for folders, files, network devices and torchrun. Others keep their values on this
+machine, and the report lists them. The exit status is 0 when the rerun finishes, whatever its losses are.
 """
 
 import glob
@@ -27,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.run.config import read_arguments
-from data.run.program import ROOT, UserError, run_program, user_path
+from data.run.program import ROOT, UserError, run_program, user_error, user_path
 from records import compare
 from records.compare import Run
 
@@ -181,11 +178,9 @@ def rerun(path: Path, overrides) -> int:
     before = set(glob.glob(pattern))
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
         for name, text in unpack(old):
-            try:
+            with user_error(f"{path}: cannot unpack {name}"):
                 Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
                 Path(folder, name).write_bytes(text.encode())
-            except OSError as error:
-                raise UserError(f"{path}: cannot unpack {name}: {error.strerror}") from None
         status = execute(command, folder, env)
     if status:
         for files in filter(None, map(knobs.get, ("train_files", "val_files"))):

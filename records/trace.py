@@ -1,16 +1,13 @@
 """Where the time of training steps went:  python records/trace.py logs/run_..._rank0.json.gz [...]
 
-This program reads the chrome traces of --profile=START:COUNT; its class `Profiler` writes them. A kernel belongs to the
-region, a named range of host time (`trace_range` in data/run/log.py), that launched it. A CUDA graph is one launch
-for all kernels of a micro-step or of an update. So the trainer launches the first two profiled steps (of two, the
-first) in part kernel by kernel, and `tell_apart` gives the regions of these kernels to the kernels of the graphs. The
-gaps between the many launches would count as idle time, so the tables leave out these steps, unless only one step is
-profiled. Without a GPU, operators take the place of kernels, waiting for other processes takes the place of
-communication, and all steps count.
+The class `Profiler` writes the chrome traces of --profile=START:COUNT; records/guide.md explains the tables. A kernel
+belongs to the region, a named range of host time (`trace_range` in data/run/log.py), that launched it. A CUDA graph is
+one launch for all kernels of a micro-step or of an update, so `tell_apart` gives them the regions of kernels that the
+first steps have launched one by one. Without a GPU, operators take the place of kernels, and waiting for other
+processes that of communication.
 
 An instant of time belongs to the running kernel, and to the first of several. If only NCCL runs, the instant is exposed
-communication; if nothing runs, it is idle. Contents: events to kernels with regions; numbers and their table;
-recording; main. work.py has the bytes and operations of our kernels.
+communication; if nothing runs, it is idle. work.py has the bytes and operations of our kernels.
 """
 
 import gzip
@@ -64,7 +61,7 @@ class Host:
         passes, marks = ([r for r in self.ranges if r[2].startswith(word)] for word in ("forward", "layer "))
         inside = [(mark, end, f"forward {name}")  # a mark lasts until the next mark, or the end of the pass
                   for mark, _, name in marks for start, end, _ in passes if start <= mark <= end]
-        named = {"loss": "forward loss", "forward": "forward embed" if inside else "forward"}
+        named = {"loss": "forward loss", "forward": "forward embed"}
         ranges = [(start, end, named.get(name, "other" if name.startswith("step ") else name))
                   for start, end, name in self.ranges if not name.startswith("layer ")]
         self.flatten(ranges + inside)
@@ -329,10 +326,7 @@ def recorded(profiler, path, run):
 
 
 class Profiler:
-    """torch's profiler around the steps of --profile. The trainer calls `start` and `stop` while the clock is stopped.
-
-    The first steps are launched in part kernel by kernel, so that `tell_apart` can find the regions of the others.
-    """
+    """torch's profiler around the steps of --profile. The trainer calls its methods while the clock is stopped."""
 
     def __init__(self, trainer):
         self.trainer = trainer

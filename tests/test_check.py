@@ -235,9 +235,7 @@ def test_expected_minutes(gpus):
 
 
 @pytest.mark.parametrize("part, second, args, ok, pattern", [
-    ("train", DOCUMENT * 2, "", "maybe", "; .*/x_\\*.bin: shards are missing between others: x_2.bin; .*again"
-     " with data/prepare.py"),
-    ("train", [], "", "maybe", "; .*/x_3.bin holds no tokens and is passed over; .*: shards are missing .*"),
+    ("train", [], "", "maybe", "; .*/x_3.bin holds no tokens and is passed over"),
     ("train", [97] * 1800, "", "no", "/x_3.bin: no document separator .token 256.; .*"),
     ("train", [*DOCUMENT, 257], "", "no", "/x_3.bin: token 257 but a vocabulary of 257; .*"),
     # 65600 tokens: the run may or may not need more than the first shard

@@ -56,7 +56,7 @@ if run in (hanging := variable("HANGS").split()):  # Ctrl-C ends it with STATUS,
 exec(variable("TRAIN"))
 tell(end=run)
 """
-NAMES = "CUDA_VISIBLE_DEVICES", "NPROC", "TRITON_CACHE_DIR"
+NAMES = "CUDA_VISIBLE_DEVICES", "NPROC"
 
 
 @pytest.fixture
@@ -199,11 +199,10 @@ def test_errors_are_one_line_before_anything_is_done(argv, error):
 # ---- Side by side ----------------------------------------------------------------------------------------------------
 
 
-def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
-    """At most one run at a time on each GPU, and as many at once as there are GPUs. Labels with the same data and
-    length get the data once, before the runs."""
+def test_each_gpu_has_a_queue_of_its_own(folder, train):
+    """At most one run at a time on each GPU, and as many at once as there are GPUs. The data comes before the runs."""
     argv = "4 --label a --parallel --label b --train_files x --y=2 --train_tokens=1e9"
-    done = train(argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="wait(3, 'run')", TRITON_CACHE_DIR="/my/a")
+    done = train(argv, CUDA_VISIBLE_DEVICES="5, 3,GPU-x", NPROC="2", BEFORE="wait(3, 'run')")
     assert done.compared == "a.1 a.2 a.3 a.4 b.1 b.2 b.3 b.4"
     queues = {}
     for call in done.calls[:-1]:
@@ -213,9 +212,9 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
     def starts_and_ends(runs):
         return [run for run in runs.split() for _ in range(2)]
     data = [["--log_dir=logs"], ["--log_dir=logs", "--train_files=x", "--y=2", "--train_tokens=1e9"]]
-    assert queues == {("5", "1", "/my/a"): [*data, *starts_and_ends("a.1 b.2")],
-                      ("3", "1", "/my/a/gpu1"): starts_and_ends("b.1 a.3 a.4"),
-                      ("GPU-x", "1", "/my/a/gpu2"): starts_and_ends("a.2 b.3 b.4")}
+    assert queues == {("5", "1"): [*data, *starts_and_ends("a.1 b.2")],
+                      ("3", "1"): starts_and_ends("b.1 a.3 a.4"),
+                      ("GPU-x", "1"): starts_and_ends("a.2 b.3 b.4")}
     assert "data" in done.calls[0] and "data" in done.calls[1]
     title = "run.sh: b, run 3 of 4, seed 3, GPU GPU-x"
     told = [line for line in done.err.splitlines() if line.startswith(title)]
@@ -224,14 +223,3 @@ def test_each_gpu_has_a_queue_and_caches_of_its_own(folder, train, monkeypatch):
     script(folder / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: H200 (UUID: GPU-a)\nGPU 1: H200'")
     done = train(argv, DATA_STATUS="7", PATH=f"{folder}/bin:{os.environ['PATH']}")
     assert (done.status, len(done.calls), done.calls[0]["CUDA_VISIBLE_DEVICES"]) == (7, 1, "0")
-    done = train("1 --lr=1 --label a --parallel --label b --y=1 --label c --stages=5", CUDA_VISIBLE_DEVICES="0")
-    assert [given["data"][-1] for given in done.calls if "data" in given] == ["--y=1", "--stages=5"]
-
-
-@pytest.mark.parametrize("home, caches", [("{home}", "{home}/speedrun"), ("/dev/null", "/caches_{uid}/speedrun")])
-def test_caches_of_the_second_gpu(tmp_path, monkeypatch, home, caches):
-    """Beside those of the first, which are the trainer's own; where no cache can be, in the folder for such files."""
-    home, caches = (text.format(home=tmp_path, uid=os.getuid()) for text in (home, caches))
-    monkeypatch.setattr(os, "environ", {"XDG_CACHE_HOME": home})
-    first, second = ([repeat.environment("01", index).get(name) for name in NAMES[2:]] for index in (0, 1))
-    assert first == [None] and [path.partition(caches)[2] for path in second] == ["/triton/gpu1"]

@@ -393,19 +393,16 @@ def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, c
     assert (",unknown val_sha256=" in text) == (bad == "unreadable")
 
 
-def test_a_run_says_which_shards_it_lacks(corpus, tmp_path, capsys, fails):
-    """Those without tokens, and gaps in the numbers; on the screen and in the log."""
-    train, empty, late = shards_of(corpus, tmp_path, *["train_1", "train_2"] * 2), *(
-        tmp_path / f"train_{i}.bin" for i in (1, 5))
+def test_a_run_says_which_shards_hold_no_tokens(corpus, tmp_path, capsys, fails):
+    """On the screen and in the log."""
+    train, empty = shards_of(corpus, tmp_path, *["train_1", "train_2"] * 2), tmp_path / "train_1.bin"
     write_shard(empty, [])
-    (tmp_path / "train_2.bin").rename(late)
     assert T.main([*corpus.args, *SHORT, f"--log_dir={tmp_path}", train]) == 0
     text = next(tmp_path.glob("*.txt")).read_text().split(RULE)[-1]
     assert re.findall("^step:(.*) val_loss", text, re.M) == ["4/4"]  # --val_every=0: one validation, at the end
     for seen in capsys.readouterr().out, text:
         told = re.findall("^warning: (.*)$", seen, re.M)
         assert told[0] == f"{empty if seen is not text else empty.name} holds no tokens and is passed over"
-        assert re.fullmatch(r".*train_\*.bin: shards are missing between others: train_2.bin, train_4.bin; .*", told[1])
     assert len(compare.read_run(next(tmp_path.glob("*.txt"))).facts["train_sha256"].split(",")) == 3
 
 

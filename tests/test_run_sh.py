@@ -159,7 +159,7 @@ def test_gpus_and_arguments_decide(machine, count, arguments, data, procs, prese
 
 
 def test_no_gpu_is_one_process_on_all_cores_with_the_cpu_preset(machine):
-    """A second start asks prepare.py again, which knows what is complete. It does not import torch, which takes seconds."""
+    """A second start asks prepare.py again, which knows what is complete. It does not import the slow torch."""
     assert machine.run() == [STDLIB, CPU] and machine.threads == "12"
     assert machine.run() == [STDLIB, CPU] and machine.err == "" and not machine.imported
 
@@ -314,8 +314,8 @@ def test_repeated_runs_are_runs_of_their_own(machine):
 
 def test_runs_side_by_side_find_the_data_there(machine):
     argv = "--repeat 1 --label a --parallel --label b".split()
-    _, first, *runs = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
-    assert first == STDLIB and sorted(runs) == sorted([
+    _, *first, a, b, c, d = machine.run(*argv, CUDA_VISIBLE_DEVICES="0,1", status=1)
+    assert first == [STDLIB] * 2 and sorted([a, b, c, d]) == sorted([
         *(train(1, "--preset=cpu", f"--run_label={label}", "--seed=1", "--log_dir=logs") for label in "ab"),
         STDLIB, STDLIB])
     assert machine.run("data", "--preset", "record") == [FINEWEB] and machine.run("data") == [STDLIB]
@@ -419,7 +419,8 @@ def test_ctrl_c_before_the_training(machine, command):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_is_named(machine, number):
-    """SIGHUP comes when a terminal closes, SIGUSR1 from a scheduler. The line comes from a process of run.sh, which gets the signal, too."""
+    """SIGHUP comes when a terminal closes, SIGUSR1 from a scheduler. A process of run.sh prints the line, which gets the
+    signal, too."""
     machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
                                touch "$CALLS.waits"; sleep 60 & wait"""
     machine.env["NPROC"] = "2"
