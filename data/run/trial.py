@@ -1,6 +1,5 @@
 """Before training on a GPU that nobody has tested: each operation once on a small input, against its reference."""
 
-import functools
 import platform
 
 import torch
