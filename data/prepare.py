@@ -13,6 +13,7 @@ and verified. After an interruption or damage, run the same command again.
 import argparse
 import array
 import codecs
+import glob
 import hashlib
 import itertools
 import json
@@ -566,6 +567,10 @@ def install(made: Path, folder: Path, facts: dict) -> None:
     """Moves the shards from `made` to `folder`, the first validation shard last. Then they are complete and belong
     together, and the trainer finds them. Raises UserError before it changes anything if it cannot do so."""
     folder.mkdir(exist_ok=True)
+    for path in facts_file(folder), *(folder / name for name in facts["train"] | facts["val"]), *folder.glob(
+            f"{glob.escape(folder.name)}_*_*.bin"):
+        if os.path.isdir(path):
+            raise UserError(f"{path} is a folder: remove it, and run the same command again")
     if folder.stat().st_dev != made.stat().st_dev:
         raise UserError(f"{folder} is on another disk than the folder around it: let DATA_PATH name a folder there")
     facts_file(folder).unlink(missing_ok=True)

@@ -520,6 +520,21 @@ def test_lines_of_json(tiny, capsys):
     assert "warning: took 3 files of JSON as they are, for no line has a text in a field `text`, such as" in out
 
 
+@pytest.mark.parametrize("how", ["shard", "older", "facts"])
+def test_shards_that_cannot_be_exchanged_stay(tiny, capsys, how):
+    """A folder in the place of a file: one line, and what was there stays."""
+    text = {"a.txt": "line\n" * 500}
+    assert prepare_files(text) == 0
+    place = tiny / "n" / {"shard": "n_train_000001.bin", "older": "n_train_000009.bin", "facts": "n.json"}[how]
+    place.unlink(missing_ok=True)
+    place.mkdir()
+    before = {path: os.path.isdir(path) or path.read_bytes() for path in (tiny / "n").iterdir()}
+    capsys.readouterr()
+    assert prepare_files(text) == 1
+    assert re.fullmatch(f"error: .*{place.name} is a folder: remove it, .*\n", capsys.readouterr().err)
+    assert before == {path: os.path.isdir(path) or path.read_bytes() for path in (tiny / "n").iterdir()}
+
+
 @pytest.mark.parametrize("count, whole", [(1, False), (19, False), (20, True)])
 def test_from_twenty_files_on_whole_files_validate(data, capsys, count, whole):
     """The documents of fewer files represent all of them."""
