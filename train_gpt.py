@@ -533,6 +533,11 @@ class Param(NamedTuple):
     codes: tuple[str, float] = ("", 0.0)  # knob with which it has FP8 codes, and their bytes per weight
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def sparse(self) -> bool:
+        """Whether it is a table of which a step has gradients of few rows."""
+        return self.lazy or self.optim == "rows"
+
 
 # The order of record 74 for all replicated parameters together: they are updated first, while the large reductions run.
 REPLICATED_ORDER = 2, 0
@@ -784,6 +789,94 @@ class Factors:
         return self.factors[key]
 
 
+def steps_per_update(row, optim) -> int:
+    """Number of steps whose gradients make one update of a parameter. In two steps of a short run, many rows of a table
+    occur once, so two updates of the tables would teach them little."""
+    return 1 if row.optim == "normuon" else 2 if row.sparse else optim.adam_every
+
+
+def adam_betas(row, optim) -> tuple[float, float]:
+    """Decays of the first and the second moment of a parameter. A lazy table has no first moment. table_beta2 counts
+    updates of the tables; the head forgets as fast in tokens."""
+    beta1, beta2 = row.betas
+    beta2 = optim.table_beta2 ** (steps_per_update(row, optim) / 2) if beta2 is None else beta2
+    return 0.0 if row.lazy and optim.lazy_tables else beta1, beta2
+
+
+# ---- Embedding tables ------------------------------------------------------------------------------------------------
+
+class Table:
+    """An embedding table (R, D): what a forward pass reads of it, where the backward pass leaves the gradients, what the
+    ranks exchange, and the update of single rows.
+
+    A batch touches few rows, so the gradients go past autograd: into the parameter's `grad`, or of a table of `rows`
+    into `few` (FewRows). touched (R,) bool, of a lazy table: the rows with a gradient, at least. With several ranks,
+    each has a part of a table of `rows`; `local` (most, D) then has the rows of the micro-batch, in the order of
+    `Exchange.takes`. All ranks must call `start`, `fetch` and `send_gradients` in the same order. PR 360 (devenpzak)
+    fetches its rows a step ahead.
+    """
+
+    def __init__(self, row, parameter, ops):
+        self.row, self.parameter, self.ops = row, parameter, ops
+        self.touched = self.few = self.local = None
+        self.state = {}  # sparse: "v", of a lazy table (R, D), else (R, 1), and "last", the last update of every row
+        self.under_way = None  # (exchange, the rows that this rank gives, work) of rows that travel to next_local
+
+    def lookup(self, count, ids, *n_grams):
+        """kernels.lookup of the table, or of the rows that have come."""
+        if self.local is not None:
+            return kernels.lookup(self.local, count, ids, self.ops, None, None, *n_grams)
+        return kernels.lookup(self.parameter, count, ids, self.ops, self.touched, self.few, *n_grams)
+
+    def share(self, most, rt):
+        """Begin to exchange rows with the other ranks, at most `most` for a micro-batch."""
+        self.rt, table = rt, self.parameter
+        self.local = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device, requires_grad=True)
+        self.local.grad, self.next_local = torch.zeros_like(self.local), torch.zeros_like(self.local)
+
+    @torch.no_grad()
+    def start(self, exchange):
+        """Begin to bring the rows of a micro-batch, while the GPU works on."""
+        if self.under_way:  # rows that nobody has taken: a validation came between
+            self.under_way[-1].wait()
+        with trace_range("fetch rows"):
+            given, count = self.parameter.index_select(0, exchange.rows), sum(exchange.takes)
+            work = dist.all_to_all_single(self.next_local[:count], given, exchange.takes, exchange.gives, async_op=True)
+        self.under_way = exchange, given, work
+
+    @torch.no_grad()
+    def fetch(self, exchange):
+        """Bring the rows of a micro-batch, which may be under way."""
+        if not self.under_way or self.under_way[0] is not exchange:
+            self.start(exchange)
+        with trace_range("fetch rows"):
+            self.under_way[-1].wait()
+            self.under_way, count = None, sum(exchange.takes)
+            self.local[:count] = self.next_local[:count]
+
+    @torch.no_grad()
+    def send_gradients(self, exchange):
+        """Add the gradients of the rows to those of the ranks that own the rows, as an average over the ranks."""
+        with trace_range("send gradients of rows"):
+            sent, ids = self.local.grad[:sum(exchange.takes)], kernels.SortedIds(exchange.rows, exchange.pieces)
+            received = torch.empty(len(exchange.rows), sent.size(1), dtype=sent.dtype, device=sent.device)
+            dist.all_to_all_single(received, sent / self.rt.world, exchange.gives, exchange.takes)
+            sent.zero_()
+            if len(received):
+                self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
+
+    def update(self, part, grad, numbers, optim):
+        """Adam of the rows with a gradient, which becomes zero. part: this rank's; grad: of a lazy table."""
+        label, (_, beta2) = self.row.label, adam_betas(self.row, optim)
+        moments = part, self.state["v"], self.state["last"]
+        rates = numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"], beta2, optim.adam_eps
+        if self.few:
+            self.ops.update_few_rows(*moments, self.few.grad, self.few.place, self.few.rows, self.few.count, *rates)
+        else:
+            touched = (grad != 0).any(1) if self.touched is None else self.touched
+            self.ops.update_rows(*moments, touched, grad, *rates)
+
+
 # For the tokens before the last one of an n-gram, the nearest first.
 SIGN_FACTORS = 1, 20011, 30011, 44021, 52609, 37013, 28001
 
@@ -808,17 +901,16 @@ class GPT(nn.Module):
     def __init__(self, config: Model, ops, dtype, device, ranks=1):
         super().__init__()
         self.config, self.ops, self.dtype = config, ops, dtype
-        self.table, self.fp8_head, self.fp8_mlps, self.fp8_projections = param_table(config), False, None, None
-        self.touched = {}  # table -> (rows,) bool, which the backward pass of `lookup` sets for its rows
-        self.few_rows = {}  # table -> FewRows, to which the backward pass of `lookup` adds
-        self.shared_rows = {}  # table -> SharedRows, from which `lookup` reads in place of the parameter
+        self.settings, self.fp8_head, self.fp8_mlps, self.fp8_projections = param_table(config), False, None, None
         fields = "attention", "value_embed", "skip_from", "xsa", "dynamic"
         self.with_attention, self.with_values, self.with_skip, self.with_xsa, self.with_dynamic = map(
             config.layers_with, fields)
-        for param in self.table:
+        for param in self.settings:
             rows = -(-param.shape[0] // ranks) if param.optim == "rows" else param.shape[0]
             zeros = torch.zeros(rows, *param.shape[1:], dtype=param.dtype, device=device)
             self.register_parameter(param.label, nn.Parameter(zeros))
+        self.tables = {row.label: Table(row, self.get_parameter(row.label), ops) for row in self.settings
+                       if row.sparse or row.label == "embed"}
         if config.bigram_signs:  # the same in every run, whatever the seed
             bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
             self.register_buffer("signs", (2 * bits - 1).to(device, dtype), persistent=False)
@@ -831,7 +923,7 @@ class GPT(nn.Module):
         the transposed head."""
         generator = torch.Generator(self.embed.device).manual_seed(seed)
         self.init_attention(generator)
-        for param in self.table:
+        for param in self.settings:
             tensor = self.get_parameter(param.label)
             if callable(param.init):
                 tensor.zero_()
@@ -865,29 +957,16 @@ class GPT(nn.Module):
         return Output(h, point, codes)
 
     def lookup(self, tokens, row_ids, pieces=None):
-        """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings.
-
-        A batch touches a few percent of the rows. The backward pass therefore adds gradients directly to `.grad` of the
-        tables.
-        """
-        def rows(table, count, ids, *n_grams):
-            if table in self.shared_rows:
-                return kernels.lookup(self.shared_rows[table].rows, count, ids, self.ops, None, None, *n_grams)
-            return kernels.lookup(self.get_parameter(table), count, ids, self.ops, self.touched.get(table),
-                                  self.few_rows.get(table), *n_grams)
-
+        """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings."""
         pieces = pieces or {}
         token_ids = kernels.SortedIds(tokens, pieces.get("tokens"))
         table, orders, signs = self.config.ngram_table, [order for order, _ in self.config.ngrams], ()
         if self.config.bigram_signs:
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
             signs = self.signs, sign_rows(ids, orders)
-        [token_embed] = rows("embed", 1, token_ids)
-        [ngrams] = rows(table, 1, kernels.SortedIds(row_ids[table], pieces.get(table)), len(orders), signs)
-        values = ()
-        if self.with_values:
-            values = rows("value_embeds", len(self.with_values), token_ids)
-        return [token_embed, ngrams, *values]
+        ngram_ids = kernels.SortedIds(row_ids[table], pieces.get(table))
+        return [*self.tables["embed"].lookup(1, token_ids), *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
+                *(self.tables["value_embeds"].lookup(len(self.with_values), token_ids) if self.with_values else ())]
 
     def projections(self, vs) -> list[tuple[list[int], Tensor]]:
         """[(layers, weights of their q, k and v (layers, 2 H w + H d, D))], for each width w of the heads of q and k.
@@ -1167,69 +1246,10 @@ class Replicated:
         return vector.split(list(map(len, self.weights)))
 
 
-class SharedRows:
-    """The rows that a micro-batch reads from a table of which every rank has a part, and their gradients.
-
-    rows (most, D): a leaf, whose first rows are those of the micro-batch, in the order of `Exchange.takes`. table: this
-    rank's part, a parameter; few: FewRows of it. All ranks must call the methods in the same order. PR 360 (devenpzak)
-    fetches its rows a step ahead.
-    """
-
-    def __init__(self, table, few, most, rt, ops):
-        self.table, self.few, self.rt, self.ops = table, few, rt, ops
-        self.rows = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device, requires_grad=True)
-        self.rows.grad, self.next_rows = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
-        self.under_way = None  # (exchange, the rows that this rank gives, work) of rows that travel to next_rows
-
-    @torch.no_grad()
-    def start(self, exchange):
-        """Begin to bring the rows of a micro-batch, while the GPU works on."""
-        if self.under_way:  # rows that nobody has taken: a validation came between
-            self.under_way[-1].wait()
-        with trace_range("fetch rows"):
-            given, count = self.table.index_select(0, exchange.rows), sum(exchange.takes)
-            work = dist.all_to_all_single(self.next_rows[:count], given, exchange.takes, exchange.gives, async_op=True)
-        self.under_way = exchange, given, work
-
-    @torch.no_grad()
-    def fetch(self, exchange):
-        """Bring the rows of a micro-batch, which may be under way."""
-        if not self.under_way or self.under_way[0] is not exchange:
-            self.start(exchange)
-        with trace_range("fetch rows"):
-            self.under_way[-1].wait()
-            self.under_way, count = None, sum(exchange.takes)
-            self.rows[:count] = self.next_rows[:count]
-
-    @torch.no_grad()
-    def send_gradients(self, exchange):
-        """Add the gradients of the rows to those of the ranks that own the rows, as an average over the ranks."""
-        sent, ids = self.rows.grad[:sum(exchange.takes)], kernels.SortedIds(exchange.rows, exchange.pieces)
-        received = torch.empty(len(exchange.rows), sent.size(1), dtype=sent.dtype, device=sent.device)
-        dist.all_to_all_single(received, sent / self.rt.world, exchange.gives, exchange.takes)
-        sent.zero_()
-        if len(received):
-            self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
-
-
-def steps_per_update(row, optim) -> int:
-    """Number of steps whose gradients make one update of a parameter. In two steps of a short run, many rows of a table
-    occur once, so two updates of the tables would teach them little."""
-    return 1 if row.optim == "normuon" else 2 if row.lazy or row.optim == "rows" else optim.adam_every
-
-
 def adam_factor(steps) -> float:
     """Factor of Adam's rates with so many steps per update: an update by fewer tokens has a lower rate
     (records/2026-11-27_learning)."""
     return (steps / 2) ** 0.25
-
-
-def adam_betas(row, optim) -> tuple[float, float]:
-    """Decays of the first and the second moment of a parameter. A lazy table has no first moment. table_beta2 counts
-    updates of the tables; the head forgets as fast in tokens."""
-    beta1, beta2 = row.betas
-    beta2 = optim.table_beta2 ** (steps_per_update(row, optim) / 2) if beta2 is None else beta2
-    return 0.0 if row.lazy and optim.lazy_tables else beta1, beta2
 
 
 def update_numbers(config, plan) -> dict[str, float]:
@@ -1262,36 +1282,34 @@ def update_numbers(config, plan) -> dict[str, float]:
 class NorMuonAndAdam:
     """State, updates and communication of all parameters; `param_table` has the settings of each.
 
-    named_params: {label: parameter}. Explicit orders replace gradient hooks: Chris McCormick (PR 200).
+    Explicit orders replace gradient hooks: Chris McCormick (PR 200).
     """
 
-    def __init__(self, named_params, config, rt, ops):
-        self.params, self.config, self.optim, self.rt, self.ops = dict(named_params), config, config.optim, rt, ops
-        self.table = {param.label: param for param in param_table(config.model)}
-        if set(self.table) != set(self.params):
-            differing = sorted(set(self.table) ^ set(self.params))
+    def __init__(self, model, config, rt, ops):
+        self.params, self.tables = dict(model.named_parameters()), model.tables
+        self.config, self.optim, self.rt, self.ops = config, config.optim, rt, ops
+        self.settings = {param.label: param for param in param_table(config.model)}
+        if set(self.settings) != set(self.params):
+            differing = sorted(set(self.settings) ^ set(self.params))
             raise UserError(f"param_table needs one row per parameter; differing: {', '.join(differing)}")
         # The orders contain the name "replicated" once, for all replicated parameters together.
-        orders = {label: row.sharded for label, row in self.table.items() if row.sharded}
+        orders = {label: row.sharded for label, row in self.settings.items() if row.sharded}
         orders["replicated"] = REPLICATED_ORDER
         self.reduce_order, self.update_order = (sorted(orders, key=lambda name: orders[name][k]) for k in (0, 1))
-        self.copies = {row.tied_to: label for label, row in self.table.items() if row.tied_to}  # parameter -> its copy
+        self.of_rows = [label for label, row in self.settings.items() if row.optim == "rows"]
+        self.copies = {row.tied_to: label for label, row in self.settings.items() if row.tied_to}  # parameter -> its copy
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
         # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
-        # --slow_momentum "slow"; of a lazy table "v" and "last", the number of the last update of every row; with
-        # --average_blend also "average"
+        # --slow_momentum "slow"; with --average_blend also "average"; of rows updated one by one `Table.state`
         self.state = {}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
-        self.touched = {}  # label of a lazy table -> (rows,) bool, True at least where the gradient is not zero
-        self.few_rows = {}  # label of a table whose rows are updated one by one -> FewRows, its gradients
-        self.tables = {label for label, row in self.table.items() if row.lazy or row.optim == "rows"}
-        for label, row in self.table.items():
+        for label, row in self.settings.items():
             if row.optim == "rows":
-                table = self.params[label].detach()
-                self.few_rows[label] = kernels.FewRows(table, min(most_few_rows(config), len(table)))
-                v = torch.zeros(len(table), 1, device=rt.device)
-                self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
+                weights, table = self.params[label].detach(), self.tables[label]
+                table.few = kernels.FewRows(weights, min(most_few_rows(config), len(weights)))
+                v = torch.zeros(len(weights), 1, device=rt.device)
+                self.state[label] = table.state = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
                 continue
             if not row.sharded:
                 continue
@@ -1301,9 +1319,10 @@ class NorMuonAndAdam:
             shard = self.shards[label] = self._shard(label, self.buffers[label][0])
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.lazy and self.optim.lazy_tables:
-                self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
+                table = self.tables[label]
+                self.state[label] = table.state = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
                 if rt.world == 1:  # all ranks touch rows of a shard, so several ranks look at the reduced gradient
-                    self.touched[label] = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
+                    table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
             elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
@@ -1316,13 +1335,13 @@ class NorMuonAndAdam:
             if row.average and self.optim.average_blend:
                 self.state[label]["average"] = torch.zeros_like(m)
 
-        replicated = {label: row for label, row in self.table.items() if not row.sharded and row.optim == "adam"}
+        replicated = {label: row for label, row in self.settings.items() if not row.sharded and row.optim == "adam"}
         self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
         self.state |= self.replicated.state
 
     def _as_matrices(self, label, tensor):
         """A view of a parameter-shaped tensor in the optimizer's shape: (n, R, C) for a bank, else unchanged."""
-        return tensor.flatten(0, -3) if self.table[label].optim == "normuon" else tensor
+        return tensor.flatten(0, -3) if self.settings[label].optim == "normuon" else tensor
 
     def _pad(self, label, full):
         """A tensor in the optimizer's shape, padded with zeros to a multiple of the number of ranks."""
@@ -1331,13 +1350,13 @@ class NorMuonAndAdam:
 
     def _shard(self, label, full):
         """This rank's part of a full tensor, padded or not."""
-        if not self.table[label].sharded:
+        if not self.settings[label].sharded:
             return full
         return self._pad(label, full).chunk(self.rt.world)[self.rt.rank]
 
     def _unshard(self, label, part):
         """The full tensor, without padding, from the parts of all ranks."""
-        if not self.table[label].sharded or self.rt.world == 1:
+        if not self.settings[label].sharded or self.rt.world == 1:
             return part
         data = part.contiguous().view(torch.uint8)  # NCCL does not know int16
         full = data.new_empty(data.size(0) * self.rt.world, *data.shape[1:])
@@ -1346,14 +1365,14 @@ class NorMuonAndAdam:
 
     @torch.no_grad()
     def step_rows(self, plan, numbers):
-        """The update of the tables in self.few_rows, where all ranks then find the rows of their next micro-batch.
+        """The update of the tables of `rows`, where all ranks then find the rows of their next micro-batch.
 
         No CUDA graph can hold that exchange, since the number of rows changes from batch to batch. Nor can a graph hold
         the plain update, whose host reads the number of rows from the GPU.
         """
-        for label in self.few_rows if plan.tables else ():
+        for label in self.of_rows if plan.tables else ():
             with trace_range(f"update {label}"):
-                self._update_few_rows(label, numbers)
+                self.tables[label].update(self.params[label].detach(), None, numbers, self.optim)
 
     @torch.no_grad()
     def step(self, plan, numbers):
@@ -1399,7 +1418,7 @@ class NorMuonAndAdam:
         with trace_range("zero gradients"):
             # In place, because CUDA graphs add to this memory. update_rows zeroes the gradients of its tables.
             torch._foreach_zero_([self.params[label].grad for label in self.buffers
-                                  if self._has_turn(label, plan) and label not in self.touched])
+                                  if self._has_turn(label, plan) and not self.is_lazy(label)])
             if plan.adam:
                 torch._foreach_zero_(self.replicated.grads)
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
@@ -1408,7 +1427,12 @@ class NorMuonAndAdam:
 
     def _has_turn(self, name, plan):
         """Whether a parameter is updated at this step."""
-        return name in self.matrix_lr or (plan.tables if name in self.tables else plan.adam)
+        sparse = name in self.tables and self.settings[name].sparse
+        return name in self.matrix_lr or (plan.tables if sparse else plan.adam)
+
+    def is_lazy(self, label):
+        """Whether one rank updates single rows of a parameter, and zeroes their gradients."""
+        return label in self.tables and self.tables[label].touched is not None
 
     def _own_gradient(self, name):
         """This rank's part of a gradient before the reduction; of the replicated parameters a list of vectors."""
@@ -1449,13 +1473,6 @@ class NorMuonAndAdam:
             numbers[f"{label} weight_decay"], self.optim.muon_beta2, state["average"] if moves_average else None,
             numbers[f"{label} average_rate"])
 
-    def _update_few_rows(self, label, numbers):
-        few, state = self.few_rows[label], self.state[label]
-        self.ops.update_few_rows(
-            self.params[label].detach(), state["v"], state["last"], few.grad, few.place, few.rows, few.count,
-            numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"],
-            adam_betas(self.table[label], self.optim)[1], self.optim.adam_eps)
-
     def _update_adam(self, name, grad, numbers, moves_average):
         eps = self.optim.adam_eps
         if name == "replicated":
@@ -1463,23 +1480,19 @@ class NorMuonAndAdam:
                 self.ops.replicated_update(*tensors, part, numbers["adam_lr"], numbers["t"], *coefficients,
                                            self.optim.adam_wd, eps)
             return
-        p, state, (beta1, beta2) = self.shards[name], self.state[name], adam_betas(self.table[name], self.optim)
+        p, state = self.shards[name], self.state[name]
+        if "last" in state:
+            return self.tables[name].update(p, grad, numbers, self.optim)
         step_size, weight_decay, rate = (
             numbers[f"{name} {key}"] for key in ("step_size", "weight_decay", "average_rate"))
-        if "last" in state:
-            touched = self.touched[name] if self.rt.world == 1 else (grad != 0).any(1)
-            self.ops.update_rows(p, state["v"], state["last"], touched, grad, numbers["table_t"], step_size,
-                                 weight_decay, beta2, eps)
-        else:
-            average = state["average"] if moves_average else None
-            self.ops.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, beta1, beta2, eps, average,
-                                 rate)
+        betas, average = adam_betas(self.settings[name], self.optim), state["average"] if moves_average else None
+        self.ops.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, *betas, eps, average, rate)
 
     @torch.no_grad()
     def drop_gradients(self):
         """Zero all gradients, without an update."""
         torch._foreach_zero_([*(grad for _, grad in self.buffers.values()), *self.replicated.grads])
-        for few in self.few_rows.values():
+        for few in (self.tables[label].few for label in self.of_rows):
             few.load(few.rows[:0], few.grad[:0])
 
     @torch.no_grad()
@@ -1499,7 +1512,7 @@ class NorMuonAndAdam:
         """Replace the last weights by their mixture with the averages (--average_blend). All ranks must call this.
         Training cannot go on afterwards."""
         for label, state in self.state.items():
-            if "average" in state and not (plan.tied and self.table[label].tied_to):
+            if "average" in state and not (plan.tied and self.settings[label].tied_to):
                 blend_weights(self.shards[label], state, self.optim.average_blend, lambda x: all_reduce(x, self.rt))
                 if self.rt.world > 1:
                     all_gather(self.buffers[label][0], self.shards[label])
@@ -1688,14 +1701,13 @@ class Trainer:
                                      self.model.embed, ops.pointer, config.model.gate_id)
         has_graphs = config.system.cuda_graphs and rt.device.type == "cuda"
         self.graphs = MicroStepGraphs(self.micro_step, has_graphs)
-        self.optimizer = NorMuonAndAdam(self.model.named_parameters(), config, rt, ops)
-        self.model.touched, self.model.few_rows = self.optimizer.touched, self.optimizer.few_rows
+        self.optimizer = NorMuonAndAdam(self.model, config, rt, ops)
         self.update_graphs = UpdateGraphs(self.update, has_graphs, self.graphs, update_numbers(config, self.plans[0]))
         self.model.fp8_head = config.system.fp8
         longest = max(max(plan.micro_batch_tokens for plan in self.plans), config.data.val_batch_tokens)
-        for label, few in self.optimizer.few_rows.items() if rt.world > 1 else ():
-            table, most = self.model.get_parameter(label).detach(), longest * len(config.model.ngrams)
-            self.model.shared_rows[label] = SharedRows(table, few, most, rt, ops)
+        self.shared = [self.model.tables[label] for label in self.optimizer.of_rows if rt.world > 1]
+        for table in self.shared:
+            table.share(longest * len(config.model.ngrams), rt)
         if config.system.fp8_mlp:  # after the optimizer, which may move the bank
             self.model.fp8_mlps = kernels.Fp8Mlps(self.model.mlp_bank, 1 / self.micro_steps)
         if config.system.fp8_qkv:
@@ -1793,9 +1805,8 @@ class Trainer:
                     self.fetch_ahead(loader)
                 with trace_range("micro-step"):
                     self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
-                for shared in self.model.shared_rows.values():
-                    with trace_range("send gradients of rows"):
-                        shared.send_gradients(batch.exchange)
+                for table in self.shared:
+                    table.send_gradients(batch.exchange)
             numbers = self.update_graphs.set_numbers(self.number_table[plan.step]) or update_numbers(self.config, plan)
             self.optimizer.step_rows(plan, numbers)
             if plan.tables:
@@ -1826,19 +1837,19 @@ class Trainer:
             loss = self.head(out.h, batch.targets, mtp_weights, 1 / self.micro_steps, candidates=batch.candidates,
                              point=out.point, codes=out.codes)
         with trace_range("backward"):
-            add_gradients(loss, [*self.model.parameters(), *(each.rows for each in self.model.shared_rows.values())])
+            add_gradients(loss, [*self.model.parameters(), *(table.local for table in self.shared)])
         return loss.detach()
 
     def fetch_rows(self, batch):
         """Bring the rows of n-grams that this rank reads in a micro-batch. All ranks must call this."""
-        for shared in self.model.shared_rows.values() if batch.exchange else ():
-            shared.fetch(batch.exchange)
+        for table in self.shared if batch.exchange else ():
+            table.fetch(batch.exchange)
 
     def fetch_ahead(self, loader):
         """Begin to bring the rows of the next micro-batch. All ranks must call this."""
-        for shared in self.model.shared_rows.values():
+        for table in self.shared:
             if exchange := loader.next_exchange():
-                shared.start(exchange)
+                table.start(exchange)
 
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch."""
@@ -1906,7 +1917,7 @@ class Trainer:
                  "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
                  "loader": self.loader.state_dict(), "optimizer": whole_state(self.optimizer)}
         whole = {label: whole_rows(self.optimizer, label, self.model.get_parameter(label).detach())
-                 for label in self.optimizer.few_rows}
+                 for label in self.optimizer.of_rows}
         if self.rt.rank == 0:
             read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
             wait(check for part, end in read.items() for check in [*self.shards[part].checks.values()][:end])
@@ -1932,7 +1943,7 @@ class Trainer:
 
     def load_weights(self, state):
         """Load the weights alone, and the scales of their FP8 codes."""
-        parts = {label: own_rows(self.optimizer, label, state["model"][label]) for label in self.optimizer.few_rows}
+        parts = {label: own_rows(self.optimizer, label, state["model"][label]) for label in self.optimizer.of_rows}
         self.model.load_state_dict(state["model"] | parts)
         self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
 
@@ -1960,7 +1971,7 @@ class Trainer:
         """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
         begin as constants."""
         self.model.init_weights(self.config.system.seed)
-        for param in self.model.table if self.rt.world > 1 else ():
+        for param in self.model.settings if self.rt.world > 1 else ():
             if param.optim != "rows":
                 dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
 
@@ -2055,7 +2066,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
         log.line(shards_line(shards), console=False)
     allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
     log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if system.sample_tokens and trainer.model.shared_rows:
+    if system.sample_tokens and trainer.shared:
         log.line("warning: no sample: this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
     elif system.sample_tokens and rt.rank == 0:
         try:

@@ -164,7 +164,7 @@ def describe(trainer, plans, batches, limits):
         steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied,
                       "tokens": plan.micro_batch_tokens, "windows": [stage.short_window, stage.long_window],
                       "micro_batches": micro_batches})
-    adam = [[shard.numel(), label in optimizer.tables, label in optimizer.copies.values()]
+    adam = [[shard.numel(), optimizer.settings[label].sparse, label in optimizer.copies.values()]
             for label, shard in optimizer.shards.items()
             if label not in optimizer.matrix_lr and "m" in optimizer.state[label]]
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
@@ -176,8 +176,8 @@ def describe(trainer, plans, batches, limits):
             "gate_channels": optimizer.params["attn_gate_bank"].size(-1), "limits": limits,
             "polar_steps": config.optim.polar_steps,
             "lazy_tables": [label for label, state in optimizer.state.items()
-                            if "last" in state and label not in optimizer.few_rows],
-            "few_rows": [*optimizer.few_rows], "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
+                            if "last" in state and label not in optimizer.of_rows],
+            "few_rows": optimizer.of_rows, "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
             "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
             "slow": bool(config.optim.slow_momentum),
             # one entry for each launch: weights, whether a table, whether a copy while tied

@@ -495,7 +495,7 @@ def optimizer_cases():
     numbers = T.update_numbers(CONFIG, plan)
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
-        optimizer = T.NorMuonAndAdam(model.named_parameters(), CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops)
+        optimizer = T.NorMuonAndAdam(model, CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops)
         banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
         tables = {name: optimizer._own_gradient(name) for name in optimizer.update_order if name not in banks}
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]

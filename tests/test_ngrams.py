@@ -275,7 +275,7 @@ def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
     """Gradients of two steps, each of several micro-batches, and the update, against Adam of the dense gradient."""
     trainers = [make_trainer(corpus.args, f"--table_beta2={beta2}", "--seed=3") for _ in range(2)]
     trainer, dense = trainers
-    dense.model.few_rows = {}  # so the gradient goes to the whole table
+    dense.model.tables["ngram_embed"].few = None  # so the gradient goes to the whole table
     with torch.no_grad():
         for each in trainers:
             each.model.ngram_embed.copy_(torch.randn(each.model.ngram_embed.shape,
@@ -287,7 +287,7 @@ def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
             plan = each.plans[i // each.micro_steps]
             each.micro_step(batch, each.mtp_table[plan.step, :len(plan.mtp_weights)], each.attn[plan.stage])
     grad = dense.model.ngram_embed.grad.double()
-    few = trainer.optimizer.few_rows["ngram_embed"]
+    few = trainer.optimizer.tables["ngram_embed"].few
     occurred = torch.cat([batch.row_ids["ngram_embed"] for batch in batches]).unique().long()
     assert set(few.rows[:few.count.item()].tolist()) == set(occurred.tolist()) and len(occurred) < len(grad)
     torch.testing.assert_close(few.grad[few.place[occurred].long()].double(), grad[occurred], rtol=0.02, atol=1e-6)
@@ -309,7 +309,7 @@ def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
 
 def test_a_checkpoint_does_not_depend_on_places(corpus):  # noqa: F811
     trainer = make_trainer(corpus.args)
-    few = trainer.optimizer.few_rows["ngram_embed"]
+    few = trainer.optimizer.tables["ngram_embed"].few
     rows, grad = torch.randperm(ROWS)[:9], torch.randn(9, few.grad.size(1))
     saved = []
     for order in torch.arange(9), torch.arange(9).flip(0):
@@ -339,7 +339,7 @@ def test_memory(corpus):  # noqa: F811
     with_table, without = (sum(state_bytes(config, [p for p in T.param_table(config.model) if keep(p)]))
                            for keep in (lambda p: True, lambda p: p.optim != "rows"))
     optimizer = make_trainer(corpus.args).optimizer
-    few, state = optimizer.few_rows["ngram_embed"], optimizer.state["ngram_embed"]
+    few, state = optimizer.tables["ngram_embed"].few, optimizer.state["ngram_embed"]
     held = [optimizer.params["ngram_embed"], few.grad, few.place, *state.values()]
     assert with_table - without == sum(x.numel() * x.element_size() for x in held)
 
@@ -408,7 +408,7 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):  # noqa: F811
 
 
 COUNT_FETCHES = """
-counts, fetch, run = [0, 0], T.SharedRows.fetch, T.Trainer.run
+counts, fetch, run = [0, 0], T.Table.fetch, T.Trainer.run
 def counted(self, exchange):
     counts[0] += exchange.pieces is not None  # of training
     counts[1] += bool(self.under_way) and self.under_way[0] is exchange
@@ -418,7 +418,7 @@ def counting(self):
     result = run(self)
     self.log.line(f"fetches {counts}")
     return result
-T.SharedRows.fetch, T.Trainer.run = counted, counting
+T.Table.fetch, T.Trainer.run = counted, counting
 """
 
 

@@ -173,7 +173,7 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
         param.grad = torch.zeros_like(param)
     table, few = config.ngram_table, None
     if few_rows:
-        few = model.few_rows[table] = tk.FewRows(model.get_parameter(table).detach(), 2 * sum(rows))
+        few = model.tables[table].few = tk.FewRows(model.get_parameter(table).detach(), 2 * sum(rows))
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
     trainer = SimpleNamespace(head=head, micro_steps=4, model=model)
     step = MicroStepGraphs(lambda *args: T.Trainer.micro_step(trainer, *args), record)

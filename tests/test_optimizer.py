@@ -173,7 +173,7 @@ def make_optimizer(config, rt=ONE_RANK, ops=OPS, dtype=torch.float32):
     """(model, its optimizer)."""
     model = T.GPT(config.model, ops, dtype, rt.device)
     model.init_weights(0)
-    return model, T.NorMuonAndAdam(model.named_parameters(), config, rt, ops)
+    return model, T.NorMuonAndAdam(model, config, rt, ops)
 
 
 def test_replicated_parameters_share_their_memory():
@@ -224,8 +224,8 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
             grads[label][torch.rand(len(grads[label])) < 0.5] = 0
         for label, param in model.named_parameters():
             param.grad += grads[label]
-            if label in optimizer.touched:
-                optimizer.touched[label] |= grads[label].any(1)
+            if optimizer.is_lazy(label):
+                optimizer.tables[label].touched |= grads[label].any(1)
         optimizer.step(plan, T.update_numbers(config, plan))
         oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
                     slow=slow_momentum and (0.85 if plan.step > 4 else plan.momentum, 1 / 3, plan.slow_share),
@@ -251,7 +251,7 @@ def test_second_moment_of_a_table(label, beta2, every, decay):
     fast if it is updated in every step."""
     config = dataclasses.replace(small_config(), optim=T.Optim(table_beta2=0.5625, adam_every=every))
     _, optimizer = make_optimizer(config)
-    optimizer.table[label] = optimizer.table[label]._replace(betas=(0.9, beta2))
+    optimizer.settings[label] = optimizer.settings[label]._replace(betas=(0.9, beta2))
     grad = torch.full_like(optimizer.params[label], 2.0)
     optimizer._update(label, grad, T.update_numbers(config, T.make_plan(config, 1)), False)
     assert (optimizer.state[label]["v"] == (1 - decay) * 4).all()
@@ -287,16 +287,16 @@ class Steps:
     def gradients(self, plan):
         generator = torch.Generator().manual_seed(plan.step)
         for label, param in self.model.named_parameters():
-            few = self.optimizer.few_rows.get(label)
+            few = self.optimizer.tables[label].few if label in self.optimizer.of_rows else None
             target = param.grad if few is None else few.grad
             grad = 0.1 * torch.randn(target.shape, generator=generator)
             rows = torch.rand(len(grad), generator=generator) < 0.5
             if few is not None:
                 few.load(rows.nonzero()[:, 0], grad[rows])
                 continue
-            if label in self.optimizer.touched:
+            if self.optimizer.is_lazy(label):
                 grad *= rows[:, None]
-                self.optimizer.touched[label] |= rows.to(param.device)
+                self.optimizer.tables[label].touched |= rows.to(param.device)
             target += grad.to(target)
 
     def step(self, plan, numbers):
@@ -316,7 +316,7 @@ def test_tables_are_updated_in_two_steps_whatever_the_head():
         for plan in steps.plans[:6]:
             steps.gradients(plan)
             steps.step(plan, T.update_numbers(steps.config, plan))
-            assert (steps.optimizer.few_rows["ngram_embed"].count[0] > 0) == (plan.step % 2 == 0)
+            assert (steps.optimizer.tables["ngram_embed"].few.count[0] > 0) == (plan.step % 2 == 0)
         assert not torch.equal(steps.model.ngram_embed, before)
         got.append(dict(steps.model.named_parameters()))
     same = {label for label in got[0] if torch.equal(got[0][label], got[1][label])}
@@ -407,8 +407,8 @@ def train(rt, steps, saved=None, head_pairs=False):
                     grad[torch.isin(torch.arange(len(param)), rows, invert=True)] = 0
                 if (plan.step + part) % rt.world == rt.rank:
                     param.grad += grad
-                    if label in optimizer.touched:
-                        optimizer.touched[label] |= grad.any(1)
+                    if optimizer.is_lazy(label):
+                        optimizer.tables[label].touched |= grad.any(1)
         optimizer.step(plan, T.update_numbers(config, plan))
     for label, buffers in optimizer.buffers.items():  # what is behind a parameter
         size = model.get_parameter(label).numel()

@@ -106,11 +106,11 @@ def whole_state(optimizer) -> dict:
     """{label: its entries of optimizer.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
 
     All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
-    parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table in few_rows it
+    parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table in of_rows it
     has few rows, and "rows" are their numbers."""
     full, rt = {}, optimizer.rt
     for label, param in optimizer.params.items():
-        if label in optimizer.few_rows:
+        if label in optimizer.of_rows:
             full[label] = state_of_rows(optimizer, label)
             continue
         tensors = {key: optimizer._unshard(label, part) for key, part in optimizer.state[label].items()}
@@ -136,7 +136,7 @@ def joined(part, lengths, rt):
 
 def whole_rows(optimizer, label, part):
     """`joined` parts of a tensor (R, ...), of which every rank has as many rows."""
-    return joined(part, [len(part)] * optimizer.rt.world, optimizer.rt)[:optimizer.table[label].shape[0]]
+    return joined(part, [len(part)] * optimizer.rt.world, optimizer.rt)[:optimizer.settings[label].shape[0]]
 
 
 def own_rows(optimizer, label, whole):
@@ -147,9 +147,9 @@ def own_rows(optimizer, label, whole):
 
 
 def state_of_rows(optimizer, label):
-    """`whole_state` of a table in few_rows."""
+    """`whole_state` of a table in of_rows."""
     tensors = {key: whole_rows(optimizer, label, part) for key, part in optimizer.state[label].items()}
-    rt, few = optimizer.rt, optimizer.few_rows[label]
+    rt, few = optimizer.rt, optimizer.tables[label].few
     counts = [int(few.count[0])] * rt.world
     if rt.world > 1:
         dist.all_gather_object(counts, counts[0])
@@ -165,18 +165,18 @@ def load_state(optimizer, full):
     """Load the result of `whole_state`. A missing tensor becomes zero, so {} restores the state of step 0."""
     for label, param in optimizer.params.items():
         tensors, targets = full.get(label, {}), optimizer.state[label]
-        if label in optimizer.few_rows:
+        if label in optimizer.of_rows:
             rows = tensors.get("rows", torch.zeros(0)) - optimizer.rt.rank * len(param)
             mine = (rows >= 0) & (rows < len(param))
-            optimizer.few_rows[label].load(rows[mine], tensors.get("grad", torch.zeros(0, param.size(1)))[mine])
+            optimizer.tables[label].few.load(rows[mine], tensors.get("grad", torch.zeros(0, param.size(1)))[mine])
         else:
             targets = targets | {"grad": param.grad}
         for key, target in targets.items():
             if (tensor := tensors.get(key)) is None:
                 target.zero_()
-            elif label in optimizer.few_rows:
+            elif label in optimizer.of_rows:
                 target.copy_(own_rows(optimizer, label, tensor))
             else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
                 target.copy_(tensor if key == "grad" else optimizer._shard(label, tensor))
-        if label in optimizer.touched:
-            optimizer.touched[label].copy_(param.grad.any(1))
+        if optimizer.is_lazy(label):
+            optimizer.tables[label].touched.copy_(param.grad.any(1))
