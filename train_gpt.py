@@ -1984,16 +1984,13 @@ class Trainer:
             self.model.fp8_projections.refresh()
 
 
-def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
+def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, profiler=None):
     """Train, from the log's header to the results.
 
     automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
     size: a line for the log about the size that the script has chosen, if it has. seconds: the expected training time,
-    if it is known.
+    if it is known. profiler: class Profiler, or None.
     """
-    profiler = None
-    if config.system.profile:
-        from records.trace import Profiler as profiler
     config, ops, choices = choose_kernels(config, rt.device)
     faults = []
     if config.system.kernels == "auto":
@@ -2086,15 +2083,6 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0):
                  f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
     if system.save or system.save_every:
         trainer.save(trainer.total, clock.counted)
-    if system.plot and rt.rank == 0:
-        from records import compare
-        picture = log.path.with_suffix(".svg")
-        try:
-            groups = compare.read_groups([str(log.path)])
-            compare.plot(picture, groups, compare.track_target(groups))
-            log.line(f"plot: {quoted(published(str(picture)))}")
-        except UserError as error:
-            log.line(f"warning: no plot: {error}")
 
 
 def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
@@ -2141,8 +2129,16 @@ def main(argv) -> int:
             config, size, seconds = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt), rt.device)
             config = check_start(config, world, rows_open)
             watch.lap("size")
-        log = Log(config, rt)
-        train(config, rt, log, argv, watch, automatic, size, seconds)
+        log, profiler = Log(config, rt), None
+        if config.system.profile:
+            from records.trace import Profiler as profiler
+        train(config, rt, log, argv, watch, automatic, size, seconds, profiler)
+        if config.system.plot and rank == 0:
+            from records.compare import plot_run
+            try:
+                log.line(f"plot: {quoted(published(str(plot_run(log.path))))}")
+            except UserError as error:
+                log.line(f"warning: no plot: {error}")
         if world > 1:
             dist.destroy_process_group()
         return 0

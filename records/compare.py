@@ -732,6 +732,13 @@ def svg(lines, box, target) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+def plot_run(log: Path) -> Path:
+    """Draws the losses of a run into an .svg file beside its log; returns its path. Raises UserError."""
+    picture, groups = log.with_suffix(".svg"), read_groups([str(log)])
+    plot(picture, groups, track_target(groups))
+    return picture
+
+
 def plot(path: Path, groups, target):
     """Draws the losses by step and by time into an .svg file, complete or not at all. Raises UserError."""
     lines, is_svg = plot_lines(groups), path.suffix == ".svg"

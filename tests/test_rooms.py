@@ -74,6 +74,13 @@ def test_data_does_not_know_the_trainer():
             assert not sources & {"train_gpt", "records"}, module
 
 
+def test_only_main_imports_records():
+    """The script's other functions do not know the tools that read runs."""
+    found = [node.name for node in TREES["train_gpt"].body if not isinstance(node, (ast.Import, ast.ImportFrom))
+             and any(source.startswith("records") for source, *_ in imports(node))]
+    assert found == ["main"]
+
+
 def test_rooms_that_need_no_package():
     """Programs import them before slow packages, or start without these."""
     subprocess.run([sys.executable, "-S", "-c", "import data.run.config, data.run.launch"], cwd=ROOT, check=True)
