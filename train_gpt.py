@@ -1859,7 +1859,7 @@ class Trainer:
                 f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
 
     def wish(self) -> Tensor | None:
-        """With several ranks: the signal of any rank, on the host of all, where it is valid with the loss of the step.
+        """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
         All ranks must call this, and end after the same step."""
         if self.rt.world > 1:
             wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU

@@ -340,8 +340,8 @@ class Loader:
             yield batch, copied, state
 
     def _rows(self, index, part, shard, cursor, warn):
-        """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
-        starts and lengths of the documents)."""
+        """Yields (the documents of each rank's micro-batch, plan, micro-step, state after them), beginning at a
+        state. A rank's documents: (shard, their starts and lengths)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
         parts = self.config.system.micro_batches // self.rt.world
         while index < len(self.plans):
@@ -371,8 +371,8 @@ class Loader:
 
 
 def kept_tokens(config) -> int:
-    """The tokens that the loader keeps of the longest training shard in the stage with the shortest documents; at most
-    those of its first 4 million."""
+    """How many tokens of the longest training shard the loader uses in the stage with the shortest documents, which
+    cuts most. Reads the first 4 million tokens at most."""
     shards = Shards(config.data.train_files, config.model.vocab_size)
     _, path = max(zip(shards.counts, shards.files))
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
