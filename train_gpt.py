@@ -26,8 +26,8 @@ Contents, top to bottom:
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
 whose rows are embeddings; a lane is a residual stream (in record74 the last layers have two); MTP is multi-token
-prediction; a micro-step is the forward and backward pass of one micro-batch. The comments K1 to K12, in all files, mark
-quirks of record 74 that change what a model learns: records/record74.md.
+prediction; a micro-step is the forward and backward pass of one micro-batch; codes are FP8 numbers with a common scale.
+The comments K1 to K12, in all files, mark quirks of record 74 that change what a model learns: records/record74.md.
 """
 
 import time
@@ -299,7 +299,7 @@ class Optim:
     adam_wd: Decay = 0.005  # weight decay, multiplied by wd_mul and the squared learning rate of the parameter
     # The tables of values and n-grams are always updated in every second step. `fit_length` chooses 2 for long runs.
     adam_every: Literal[1, 2] = 2  # Adam updates head, embedding, gates, lambdas in every step (1) or every second (2)
-    # The rows of n-grams (--ngram_rows) are always updated so.
+    # The n-gram embeddings (--ngram_rows) are always updated so.
     lazy_tables: bool = False  # no first moment for value_embeds and bigram_embed; rows without gradient are skipped
     table_beta2: Memory = 0.95  # decay of Adam's second moment of head, embedding and tables; small batches want more
     muon_lr: Rate = 0.023  # multiplied by matrix_lr of the bank
@@ -456,8 +456,8 @@ def parse_config(argv, world=1, gpu=None) -> Config:
 
 
 def first_answer(argv) -> int | None:
-    """The exit status of --help. None: the run needs PyTorch, whose import takes seconds. Raises UserError for arguments
-    that no run accepts; those that need a checkpoint are read later."""
+    """The exit status of --help. None: the run needs PyTorch, whose import takes seconds. Raises UserError for
+    arguments that no run accepts; those that need a checkpoint are read later."""
     if {"--help", "-h"} & {*argv}:
         print(help_page(__doc__, PRESETS, argv, Path(__file__).read_text(encoding="utf-8")))
         return 0
@@ -746,9 +746,9 @@ class LayerWeights(NamedTuple):
 
 
 class Factors:
-    """factors[place, name]: a list of the factors at a layer or the end. resid: of what a lane carries past attention
-    and past the MLP; post: with two lanes, of the output of attention in each, then of the MLP's. From the first
-    dynamic layer on, whose network adds to them, x0, bigram, mix and xsa have a row for every token."""
+    """factors[place, name]: a list of learned factors at a layer or the end, each a number, for xsa H numbers. From the
+    first dynamic layer on, x0, bigram, mix and xsa have them for every token, as its network adds to them. resid: what
+    a lane carries past attention and MLP; post: with two lanes, the output of attention in each, then the MLP's."""
 
     def __init__(self, model):
         config, dtype, self.mix = model.config, model.dtype, model.ops.mix
@@ -1051,8 +1051,8 @@ class GPT(nn.Module):
                 kernels.Reader(kernels.X_SCALE if trains and self.fp8_head else None, whole=True))
 
     def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The forward pass without lookup and pointer: the result of `lookup` -> (final stream after its norm, its codes
-        for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
+        """The forward pass without lookup and pointer: the result of `lookup` -> (final stream after its norm, its
+        codes for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
@@ -1233,7 +1233,7 @@ class Replicated:
     @staticmethod
     def size(p):
         """Numbers of a parameter in a vector: the next one begins at a multiple of 512 bytes, as tensors do on a GPU.
-        For less, cuBLAS may choose another product, which may round otherwise."""
+        For less, cuBLAS may choose another GEMM, which may round otherwise."""
         return -(-p.numel() // 256) * 256
 
     def split(self, vector, params):
@@ -1870,7 +1870,7 @@ class Trainer:
                 f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
 
     def wish(self) -> Tensor | None:
-        """With several ranks: the signal of any rank, on the host of all, where it is valid with the loss of the step.
+        """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
         All ranks must call this, and end after the same step."""
         if self.rt.world > 1:
             wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU

@@ -24,7 +24,7 @@ from data.shards import Shards, read_shard
 
 
 def ngram_hash(tokens: np.ndarray, order: int, rows: int) -> np.ndarray:
-    """Row of the table of n-grams for each token and the order - 1 tokens before it, (N,) int32. K1.
+    """Row of the n-gram table for each token and the order - 1 tokens before it, (N,) int32. K1.
 
     The first order - 1 tokens have the last row.
     """
@@ -56,9 +56,10 @@ def two_sweeps(classes: int) -> np.ndarray:
 def sample_candidates(targets: np.ndarray, classes: int, count: int, row: int, gate: int | None = None):
     """(`count` distinct classes, int64; positions of the targets among them, int64) for a sampled softmax.
 
-    The classes are the gate, if there is one, all targets, and the next others of a sweep through all classes. The
-    start of the sweep depends only on `row`, the number of the micro-batch in the run, so any number of ranks takes the
-    same candidates. None when gate and targets are more than `count`. PR 360, devenpzak.
+    A sampled softmax normalises over these classes (candidates) alone: the gate, if there is one, all targets, and the
+    next others of a sweep through all classes. The start of the sweep depends only on `row`, the number of the
+    micro-batch in the run, so any number of ranks takes the same. None when gate and targets are more than `count`. PR
+    360, devenpzak.
     """
     taken = np.zeros(classes, bool)
     taken[targets] = True
@@ -99,13 +100,13 @@ PIECE = 16  # most tokens of one id that a program of `embedding_grad` sums; som
 
 
 def sorted_pieces(ids: np.ndarray) -> np.ndarray:
-    """ids (N,), from 0 to 2^32 - 1, -> (5, N + 1) int32, for SortedIds. A piece is up to PIECE positions of one id; a
-    group is the pieces of an id that has several. The pieces of groups come first, since the longest ones should not
-    start last. The rows:
+    """Sorts ids (N,), from 0 to 2^32 - 1, for the gradient of a table -> (5, N + 1) int32, for SortedIds. On a GPU,
+    this would be many small kernels.
 
-    positions, sorted by their ids, then 0; where every piece begins among them, then N; where it ends, then N; the
-    first piece of every group, then the number of pieces in groups; the id of every piece, then -1. On a GPU, this
-    would be many small kernels.
+    A piece is up to PIECE positions of one id; a group is the pieces of an id that has several. The pieces of groups
+    come first, since the longest ones should not start last. The rows: positions, sorted by their ids, then 0; where
+    every piece begins among them, then N; where it ends, then N; the first piece of every group, then the number of
+    pieces in groups; the id of every piece, then -1.
     """
     # NumPy sorts numbers of 16 bits by radix: 65536 ids take 1.2 ms here, 3.6 as numbers of 64 bits (AMD EPYC).
     N, order, high = len(ids), np.argsort(ids.astype(np.uint16), kind="stable"), (ids >> 16).astype(np.uint16)
@@ -129,7 +130,7 @@ def sorted_pieces(ids: np.ndarray) -> np.ndarray:
 
 
 class Exchange(NamedTuple):
-    """Which rows of the table of n-grams a micro-batch takes from the ranks, and gives to them."""
+    """Which rows of the n-gram table a micro-batch takes from the ranks, and gives to them."""
 
     takes: list[int]  # number of rows from each rank
     gives: list[int]  # number of rows to each rank
@@ -171,10 +172,10 @@ class Batch(NamedTuple):
     tokens: Tensor  # (N,) int32
     targets: Tensor  # (N,) int64, the next tokens; with candidates: their positions in the candidates
     cu_seqlens: Tensor  # (K,) int32
-    row_ids: dict[str, Tensor]  # table of n-grams -> (orders * N,) int32, `ngram_rows`
+    row_ids: dict[str, Tensor]  # n-gram table -> (orders * N,) int32, `ngram_rows`
     candidates: Tensor | None = None  # (P,) int64, the classes of a sampled softmax
     pieces: dict[str, Tensor] = {}  # "tokens" or table -> int32, sorted_pieces of its ids; for training
-    exchange: Exchange | None = None  # where the rows of the table of n-grams are; row_ids are then numbers in its list
+    exchange: Exchange | None = None  # where the rows of the n-gram table are; row_ids are then positions in its list
 
     def clone(self):
         """A batch whose tensors are copies, at the same places of a buffer of its own; without the exchange."""
@@ -220,7 +221,7 @@ def make_batch(tokens: np.ndarray, cu: np.ndarray, config, device, hash_ids=None
 
 
 def make_router(config, rt) -> RowRouter | None:
-    """The router of a run on several ranks with a table of n-grams that they share."""
+    """The router of a run on several ranks that share an n-gram table."""
     if rt.world == 1 or not any(config.model.ngram_rows):
         return None
     return RowRouter(rt, sum(rows for _, rows in config.model.ngrams))
@@ -339,8 +340,8 @@ class Loader:
             yield batch, copied, state
 
     def _rows(self, index, part, shard, cursor, warn):
-        """Yields (a row for each rank, plan, micro-step, state after the rows), beginning at a state. A row: (shard,
-        starts and lengths of the documents)."""
+        """Yields (the documents of each rank's micro-batch, plan, micro-step, state after them), beginning at a
+        state. A rank's documents: (shard, their starts and lengths)."""
         current, following = self._shard(shard), self.reader.submit(self._shard, shard + 1)
         parts = self.config.system.micro_batches // self.rt.world
         while index < len(self.plans):
@@ -370,8 +371,8 @@ class Loader:
 
 
 def kept_tokens(config) -> int:
-    """The tokens that the loader keeps of the longest training shard in the stage with the shortest documents; at most
-    those of its first 4 million."""
+    """How many tokens of the longest training shard the loader uses in the stage with the shortest documents, which
+    cuts most. Reads the first 4 million tokens at most."""
     shards = Shards(config.data.train_files, config.model.vocab_size)
     _, path = max(zip(shards.counts, shards.files))
     max_doc_len = min(stage.max_doc_len for stage in config.schedule.stages)
@@ -402,8 +403,8 @@ def require_validation_tokens(config, available):
 class ValidationData:
     """The first `val_tokens` tokens of the validation files, in pieces of `val_batch_tokens`; iterating yields Batches.
 
-    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Ranks that share a table of n-grams
-    fetch their rows together. So a rank that has a piece less than another rank yields piece 0 after its own pieces,
+    Piece i goes to rank i mod G. A document that crosses the end of a piece is cut. Ranks that share an n-gram table
+    fetch its rows together. So a rank that has a piece less than another rank yields piece 0 after its own pieces,
     whose number is `pieces`. Nothing is read later. hash_ids: see make_batch; shards: see Loader. Raises UserError for
     a bad shard among those with these tokens; the first 2^22 tokens of each need a separator.
     """

@@ -83,7 +83,7 @@ def report(folder: Path, facts: dict) -> None:
 
 
 def token_counts(paths) -> np.ndarray:
-    """How often each token is in shards, (65536,) int64."""
+    """How often each token occurs in the shards, (65536,) int64."""
     counts = np.zeros(2**16, np.int64)
     for tokens in itertools.chain.from_iterable(map(token_blocks, paths)):
         counts += np.bincount(tokens, minlength=2**16)
@@ -446,8 +446,8 @@ def cut(parts, size):
 
 def write_shards(documents, prefix: Path, number: int, limit: int) -> dict[Path, np.ndarray]:
     """Writes documents, (n,) uint16 with a separator first, to the shards PREFIX_<number>.bin, PREFIX_<number + 1>.bin
-    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}. Raises UserError
-    when a shard cannot be written.
+    ... of at most `limit` tokens. Returns {path: lengths of its documents, where 65535 stands for more}. Raises
+    UserError when a shard cannot be written.
     """
     used, lengths = 0, {}
 

@@ -162,8 +162,8 @@ def hellaswag(model, config, attention, path):
 # ---- Export ----------------------------------------------------------------------------------------------------------
 
 def export(model, config, path):
-    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors. The signs of
-    bigrams, which are the same for all models of one width, are not among them (`GPT.__init__`).
+    """Writes the weights in their own dtypes, and the config as text, in the format of safetensors. The random
+    signs of n-grams, which are the same for all models of one width, are not among them (`GPT.__init__`).
 
     The format, little-endian: length of the header (8 bytes); the header (JSON, padded with spaces to a multiple of 8);
     the tensors.

@@ -1,4 +1,4 @@
-"""Train variants in turn, each several times, then compare the finished runs. `./run.sh --repeat` starts this program.
+"""Train variants in alternation, several times each, then compare the runs. `./run.sh --repeat` starts this program.
 
     ./run.sh --repeat 3 --label base --label low --muon_lr=0.02               six runs, seeds 1, 2, 3, one by one
     ./run.sh --repeat 4 --parallel --label base --label low --muon_lr=0.02    eight runs, one per GPU at a time
@@ -97,7 +97,7 @@ def visible_gpus() -> list[str]:
 
 
 def environment(gpu) -> dict[str, str]:
-    """The variables of a run on this GPU. Runs share compiled kernels: Triton writes its files complete or not at all."""
+    """The variables of a run on this GPU. Runs can share compiled kernels, as Triton writes files complete or not."""
     return os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "NPROC": "1"}
 
 

@@ -45,9 +45,9 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "head_gates": ("_head_gates_kernel", lambda N, channels, gates: (0, 2 * N * (channels + gates))),
     "head_gates_backward": ("_head_gates_grad_kernel", lambda N, channels, gates: (
         0, 2 * N * (3 * channels + 2 * gates))),
-    # passes: of bf16 tensors (size,), weights and their gradients
+    # passes: how often a bf16 tensor (size,) is read or written: weights and their gradients
     "scaled_weights": ("_scale_weights_kernel", lambda size, passes: (0, 2 * size * passes)),
-    # passes: of bf16 tensors (N, D) that a sum of streams reads and writes; two codes count as one pass
+    # passes: how often a sum of streams reads or writes a bf16 tensor (N, D); two codes (FP8) count as one
     "mix": ("_mix_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
     "mix_backward": ("_mix_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
     "added_backward": ("_added_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),

@@ -89,8 +89,8 @@ def make_corpus(folder, bos=VOCABULARY - 1):
 
 
 def numbers_of_numpy():
-    """Within it torch draws from NumPy: devices, and versions of torch (2.11 and 2.13), make other numbers of the same
-    seed."""
+    """Inside this context torch draws from NumPy, because one seed gives other numbers on another device or version of
+    torch (2.11 and 2.13)."""
     rng = np.random.RandomState(3)
     return patch.multiple(
         torch.Tensor,

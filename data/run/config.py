@@ -278,7 +278,7 @@ def read_config(argv, world, presets, gpu=None):
 
 def left_open(argv, presets) -> tuple[bool, bool]:
     """(whether the size of the model is to suit the length of the run and the GPU (data/run/length.py), whether the
-    number of rows of n-grams, if there are any, is to suit the memory of the GPU). argv must be valid. A preset of
+    number of n-gram embeddings, if there are any, is to suit the memory of the GPU). argv must be valid. A preset of
     another size, or with layers of its own, keeps them."""
     overrides = read_arguments(argv)
     preset = presets[overrides.get("preset", "record")]
@@ -313,8 +313,8 @@ def preset_config(name, overrides, world, presets, gpu=None):
 
 def with_length(base, overrides, made_for, world, gpu=None):
     """The config `base` with the overrides, with at least a micro-batch for each rank, and with the length that the
-    overrides ask for. The last three arguments are those of `fit_length`. A setting is set by hand if the length would
-    have given it another value. So no setting that says what the run has anyway changes the run."""
+    overrides ask for. The last three arguments are those of `fit_length`. A setting counts as set by hand if the length
+    would have given it another value. So an argument that repeats what the run has anyway changes nothing."""
     config, by_hand, differing = override(base, overrides), set(), {None}
     check_config(config)  # `fit_length` computes with the values
     asked = config.schedule
@@ -348,7 +348,7 @@ def begun_config(overrides, world, default):
     the checkpoint but OUTPUT_KNOBS, with the overrides, and with the batches, rates and steps of a --train_tokens or
     --minutes. Raises UserError when an override changes the model."""
     path, own = overrides["init_from"], {key: getattr(default.system, key) for key in OUTPUT_KNOBS}
-    # The number of micro-batches suited the batches and the GPU of the checkpoint's run.
+    # The number of micro-batches suited the batches and the GPU of the checkpoint's run, not those of this one.
     saved, _ = read_checkpoint(path, default, **own, micro_batches=0, train_tokens=0)
     config = override(saved, overrides)
     if config.model != saved.model:

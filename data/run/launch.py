@@ -58,10 +58,10 @@ class Stop:
 
 
 def watch_signals(say, is_over=lambda: False) -> Stop:
-    """From now on, signals end the run, even while the main thread waits for another process: at once, after
-    `say(number)`, or by the Stop, which is returned. A second SIGTERM ends it at once, and so do Ctrl-C and what comes
-    when `is_over()`. The same signal within a second is no second one: a scheduler may send it to torchrun, which
-    passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before."""
+    """From now on, signals end the run, even while the main thread waits for another process. Returns a Stop, by which
+    the run ends after its step. It ends at once, after `say(number)`, at Ctrl-C, at a second SIGTERM, when `is_over()`,
+    and before the run looks at the Stop. The same signal within a second is no second one: a scheduler may send it to
+    torchrun, which passes it on, and to this process. Nothing changes unless `die_at_ctrl_c` came before."""
     stop, first = Stop(), {}
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler or sys.platform == "win32":
         return stop
@@ -162,9 +162,9 @@ class FreeCores:
 
 
 def choose_waiting(argv, processes=1, seconds=0.1):
-    """Before PyTorch is imported: the threads of a CPU run are to wait asleep if other programs use the cores. Threads
-    that wait busily are twice as fast on a quiet machine, and twenty times as slow on a busy one. What the user has set
-    stays. processes: the number of processes that share the cores. The launcher chooses for its processes."""
+    """Makes the threads of a CPU run wait asleep if other programs use the cores. Threads that wait busily are twice as
+    fast on a quiet machine, and twenty times as slow on a busy one. What the user has set stays. Call this before
+    PyTorch is imported. processes: how many share the cores; the launcher chooses for its processes."""
     on_gpu = os.path.exists("/dev/nvidia0") and not any("cpu" in argument for argument in argv)
     if on_gpu or "RANK" in os.environ or {"--help", "-h"} & {*argv}:
         return
@@ -205,8 +205,8 @@ def pass_on(number, frame):
 
 
 def stay_here():
-    """For processes of one machine. torchrun asks the network for the name of this machine, for its reports, and tries
-    for two minutes to reach its own process."""
+    """Keeps torchrun off the network when all processes are on one machine. For its reports, it would ask for the name
+    of this machine, and it would try for two minutes to reach its own process."""
     socket.getfqdn = lambda name="": "localhost"
     try:
         with socket.create_server(("localhost", 0)) as server:

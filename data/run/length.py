@@ -31,13 +31,13 @@ class Size(NamedTuple):
 class Gpu(NamedTuple):
     """What a GPU can do; `measure_gpu` in data/run/machine.py measures it."""
 
-    products: float  # operations per second of a large product, in FP8 if the GPU has it
+    products: float  # operations per second of a large matrix multiplication, in FP8 if the GPU has it
     copies: float  # bytes per second, read and written
     launch: float  # seconds from one kernel of a CUDA graph to the next
 
 
 class Forecast(NamedTuple):
-    """What a training time is enough for with one size."""
+    """What a model of one size learns in a training time."""
 
     size: Size
     tokens: float
@@ -109,14 +109,13 @@ def round_batch(tokens, unit) -> int:
 def fit_length(config, by_hand, made_for, world, gpu=None) -> dict:
     """{field: value} of the batches, rates and steps for a run of --train_tokens or --minutes, if one of these is set.
 
-    The tokens that a loss needs grow with batch / critical batch, and the critical batch grows in proportion to the
-    tokens of the run (arXiv 1812.06162). Each step also has a fixed cost, of the optimizer and of communication: in its
-    time one H200 trains on 2800 tokens, and G of them on about G ** 0.8 times as many. So the best batch grows with the
-    root of tokens times fixed cost. The rates, lr_floor among them, grow with batch ** 0.35
-    (records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths and records/2026-11-25_length the checks
-    at three lengths and at 155M tokens). table_beta2 keeps its half-life in tokens (records/2026-11-22_lengths). A run
-    of more than MANY_STEPS and more than its preset has, with --minutes by the estimate of its steps, has
-    --adam_every=2.
+    The batch grows with the root of tokens times fixed cost of a step, for two reasons. The tokens that a loss needs
+    grow with batch / critical batch, and the critical batch grows in proportion to the tokens of the run (arXiv
+    1812.06162). And each step has a fixed cost, of the optimizer and of communication: in its time one H200 trains on
+    2800 tokens, and G of them on about G ** 0.8 times as many. The rates, lr_floor among them, grow with batch ** 0.35.
+    table_beta2 keeps its half-life in tokens. records/2026-11-22_short_runs has the numbers, records/2026-11-22_lengths
+    and records/2026-11-25_length the checks at three lengths and at 155M tokens. A run of more than MANY_STEPS and more
+    than its preset has, with --minutes by the estimate of its steps, has --adam_every=2.
 
     by_hand: names of the knobs that the user has set; they stay as they are. made_for: (schedule of the preset, number
     of GPUs that it is made for). gpu: what the GPU can do, from which --minutes gets the tokens (None: they come from
@@ -189,7 +188,7 @@ def seconds_per_token(size, rows, gpu) -> float:
 
 def expected_loss(size, tokens) -> float:
     """Validation loss after so many tokens, up to a constant that depends on the text. The last term says that large
-    models gain more from more tokens. 47 runs with four million rows of n-grams have .0045 rms."""
+    models gain more from more tokens. 47 runs with four million n-gram embeddings have .0045 rms."""
     narrower, shallower = 768 / size.width, 11 / size.layers
     return (0.0586 * narrower**1.2 + 0.1258 * shallower**0.6 + 1.0068 * (40e6 / tokens) ** 0.25
             + 0.0183 * math.log(narrower**2 * shallower) * math.log(tokens / 40e6))
@@ -219,8 +218,8 @@ def rank_sizes(time, gpu, world=1) -> list[Forecast]:
 
 
 def best_seconds(tokens, gpu, world=1) -> float:
-    """The training time in which the best size takes so many tokens. Shorter runs take smaller models, which take more
-    tokens in a second, so two times can have the same tokens: this is the shorter one."""
+    """The training time in which the best size takes so many tokens. Near a border two sizes read the same tokens in
+    different times; this is the shorter time."""
     times = (seconds(size, tokens, gpu, world) for size in SIZES)
     return next(time for size, time in zip(SIZES, times)
                 if SIZES.index(rank_sizes(time, gpu, world)[0].size) <= SIZES.index(size))

@@ -156,7 +156,7 @@ def median_seconds(run) -> float:
 
 
 def ceilings():
-    """Measured limits of the current GPU: {"bf16", "fp8": operations per second of an 8192³ product (0: no FP8);
+    """Measured limits of the current GPU: {"bf16", "fp8": operations per second of an 8192³ GEMM (0: no FP8);
     "copy": bytes per second, read plus written}."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     limits = {"bf16": 2 * 8192**3 / median_seconds(lambda: a @ b), "fp8": 0.0}

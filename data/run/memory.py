@@ -18,11 +18,11 @@ from data.run.program import LESS_MEMORY, UserError
 # A validation holds so many streams (tokens, model_dim) at once, in the dtype of the activations, scaled weights
 # included; an MLP takes 5 or 6 of them. tests/test_check.py counts the streams.
 VALIDATION_STREAMS = 17.4
-MOST_ROWS = 4_000_000  # of n-grams that a run gets unasked: 16 million gain little (records/2026-11-26_ngrams)
+MOST_ROWS = 4_000_000  # of the n-gram table, unless you ask for more: 16 million gain little (2026-11-26_ngrams)
 
 
 def most_few_rows(config) -> int:
-    """The most rows of n-grams with gradients before an update: those of two steps. One rank may have them all."""
+    """The most rows of the n-gram table with gradients before an update: those of two steps. One rank may have all."""
     return 2 * len(config.model.ngrams) * max(stage.batch_tokens for stage in config.schedule.stages)
 
 
@@ -103,9 +103,9 @@ def require_state(config, device, world):
 
 
 def possible_micro_batches(config, world) -> list[int]:
-    """The numbers of micro-batches, up to 128, that divide the batches of all stages into rows of up to 49152 tokens.
-    The kernels are tuned and tested for these lengths. The loader drops the end of a shard that fills no row. So small
-    shards get shorter rows: an eighth of the longest shard, or 2048 tokens if that is more."""
+    """The numbers of micro-batches, up to 128, that divide the batches of all stages into sequences of up to 49152
+    tokens. The kernels are tuned and tested for these lengths. The loader drops the end of a shard that fills no
+    sequence. So small shards get shorter ones: an eighth of the longest shard, or 2048 tokens if that is more."""
     batches = [stage.batch_tokens for stage in config.schedule.stages]
     counts = [n for n in range(world, 129, world) if math.gcd(*batches) % (16 * n) == 0 and max(batches) <= 49152 * n]
     if not counts:
@@ -120,12 +120,12 @@ def possible_micro_batches(config, world) -> list[int]:
 
 
 def fit_memory(config, device, world, rows_open):
-    """The config with the validation tokens that there are, and with a number of micro-batches and, if `rows_open`, of
-    rows of n-grams that suit the GPU and the data.
+    """The config with the validation tokens that there are, and with the number of micro-batches that suits the GPU and
+    the data. With `rows_open`, also with the number of rows of the n-gram table.
 
-    --micro_batches=0 becomes the fewest that fit, else the most of `possible_micro_batches`; for several ranks the
-    fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows double up
-    to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time."""
+    --micro_batches=0 becomes the fewest that fit, or the most of `possible_micro_batches` if none fits. Several ranks
+    take the fewest: all must choose the same number, but the free memory of their GPUs may differ. The preset's rows
+    double up to MOST_ROWS, if they fit one GPU without more micro-batches: more rows take memory, not time."""
     config = fit_validation(config)
     for count in () if config.system.micro_batches else possible_micro_batches(config, world):
         config = with_knobs(config, micro_batches=count)

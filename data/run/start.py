@@ -25,8 +25,8 @@ from data.tokenizer import text_codec
 
 
 def share_taken(shard, whole, tokens, max_doc_len, most=100) -> float:
-    """The share of a shard's tokens that the loader takes: an estimate by its first micro-batches of `tokens` tokens,
-    at most `most`. It drops the ends of long documents, of micro-batches and of shards. whole: whether `shard` has all
+    """Estimates which share of a shard's tokens the loader uses, by packing its first `most` micro-batches of `tokens`
+    tokens. The loader drops the ends of long documents, of micro-batches and of shards. whole: whether `shard` has all
     tokens of its file, not only the first ones."""
     cursor = count = 0
     while count < most and (packed := shard.pack(cursor, tokens, max_doc_len)):
@@ -190,7 +190,8 @@ def checks_of(config, **more) -> dict:
 
 
 def settle(config, device, world, rows_open):
-    """The config with fp8, the number of micro-batches and, if `rows_open`, of rows of n-grams that suit the device."""
+    """The config with the fp8 and the number of micro-batches that suit the device, and, if `rows_open` (nobody has set
+    it), the number of n-gram embeddings."""
     return fit_memory(choose_kernels(config, device)[0], device, world, rows_open)
 
 
@@ -212,9 +213,9 @@ def fit_size(schedule, parse, world, gpu, device):
     """(config of the best size for the length of a run, a line that says what was chosen and why, training time in
     seconds).
 
-    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. On one GPU, a
-    size that does not fit the memory is left out, but for the smallest. Several GPUs must agree, but may differ in free
-    memory, so there the memory does not count."""
+    schedule: that of a config of any size, which has the length; parse: function (Size, gpu) -> config. One GPU leaves
+    out a size that does not fit its memory, but for the smallest. Several GPUs ignore the memory: they must agree, but
+    may differ in what is free."""
     def fits(size):
         return memory_report(settle(parse(size, gpu), device, world, False), device, world)[1]
 
