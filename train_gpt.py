@@ -19,9 +19,11 @@ each idea.
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
+    tables     Table: lookup, gradients, exchange and updates of embeddings
     optimizer  NorMuonAndAdam: state, phases, communication
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
-    train      micro-step, Trainer (the timed loop, then its start), main
+    a run      main, train: from the arguments to the results
+    training   Trainer; the file ends with its loop, step and micro-step
 
 Shape letters: N tokens of one forward pass, K entries of cu_seqlens, D model width, H heads, d head width, V padded
 vocabulary, G ranks. Words: a bank is one parameter that holds the matrices of all layers; a table is one parameter
@@ -1613,6 +1615,184 @@ def make_plan(config: Config, step: int) -> StepPlan:
         tied=step <= split_step, split=step == split_step)
 
 
+# ---- A run, from the arguments to the results ------------------------------------------------------------------------
+
+def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
+    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one.
+
+    knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
+    """
+    state = load_checkpoint(path)
+    config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
+    check_weights(state, config.model)
+    model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
+    model.load_state_dict(state["model"])
+    return config, model, attention_settings(config, device, model.dtype)[-1]
+
+
+def main(argv) -> int:
+    """Train, or do what --help, --check or --sample asks for; returns the exit status."""
+    watch = Stopwatch(IMPORT_SECONDS)
+    if {"--help", "-h"} & {*argv}:
+        return first_answer(argv)
+    rank = local = 0
+    log = None
+    try:
+        if any(arg.partition("=")[0] == "--sample" for arg in argv):
+            return sample_command(argv, RECORD74, load_model)
+        rank, world, local = rank_from_env()
+        words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
+        config = parse_config(words, world)
+        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(words, PRESETS)
+        if size_open:
+            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
+                [*words, *size.knobs], world, gpu), world)
+        if "--check" in argv:
+            from records.check import check_table
+            models = {name: preset.config.model for name, preset in PRESETS.items()}
+            return check_table(config, world, models, fit, rows_open, show=local == 0)
+        automatic = world == 1 and not config.system.micro_batches
+        if not fit:  # else most checks need the size
+            config = check_start(config, world, rows_open)
+        watch.lap("checks")
+        rt = init_runtime(config)
+        watch.lap("processes")
+        if fit:
+            config, size, seconds = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt), rt.device)
+            config = check_start(config, world, rows_open)
+            watch.lap("size")
+        log, profiler = Log(config, rt), None
+        if config.system.profile:
+            from records.trace import Profiler as profiler
+        train(config, rt, log, argv, watch, automatic, size, seconds, profiler)
+        if config.system.plot and rank == 0:
+            from records.compare import plot_run
+            try:
+                log.line(f"plot: {quoted(published(str(plot_run(log.path))))}")
+            except UserError as error:
+                log.line(f"warning: no plot: {error}")
+        if world > 1:
+            dist.destroy_process_group()
+        return 0
+    except Stopped as stopped:
+        return stopped.status
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and not log:  # of `--check | head -n 1`, for example
+            return 1
+        message = error_message(error) if isinstance(error, (UserError, RuntimeError, OSError)) else None
+        claimed = claim_report(local)
+        if log and (claimed or rank == 0 or message is None):
+            log.failed(message or one_line(error), error)
+        if message is None:
+            raise
+    finally:
+        gc.enable()
+    if claimed:
+        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, profiler=None):
+    """Train, from the log's header to the results.
+
+    automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
+    size: a line for the log about the size that the script has chosen, if it has. seconds: the expected training time,
+    if it is known. profiler: class Profiler, or None.
+    """
+    config, ops, choices = choose_kernels(config, rt.device)
+    faults = []
+    if config.system.kernels == "auto":
+        if not is_tested(rt.device):
+            log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
+        config, faults = replace_faulty_kernels(config, ops, rt)
+        watch.lap("trial")
+    if faults:
+        config, ops, choices = choose_kernels(config, rt.device)
+    system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
+    sources = loaded_sources()  # now, because somebody may edit the files during the run
+    require_equal_ranks(rt, config, sources)
+    shards = run_shards(config)
+    if rt.rank == 0:
+        write_header(log, argv, sources, config, machine, choices, shards)
+        if (every := config.optim.adam_every) == 1:
+            log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f} but for tables, since"
+                     f" --adam_every={every}", console=False)
+        facts, doubt = facts_of_run(config)
+        for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):
+            log.line(line)
+        for warning in shards["train"].warnings + shards["val"].warnings:
+            log.line(f"warning: {warning}")
+        inspect_all(shards)  # while kernels compile
+    stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
+    resumed = load_checkpoint(system.resume) if system.resume else None
+    initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
+    watch.lap("log")
+    try:
+        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
+        ready = time.perf_counter()
+        on_gpu = rt.device.type == "cuda"
+        if on_gpu:
+            log.line("Compiling kernels and capturing graphs")
+        if seconds:
+            end = datetime.now() + timedelta(seconds=seconds + 20 * on_gpu)  # a start with empty caches
+            length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
+            log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
+        if on_gpu or config.schedule.minutes:
+            doing = ("compiling for {:.0f} s; 5 s is usual, 20 s with empty caches" if on_gpu else
+                     "timing steps for {:.0f} s")
+            with log.moving(lambda: doing.format(time.perf_counter() - ready)):
+                warm_up(trainer)
+        if on_gpu:
+            require_codes(trainer)
+    except RuntimeError as error:
+        if automatic and is_out_of_memory(error):
+            restart_with_more_micro_batches(config, rt.device)
+        raise
+    if resumed:
+        trainer.load_state_dict(resumed)
+        log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
+                 f" {quoted(published(system.resume))}")
+    elif initial:
+        trainer.load_weights(initial)
+    agree_on_shards(trainer, resumed)
+    if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
+        log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
+    log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
+    phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
+    loss, clock = trainer.run()
+    trainer.update_graphs.drop()
+    phases |= clock.paused_seconds
+    if beyond := trainer.head.count_beyond():
+        log.line(f"warning: {beyond} weights of the head are beyond ±{kernels.W_LIMIT:g}, the range of their FP8 codes:"
+                 " training has read them as this limit; --fp8=false reads them as they are")
+    if rt.rank == 0:
+        wait(trainer.unchecked)
+        trainer.require_sound_shards()  # only warns: the run reads no shard any more
+        log.line(shards_line(shards), console=False)
+    allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
+    log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
+    if system.sample_tokens and trainer.shared:
+        log.line("warning: no sample: this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
+    elif system.sample_tokens and rt.rank == 0:
+        try:
+            text = sample(trainer.model, config, trainer.attn[-1])
+            log.line("sample:\n" + "".join(takewhile(lambda _: not stop.number, text)))
+        except Exception as error:  # such as out of memory: the results must still be logged
+            log.line(f"warning: no sample: {one_line(error)}")
+    spent, gpus = time.perf_counter() - started, rt.world if rt.device.type == "cuda" else 0
+    phases |= {"total": trainer.seconds_before + spent, "gpu": gpus * spent}  # gpu: of all ranks
+    summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
+    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in phases.items()}
+    summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
+    for key, value in summary.items():
+        log.line(f"{key}: {value}")
+    if rt.rank == 0 and facts:
+        log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
+                 f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
+    if system.save or system.save_every:
+        trainer.save(trainer.total, clock.counted)
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -1718,6 +1898,136 @@ class Trainer:
         self.synchronize()
         watch.lap("model")
 
+    def set_length(self, config):
+        """Plan the steps of a config, which may differ from the last one only in the number of steps."""
+        self.config, self.total = config, stage_starts(config.schedule)[-1]
+        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
+        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
+        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
+        # A row takes a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
+        width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
+        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
+        self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
+        numbers = [[*update_numbers(config, plan).values()] for plan in self.plans]
+        self.number_table = torch.tensor(numbers, dtype=torch.float32, device=self.rt.device)  # (steps + 1, names)
+        self.loader = self.new_loader(self.plans[:-1], config)
+
+    def new_loader(self, plans, config):
+        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids,
+                      self.shards["train"])
+
+    def init_weights(self):
+        """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
+        begin as constants."""
+        self.model.init_weights(self.config.system.seed)
+        for param in self.model.settings if self.rt.world > 1 else ():
+            if param.optim != "rows":
+                dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
+
+    def quantise_weights(self, mlp_scales=None):
+        """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
+        self.head.refresh()
+        if self.model.fp8_mlps:
+            self.model.fp8_mlps.load_state_dict(mlp_scales)
+        if self.model.fp8_projections:
+            self.model.fp8_projections.refresh()
+
+    def load_state_dict(self, state):
+        """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
+        load_state(self.optimizer, state["optimizer"])
+        self.load_weights(state)
+        self.loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"])
+
+    def load_weights(self, state):
+        """Load the weights alone, and the scales of their FP8 codes."""
+        parts = {label: own_rows(self.optimizer, label, state["model"][label]) for label in self.optimizer.of_rows}
+        self.model.load_state_dict(state["model"] | parts)
+        self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
+
+    def save(self, step, seconds):
+        """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
+        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
+        self.whole = None  # an error in here would come again
+        state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
+                 "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
+                 "loader": self.loader.state_dict(), "optimizer": whole_state(self.optimizer)}
+        whole = {label: whole_rows(self.optimizer, label, self.model.get_parameter(label).detach())
+                 for label in self.optimizer.of_rows}
+        if self.rt.rank == 0:
+            read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
+            wait(check for part, end in read.items() for check in [*self.shards[part].checks.values()][:end])
+            state["shards"] = {part: shard_table(each) for part, each in self.shards.items()}
+            if self.model.fp8_mlps:
+                state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
+            model = self.model.state_dict().items()
+            # The tensors are copied, since a view would bring the whole padded buffer into the file.
+            state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
+            numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
+            for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
+                require_finite(bound.item(), f"largest weight before step {step}")
+            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
+            write_checkpoint(state, path, self.config.system.keep)
+            self.log.line(f"checkpoint: {quoted(published(str(path)))}")
+
+    def validate(self, step, plan, seconds) -> float:
+        """Validation loss before a step; logs it with `seconds`, the training time."""
+        attn = self.attn[-1 if step == self.total else plan.stage]
+        loss = validate(self.summed_loss, self.validation, attn, self.rt)
+        self.log.line("\n".join(self.step_lines(step, f"val_loss:{loss:.4f}", seconds)))
+        require_finite(loss, f"validation loss before step {step}")
+        return loss
+
+    def summed_loss(self, batch, attn):
+        """Summed loss of a validation batch."""
+        self.fetch_rows(batch)
+        return summed_loss(self.model, self.head, batch, attn)
+
+    def step_lines(self, step, loss, seconds):
+        """The two lines of a step in the log: the loss, which a diff can compare, and the training time."""
+        return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
+                f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
+
+    def wish(self) -> Tensor | None:
+        """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
+        All ranks must call this, and end after the same step."""
+        if self.rt.world > 1:
+            wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU
+            all_reduce(wish, self.rt, dist.ReduceOp.MAX)
+            return wish.to("cpu", non_blocking=True)
+
+    def log_losses(self, keep):
+        """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
+        `keep` steps, so the host does not wait for their losses."""
+        while len(self.losses) > keep:
+            step, copied, loss, seconds = self.losses.popleft()
+            if copied is not None:
+                wait_for(copied, self.rt.world)
+            self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
+                              seconds * (self.tokens[-1] / self.tokens[step] - 1))
+            require_finite(loss.item(), f"training loss of step {step + 1}")
+            self.agreed = self.agreed or int(self.wishes.popleft() or 0)
+
+    def require_sound_shards(self):
+        """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
+        checks that have ended since the last call, which only rank 0 has."""
+        while self.unchecked and self.unchecked[0].done():
+            if error := self.unchecked.popleft().result():
+                self.loader.rehearse()
+                self.log.line(f"warning: {error}; the run goes on, since it does not need this shard")
+
+    def synchronize(self):
+        if self.rt.device.type == "cuda":
+            wait_for(torch.cuda.current_stream().record_event(), self.rt.world)
+            torch.cuda.synchronize()
+
+    def sync_ranks(self):
+        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then go on together."""
+        gc.collect()
+        self.synchronize()
+        if self.rt.world > 1:
+            dist.barrier()
+
     def run(self) -> tuple[float, Clock]:
         """`timed_run`; an error between two steps leaves a checkpoint of this state, if the run saves any."""
         try:
@@ -1815,18 +2125,16 @@ class Trainer:
                 self.update_graphs(plan, numbers, eager)
         return self.head.next_loss / plan.micro_batch_tokens
 
-    def update(self, plan, numbers):
-        """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
-        self.optimizer.step(plan, numbers)
-        if plan.adam:
-            with trace_range("update head codes"):
-                self.head.refresh()
-        if self.model.fp8_mlps:
-            with trace_range("update MLP codes"):
-                self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
-        if self.model.fp8_projections:
-            with trace_range("update projection codes"):
-                self.model.fp8_projections.refresh()
+    def fetch_rows(self, batch):
+        """Bring the rows of n-grams that this rank reads in a micro-batch. All ranks must call this."""
+        for table in self.shared if batch.exchange else ():
+            table.fetch(batch.exchange)
+
+    def fetch_ahead(self, loader):
+        """Begin to bring the rows of the next micro-batch. All ranks must call this."""
+        for table in self.shared:
+            if exchange := loader.next_exchange():
+                table.start(exchange)
 
     def micro_step(self, batch: Batch, mtp_weights, attn):
         """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`. Returns the loss,
@@ -1840,324 +2148,18 @@ class Trainer:
             add_gradients(loss, [*self.model.parameters(), *(table.local for table in self.shared)])
         return loss.detach()
 
-    def fetch_rows(self, batch):
-        """Bring the rows of n-grams that this rank reads in a micro-batch. All ranks must call this."""
-        for table in self.shared if batch.exchange else ():
-            table.fetch(batch.exchange)
-
-    def fetch_ahead(self, loader):
-        """Begin to bring the rows of the next micro-batch. All ranks must call this."""
-        for table in self.shared:
-            if exchange := loader.next_exchange():
-                table.start(exchange)
-
-    def summed_loss(self, batch, attn):
-        """Summed loss of a validation batch."""
-        self.fetch_rows(batch)
-        return summed_loss(self.model, self.head, batch, attn)
-
-    def validate(self, step, plan, seconds) -> float:
-        """Validation loss before a step; logs it with `seconds`, the training time."""
-        attn = self.attn[-1 if step == self.total else plan.stage]
-        loss = validate(self.summed_loss, self.validation, attn, self.rt)
-        self.log.line("\n".join(self.step_lines(step, f"val_loss:{loss:.4f}", seconds)))
-        require_finite(loss, f"validation loss before step {step}")
-        return loss
-
-    def step_lines(self, step, loss, seconds):
-        """The two lines of a step in the log: the loss, which a diff can compare, and the training time."""
-        return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
-                f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
-
-    def wish(self) -> Tensor | None:
-        """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
-        All ranks must call this, and end after the same step."""
-        if self.rt.world > 1:
-            wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU
-            all_reduce(wish, self.rt, dist.ReduceOp.MAX)
-            return wish.to("cpu", non_blocking=True)
-
-    def log_losses(self, keep):
-        """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
-        `keep` steps, so the host does not wait for their losses."""
-        while len(self.losses) > keep:
-            step, copied, loss, seconds = self.losses.popleft()
-            if copied is not None:
-                wait_for(copied, self.rt.world)
-            self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
-                              seconds * (self.tokens[-1] / self.tokens[step] - 1))
-            require_finite(loss.item(), f"training loss of step {step + 1}")
-            self.agreed = self.agreed or int(self.wishes.popleft() or 0)
-
-    def require_sound_shards(self):
-        """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
-        checks that have ended since the last call, which only rank 0 has."""
-        while self.unchecked and self.unchecked[0].done():
-            if error := self.unchecked.popleft().result():
-                self.loader.rehearse()
-                self.log.line(f"warning: {error}; the run goes on, since it does not need this shard")
-
-    def synchronize(self):
-        if self.rt.device.type == "cuda":
-            wait_for(torch.cuda.current_stream().record_event(), self.rt.world)
-            torch.cuda.synchronize()
-
-    def sync_ranks(self):
-        """Collect garbage, finish the work of the GPU and wait for all ranks. All ranks then go on together."""
-        gc.collect()
-        self.synchronize()
-        if self.rt.world > 1:
-            dist.barrier()
-
-    def save(self, step, seconds):
-        """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
-        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
-        self.whole = None  # an error in here would come again
-        state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
-                 "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
-                 "loader": self.loader.state_dict(), "optimizer": whole_state(self.optimizer)}
-        whole = {label: whole_rows(self.optimizer, label, self.model.get_parameter(label).detach())
-                 for label in self.optimizer.of_rows}
-        if self.rt.rank == 0:
-            read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
-            wait(check for part, end in read.items() for check in [*self.shards[part].checks.values()][:end])
-            state["shards"] = {part: shard_table(each) for part, each in self.shards.items()}
-            if self.model.fp8_mlps:
-                state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
-            model = self.model.state_dict().items()
-            # The tensors are copied, since a view would bring the whole padded buffer into the file.
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
-            numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
-            for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
-                require_finite(bound.item(), f"largest weight before step {step}")
-            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
-            write_checkpoint(state, path, self.config.system.keep)
-            self.log.line(f"checkpoint: {quoted(published(str(path)))}")
-
-    def load_state_dict(self, state):
-        """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
-        load_state(self.optimizer, state["optimizer"])
-        self.load_weights(state)
-        self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng"])
-
-    def load_weights(self, state):
-        """Load the weights alone, and the scales of their FP8 codes."""
-        parts = {label: own_rows(self.optimizer, label, state["model"][label]) for label in self.optimizer.of_rows}
-        self.model.load_state_dict(state["model"] | parts)
-        self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
-
-    # The start
-
-    def set_length(self, config):
-        """Plan the steps of a config, which may differ from the last one only in the number of steps."""
-        self.config, self.total = config, stage_starts(config.schedule)[-1]
-        self.plans = [make_plan(config, step) for step in range(self.total + 1)]
-        batches = (config.schedule.stages[plan.stage].batch_tokens for plan in self.plans[:-1])
-        self.tokens = list(accumulate(batches))  # tokens seen at the end of every step
-        # A row takes a multiple of 16 bytes. For pointers without this alignment, Triton would compile more kernels.
-        width = 4 * math.ceil(max(len(plan.mtp_weights) for plan in self.plans) / 4)
-        weights = [(*plan.mtp_weights, *[0.0] * width)[:width] for plan in self.plans]
-        self.mtp_table = torch.tensor(weights, device=self.rt.device)  # (steps + 1, width)
-        numbers = [[*update_numbers(config, plan).values()] for plan in self.plans]
-        self.number_table = torch.tensor(numbers, dtype=torch.float32, device=self.rt.device)  # (steps + 1, names)
-        self.loader = self.new_loader(self.plans[:-1], config)
-
-    def new_loader(self, plans, config):
-        return Loader(config, self.rt, plans, lambda text: self.log.line("warning: " + text), self.hash_ids,
-                      self.shards["train"])
-
-    def init_weights(self):
-        """`GPT.init_weights`, and the weights of rank 0 for all ranks, except for tables that the ranks share: they
-        begin as constants."""
-        self.model.init_weights(self.config.system.seed)
-        for param in self.model.settings if self.rt.world > 1 else ():
-            if param.optim != "rows":
-                dist.broadcast(self.model.get_parameter(param.label).detach(), 0)
-
-    def quantise_weights(self, mlp_scales=None):
-        """Make the FP8 codes of all weights anew. mlp_scales: the state_dict of the FP8 MLPs; None: as at step 0."""
-        self.head.refresh()
+    def update(self, plan, numbers):
+        """`NorMuonAndAdam.step`, and the FP8 codes of the new weights."""
+        self.optimizer.step(plan, numbers)
+        if plan.adam:
+            with trace_range("update head codes"):
+                self.head.refresh()
         if self.model.fp8_mlps:
-            self.model.fp8_mlps.load_state_dict(mlp_scales)
+            with trace_range("update MLP codes"):
+                self.model.fp8_mlps.refresh(lambda maxima: all_reduce(maxima, self.rt, dist.ReduceOp.MAX))
         if self.model.fp8_projections:
-            self.model.fp8_projections.refresh()
-
-
-def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, profiler=None):
-    """Train, from the log's header to the results.
-
-    automatic: the script has chosen the number of micro-batches, and chooses a larger one if memory is too small.
-    size: a line for the log about the size that the script has chosen, if it has. seconds: the expected training time,
-    if it is known. profiler: class Profiler, or None.
-    """
-    config, ops, choices = choose_kernels(config, rt.device)
-    faults = []
-    if config.system.kernels == "auto":
-        if not is_tested(rt.device):
-            log.line("trying each kernel on a GPU of a kind that nobody has tested", file=False)
-        config, faults = replace_faulty_kernels(config, ops, rt)
-        watch.lap("trial")
-    if faults:
-        config, ops, choices = choose_kernels(config, rt.device)
-    system, machine = config.system, capability(rt.device) | {"ranks": rt.world}
-    sources = loaded_sources()  # now, because somebody may edit the files during the run
-    require_equal_ranks(rt, config, sources)
-    shards = run_shards(config)
-    if rt.rank == 0:
-        write_header(log, argv, sources, config, machine, choices, shards)
-        if (every := config.optim.adam_every) == 1:
-            log.line(f"rates of Adam: adam_lr is multiplied by {adam_factor(every):.3f} but for tables, since"
-                     f" --adam_every={every}", console=False)
-        facts, doubt = facts_of_run(config)
-        for line in [size] * bool(size) + faults + [f"warning: {doubt}"] * bool(doubt):
-            log.line(line)
-        for warning in shards["train"].warnings + shards["val"].warnings:
-            log.line(f"warning: {warning}")
-        inspect_all(shards)  # while kernels compile
-    stop = watch_signals(functools.partial(log.ended, system), lambda: told().exists())
-    resumed = load_checkpoint(system.resume) if system.resume else None
-    initial = load_checkpoint(system.init_from) if system.init_from and not resumed else None
-    watch.lap("log")
-    try:
-        trainer = Trainer(config, rt, log, ops, watch, sources, resumed, initial, profiler, shards, stop)
-        ready = time.perf_counter()
-        on_gpu = rt.device.type == "cuda"
-        if on_gpu:
-            log.line("Compiling kernels and capturing graphs")
-        if seconds:
-            end = datetime.now() + timedelta(seconds=seconds + 20 * on_gpu)  # a start with empty caches
-            length = f"{round(seconds, 1):g} s" if seconds < 60 else f"{round(seconds / 60, 1):g} min"
-            log.line(f"about {length} of training follow; the run ends at about {end:%H:%M}", file=False)
-        if on_gpu or config.schedule.minutes:
-            doing = ("compiling for {:.0f} s; 5 s is usual, 20 s with empty caches" if on_gpu else
-                     "timing steps for {:.0f} s")
-            with log.moving(lambda: doing.format(time.perf_counter() - ready)):
-                warm_up(trainer)
-        if on_gpu:
-            require_codes(trainer)
-    except RuntimeError as error:
-        if automatic and is_out_of_memory(error):
-            restart_with_more_micro_batches(config, rt.device)
-        raise
-    if resumed:
-        trainer.load_state_dict(resumed)
-        log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
-                 f" {quoted(published(system.resume))}")
-    elif initial:
-        trainer.load_weights(initial)
-    agree_on_shards(trainer, resumed)
-    if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
-        log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
-    log.line("startup, seconds: " + ", ".join(f"{phase} {value:.2f}" for phase, value in watch.items()))
-    phases = {"setup": ready - started, "warmup": time.perf_counter() - ready}
-    loss, clock = trainer.run()
-    trainer.update_graphs.drop()
-    phases |= clock.paused_seconds
-    if beyond := trainer.head.count_beyond():
-        log.line(f"warning: {beyond} weights of the head are beyond ±{kernels.W_LIMIT:g}, the range of their FP8 codes:"
-                 " training has read them as this limit; --fp8=false reads them as they are")
-    if rt.rank == 0:
-        wait(trainer.unchecked)
-        trainer.require_sound_shards()  # only warns: the run reads no shard any more
-        log.line(shards_line(shards), console=False)
-    allocated, reserved = torch.cuda.max_memory_allocated() // 2**20, torch.cuda.max_memory_reserved() // 2**20
-    log.line(f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB")
-    if system.sample_tokens and trainer.shared:
-        log.line("warning: no sample: this rank has only a part of the table of n-grams; sample a checkpoint (--save)")
-    elif system.sample_tokens and rt.rank == 0:
-        try:
-            text = sample(trainer.model, config, trainer.attn[-1])
-            log.line("sample:\n" + "".join(takewhile(lambda _: not stop.number, text)))
-        except Exception as error:  # such as out of memory: the results must still be logged
-            log.line(f"warning: no sample: {one_line(error)}")
-    spent, gpus = time.perf_counter() - started, rt.world if rt.device.type == "cuda" else 0
-    phases |= {"total": trainer.seconds_before + spent, "gpu": gpus * spent}  # gpu: of all ranks
-    summary = {"final_val_loss": f"{loss:.4f}", "train_seconds": f"{clock.counted:.3f}"}
-    summary |= {f"{phase}_seconds": f"{value:.3f}" for phase, value in phases.items()}
-    summary |= {"steps": trainer.total, "tokens": trainer.tokens[-1], "peak_memory_mib": allocated}
-    for key, value in summary.items():
-        log.line(f"{key}: {value}")
-    if rt.rank == 0 and facts:
-        log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
-                 f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
-    if system.save or system.save_every:
-        trainer.save(trainer.total, clock.counted)
-
-
-def load_model(path, knobs) -> tuple[Config, GPT, AttentionSettings]:
-    """(config, model, settings of the last validation) of a checkpoint, on a GPU if there is one.
-
-    knobs: {name: text}, overrides of the checkpoint's settings. Raises UserError for a bad file or bad knobs.
-    """
-    state = load_checkpoint(path)
-    config, ops, device = checkpoint_config(state["config"], RECORD74, knobs)
-    check_weights(state, config.model)
-    model = GPT(config.model, ops, getattr(torch, config.system.dtype), device)
-    model.load_state_dict(state["model"])
-    return config, model, attention_settings(config, device, model.dtype)[-1]
-
-
-def main(argv) -> int:
-    """Train, or do what --help, --check or --sample asks for; returns the exit status."""
-    watch = Stopwatch(IMPORT_SECONDS)
-    if {"--help", "-h"} & {*argv}:
-        return first_answer(argv)
-    rank = local = 0
-    log = None
-    try:
-        if any(arg.partition("=")[0] == "--sample" for arg in argv):
-            return sample_command(argv, RECORD74, load_model)
-        rank, world, local = rank_from_env()
-        words, fit, size = [arg for arg in argv if arg != "--check"], None, ""
-        config = parse_config(words, world)
-        seconds, (size_open, rows_open) = 60 * config.schedule.minutes, left_open(words, PRESETS)
-        if size_open:
-            fit = functools.partial(fit_size, config.schedule, lambda size, gpu: parse_config(
-                [*words, *size.knobs], world, gpu), world)
-        if "--check" in argv:
-            from records.check import check_table
-            models = {name: preset.config.model for name, preset in PRESETS.items()}
-            return check_table(config, world, models, fit, rows_open, show=local == 0)
-        automatic = world == 1 and not config.system.micro_batches
-        if not fit:  # else most checks need the size
-            config = check_start(config, world, rows_open)
-        watch.lap("checks")
-        rt = init_runtime(config)
-        watch.lap("processes")
-        if fit:
-            config, size, seconds = fit(of_rank_0(measure_gpu(config.system.fp8_mlp), rt), rt.device)
-            config = check_start(config, world, rows_open)
-            watch.lap("size")
-        log, profiler = Log(config, rt), None
-        if config.system.profile:
-            from records.trace import Profiler as profiler
-        train(config, rt, log, argv, watch, automatic, size, seconds, profiler)
-        if config.system.plot and rank == 0:
-            from records.compare import plot_run
-            try:
-                log.line(f"plot: {quoted(published(str(plot_run(log.path))))}")
-            except UserError as error:
-                log.line(f"warning: no plot: {error}")
-        if world > 1:
-            dist.destroy_process_group()
-        return 0
-    except Stopped as stopped:
-        return stopped.status
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and not log:  # of `--check | head -n 1`, for example
-            return 1
-        message = error_message(error) if isinstance(error, (UserError, RuntimeError, OSError)) else None
-        claimed = claim_report(local)
-        if log and (claimed or rank == 0 or message is None):
-            log.failed(message or one_line(error), error)
-        if message is None:
-            raise
-    finally:
-        gc.enable()
-    if claimed:
-        print(f"error: {f'rank {rank}: ' if rank else ''}{message}", file=sys.stderr, flush=True)
-    return 1
+            with trace_range("update projection codes"):
+                self.model.fp8_projections.refresh()
 
 
 if __name__ == "__main__":
