@@ -15,13 +15,9 @@ Conventions
   constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate). An
   argument for tiles is a descriptor on GPUs with a copy engine (TMA), elsewhere a pointer.
 
-A new operation needs a section before the last one, a row in the table below, a wrapper, `<name>_ref`, a kernel whose
-name ends in `_kernel`, a `<NAME>_LAUNCH` table, a test against the reference, a case in data/run/trial.py, and one in
-tests/bench_kernels.py, from which tests/test_arch.py compiles it for other GPUs.
-
-Sections, in the order in which a token meets them. Column ms: what a section saves per step of record 74's model (572
-ms, 8 x 49152 tokens, one H100) against compiled PyTorch with the library's products and FlashAttention-2.
-records/2026-11-25_kernels has the time of every operation and its share of the GPU's limit.
+records/guide.md says what a new operation needs; it also gets a section before the last one and a row in this table.
+Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
+(572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
   2   attend, attend_backward               sliding-window attention within packed documents           64     320
@@ -63,12 +59,8 @@ except ImportError as error:  # for example on macOS and Windows
     class Absent:
         """Stands for Triton, so that the kernels can be defined and the references can run."""
         __version__ = "absent"
-
-        def __getattr__(self, name):
-            return self
-
-        def __call__(self, decorated=None, *args, **kwargs):
-            return self if decorated is None else decorated
+        __getattr__ = lambda self, name: self
+        __call__ = lambda self, decorated=None, *args, **kwargs: self if decorated is None else decorated
 
     triton = tl = gluon = gl = Absent()
 
@@ -263,11 +255,10 @@ def _strided(x):
 #   orders (K of them), ids (K N,) has the rows of the first order for all tokens, then those of the next. A row and its
 #   gradient are multiplied by row sign_ids[t] of signs (S, D).
 #
-# A batch touches a few percent of the rows. aten.embedding_dense_backward and Adam pass over all rows; these kernels do
-# not. embedding_grad sums the occurrences of a row in a fixed order, so a run repeats bit for bit.
-# Without a first moment (β1 = 0), Adam changes nothing in a row without gradient but v, which decays. The row makes up
-# for the decay when it has a gradient again; `last` is its last update. At 49152 tokens update_rows takes 534 µs (the
-# library: 1416).
+# The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
+# in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
+# gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
+# At 49152 tokens update_rows takes 534 µs (the library: 1416).
 # A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory. FewRows has
 # gradients of those rows alone that occurred since the last update. embedding_grad claims a place for a row when it
 # first occurs; a counter of all programs numbers the places. update_few_rows visits these rows, and frees their places.
@@ -281,11 +272,16 @@ def _strided(x):
 EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
 # More programs than the 8 that fit an SM (rows of 384): the first ones to end make room.
 EMBEDDING_PROGRAMS_PER_SM = {"rows": 12, "pieces": 4}
+SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
+# Most rows have no gradient, so a program walks over several. It has one warp, so all its threads have read `touched`
+# and `last` when one of them writes there.
+UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
+UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
 
 class SortedIds(NamedTuple):
-    """ids (N,) int32, and where equal ids are: pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py, on their
-    device; None where there is no backward pass, and with embedding_grad_ref."""
+    """ids (N,) int32, and where equal ids are: pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py; None where
+    there is no backward pass, and with embedding_grad_ref."""
 
     ids: torch.Tensor
     pieces: torch.Tensor | None = None
@@ -312,9 +308,6 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr
             x *= tl.load(Signs + sign.to(tl.int64)[:, None] * D + column[None, :], mask=inside, other=0.0)
         total += x
     tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
-
-
-SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
 
 
 def _check_orders(table, ids, orders=1, signs=None, sign_ids=None):
@@ -473,18 +466,12 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
         grad, sums, pieces, place, N, D, **launch["pieces"])
 
 
-# A program walks over its rows, most of which have no gradient: with a program per row, the launches of the programs
-# take longest. It has one warp, so all its threads have read `touched` and `last` when one of them writes there.
-UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
-
-
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
-    (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0. Then grad becomes zero.
+    (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero.
 
     v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
-    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay: numbers or 0-D
-    tensors.
+    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D tensors.
     """
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
@@ -534,16 +521,11 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
         math.log2(beta2) if beta2 else -math.inf, eps, COLUMNS=triton.next_power_of_2(D), **UPDATE_ROWS_LAUNCH)
 
 
-UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
-
-
 def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
-    """Update number t (1, 2, ...) of the rows rows[:count] of p (R, D) in place: u = step_size · g / (√v + eps), and
-    cautious weight decay. Row i of grad (M, D) is the gradient g of row rows[i].
+    """As update_rows_ref, for the rows rows[:count] of p (R, D); row i of grad (M, D) is the gradient of row rows[i].
 
-    v (R, 1) fp32: average of the mean of g² over a row; last (R, 1) int32: number of the update at which v of the row
-    is right, 0 at the start. t, step_size, weight_decay: numbers or 0-D tensors. place (R,) int32, rows (M,) int32,
-    count (1,) int32: see FewRows; afterwards no row has a place, and these rows of grad are zero.
+    v (R, 1) fp32: average of the mean of grad² over a row. place (R,), rows (M,), count (1,) int32: see FewRows;
+    afterwards no row has a place, and these rows of grad are zero.
     """
     n = count.item()
     listed = rows[:n].long()
@@ -591,12 +573,11 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that have occurred since the last update, at most `most` (not
-    checked).
+    """The gradients of a table (R, D) for the rows that have occurred since the last update, at most `most`
+    (unchecked).
 
     grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
-    the row of grad for each row of the table, -1 without. Places depend on the order in which programs run; no gradient
-    or update does.
+    the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do not.
     """
 
     def __init__(self, table, most):
@@ -664,25 +645,21 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   window, an integer, and scale are > 0.
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 #
-# Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
-# window) to t; both ends grow with t. So a tile of queries (keys) meets one contiguous run of keys (queries), which
-# begins at the first row that the tile needs. A block is masked only if some row does not see all of it.
+# Row t sees the keys from max(start_t, t - window) to t; both ends grow with t. So a tile of queries (keys) meets one
+# contiguous run of keys (queries). A block is masked only if some row does not see all of it.
 # Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
-# beyond this bound infinities appear. Here q and k are RMS-normed, so the product is at most d · scale, 17 in the
-# presets.
+# beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
 #
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
 # The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
-# section 3 computes s. One launch has one program per tile of queries for dq and one per tile of keys for dk and dv,
-# neighbours because they read the same rows. This takes seven products instead of five, but no atomics, so a run
-# repeats bit for bit.
-# With 6 heads of 128 and window 640, the forward pass takes 185 µs (FlashAttention-2: 406), the backward 524 (1041).
+# section 3 computes s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because
+# they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit. With
+# 6 heads of 128 and window 640, the forward pass takes 185 µs (FlashAttention-2: 406), the backward 524 (1041).
 #
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 
-# One warp group and 64 rows per program: two or three programs share an SM, and one takes exponentials while another
-# multiplies.
+# Two or three programs share an SM, and one takes exponentials while another multiplies.
 ATTENTION_LAUNCH = {
     torch.bfloat16: {
         # At d = 128: q and three stages of k and v take 64 KiB, so three programs share an SM.
@@ -691,11 +668,9 @@ ATTENTION_LAUNCH = {
         "backward": dict(BLOCK=64, num_warps=4, num_stages=2),
         "narrow_backward": dict(BLOCK=64, num_warps=4, num_stages=3),
     },
-    # For tests: no tensor cores, therefore small tiles.
-    torch.float32: {
+    torch.float32: {  # for tests: no tensor cores, therefore small tiles
         "forward": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
-        "backward": dict(BLOCK=32, num_warps=4, num_stages=2),
-        "narrow_backward": dict(BLOCK=32, num_warps=4, num_stages=2),
+        **dict.fromkeys(("backward", "narrow_backward"), dict(BLOCK=32, num_warps=4, num_stages=2)),
     },
 }
 LOG2_E = constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
@@ -731,10 +706,8 @@ def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
 
 @triton.jit
 def _load_tile(X, head, first, N, BLOCK, D):
-    """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N.
-
-    X is a descriptor (see _head_tiles), or a pointer with the strides of a row and of a head.
-    """
+    """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N. X is a descriptor (see
+    _head_tiles), or a pointer with the strides of a row and of a head."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([head, first, 0]).reshape(BLOCK, D)
     else:
@@ -800,8 +773,7 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N):
 @triton.jit(do_not_specialize=["window"])
 def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: constexpr, DV: constexpr,
                       BLOCK_M: constexpr, BLOCK_N: constexpr):
-    # In launch order, first the heads of a tile, then the next tile: programs that run together share keys in L2 and
-    # read whole tokens.
+    # First the heads of a tile: programs that run together share keys in L2 and read whole tokens.
     head = tl.program_id(0) % H
     m0 = tl.program_id(0) // H * BLOCK_M
     scale2 = scale * LOG2_E
@@ -918,8 +890,7 @@ def _empty_row_scalars(q):
 def attend(q, k, v, gate, start, end, window, scale):
     """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
 
-    start, end (N,) int32: of document_of_tokens; `end` is for attend_backward. The caller has checked the arguments.
-    """
+    start, end (N,) int32: of document_of_tokens; `end` is for attend_backward. attention_block checks arguments."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
     y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
@@ -931,7 +902,7 @@ def attend(q, k, v, gate, start, end, window, scale):
 
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv). The caller has checked the arguments; attend gives lse, output_grad gives dgate.
+    """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate.
 
     dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in it. dv_upstream
     (N, H, dv), contiguous: a gradient of v from elsewhere, which the result contains.
@@ -960,21 +931,20 @@ def document_of_tokens(cu_seqlens, N):
 #   y = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
 #                       first, share, documents)
 #
-#   x           (N, D)               normalised input, one row per token
-#   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
-#   rotary      (rows, d/4, 2)       cosine and sine side by side; rows >= N, in paired layers >= 2N
-#   ve          (N, H d) or None     value embeddings
-#   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
-#   w_out       (H, C)               weights of the output gate, C even
-#   cu_seqlens, window, scale        as in section 2; in paired layers window counts positions of the 2N
-#   paired      bool                 heads of a token become consecutive positions (K4)
-#   offset      bool                 the second half of a key comes from the token before (K1)
-#   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
-#   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
-#   first       None                 or, with codes, first channels of x, (N, C), which the gates read; x is not read
-#   share       None                 or (H,), (N, H): how much of its value a token loses from its result (below)
-#   documents   None                 or document_of_tokens of the (2) N positions
-#   y           (N, H, d)            gated result of attention, before the output projection
+#   x           (N, D)             normalised input, one row per token
+#   weight      (2 H w + H d, D)   projections to q, k and v, in this order; q and k have heads of width w, v of d
+#   rotary      (rows, d/4, 2)     cosine and sine side by side; rows >= N, in paired layers >= 2N
+#   ve          (N, H d) or None   value embeddings
+#   w_ve, w_out (H, C)             weights of the value gate, None without ve, and of the output gate; C even
+#   cu_seqlens, window, scale      as in section 2; in paired layers window counts positions of the 2N
+#   paired      bool               heads of a token become consecutive positions (K4)
+#   offset      bool               the second half of a key comes from the token before (K1)
+#   narrow      bool               w = d/2 instead of d, and all channels of q and k turn; without offset
+#   codes       None               or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
+#   first       None               or, with codes, first channels of x, (N, C), which the gates read; x is not read
+#   share       None               or (H,), (N, H): how much of its value a token loses from its result (below)
+#   documents   None               or document_of_tokens of the (2) N positions
+#   y           (N, H, d)          gated result of attention
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
@@ -982,7 +952,7 @@ def document_of_tokens(cu_seqlens, N):
 #   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
-# Replaces a GEMM and about ten passes over q, k and v.
+# Replaces a GEMM and about ten passes over q, k and v: with its gradient 990 µs (compiled PyTorch: 1520).
 #
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
 # embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
@@ -990,12 +960,10 @@ def document_of_tokens(cu_seqlens, N):
 # Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
 # (not quite 1, because the table is rounded):
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
-# So 4 bytes of 1/rms per head are kept beside q, k, v, and the backward pass is one elementwise pass and the two GEMMs
-# of a linear layer.
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
 # goes straight into its part of dqkv. Gradients of the gates are added to C columns of dx and dve in place; those of
 # w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
-# Without offset and values, gates, projection and products of the backward pass take 990 µs (compiled PyTorch: 1520).
+# Only attention_block checks its arguments; the functions that it calls do not.
 #
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 
@@ -1004,7 +972,7 @@ def document_of_tokens(cu_seqlens, N):
 PROJECT_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_K=64, num_warps=4, num_stages=3),
     torch.float32: dict(BLOCK_M=32, BLOCK_K=32, num_warps=4, num_stages=2),  # for tests: no tensor cores
-    E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16; best of ten
+    E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16
 }
 PROJECT_PROGRAMS_PER_SM = 2
 # 16 rows of one head each; a thread makes two accesses of 16 bytes per operand. In FP8, 32 tokens of one head.
@@ -1115,28 +1083,25 @@ def _gate_launch(ve, w_out, paired):
 
 
 def head_gates(x, ve, w_ve, w_out, paired):
-    """gates (1 or 2, N, H): the results of `head_gates_ref` in one tensor. The caller has checked the arguments."""
+    """gates (1 or 2, N, H): the results of `head_gates_ref` in one tensor."""
     N = x.size(0)
-    gates = x.new_empty(1 if ve is None else 2, N, w_out.size(0))
+    gates = x.new_empty(1 if ve is None else 2, N, len(w_out))
     _head_gates_kernel[(triton.cdiv(N, GATE_LAUNCH["BLOCK"]),)](
         _strided(x), _strided(ve), w_ve, w_out, gates, N, **_gate_launch(ve, w_out, paired))
     return gates
 
 
 def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, of_ve=None, of_out=None):
-    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, None where their parts (see `rows`) get it.
-    The caller has checked the arguments."""
-    N, dtype = x.size(0), dict(dtype=torch.float32)
-    parts, gathered = [], []
-    for w, of_w in (w_ve, of_ve), (w_out, of_out):
-        shape = triton.cdiv(N, GATE_LAUNCH["BLOCK"]), *w_out.shape
-        part = None if w is None else _part(of_w, x, *shape)
-        gathered.append(part is not None)
-        parts.append(part if part is not None or w is None else x.new_empty(shape, **dtype))
-    _head_gates_grad_kernel[(len(parts[1]),)](
+    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `rows`)."""
+    N, shape = len(x), (triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), *w_out.shape)
+    given = [None if w is None else _part(of_w, x, *shape) for w, of_w in ((w_ve, of_ve), (w_out, of_out))]
+    own = [x.new_empty(shape, dtype=torch.float32) if w is not None and part is None else None
+           for w, part in zip((w_ve, w_out), given)]
+    parts = [part if mine is None else mine for part, mine in zip(given, own)]
+    _head_gates_grad_kernel[shape[:1]](
         dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, N,
         **_gate_launch(ve, w_out, paired))
-    return [None if part is None or beside else part.sum(0).to(w_out.dtype) for part, beside in zip(parts, gathered)]
+    return [None if mine is None else mine.sum(0).to(w_out.dtype) for mine in own]
 
 
 # ---- Exclusive attention ---------------------------------------------------------------------------------------------
@@ -1200,7 +1165,7 @@ def _share_of_heads(share):
 
 
 def exclude_values(y, v, share):
-    """exclude_values_ref. The caller has checked the arguments."""
+    """exclude_values_ref."""
     (N, H, d), z, block = y.shape, torch.empty_like(y), HEADS_LAUNCH["BLOCK"]
     _exclude_values_kernel[(triton.cdiv(N * H, block),)](y, v, _share_of_heads(share), z, N * H, H, d, **HEADS_LAUNCH)
     return z
@@ -1208,8 +1173,7 @@ def exclude_values(y, v, share):
 
 def output_grad(dz, y, v, share, gate, of_share=None):
     """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: the output of the
-    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient. The
-    caller has checked the arguments."""
+    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient."""
     (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
     dy, dv, dshare, part = dz, None, None, None
     if share is not None:
@@ -1294,12 +1258,6 @@ def _head_rstd(squares, Rstd, part, h, t, N, H, D):
 
 
 @triton.jit
-def _angle_row(t, h, PAIRED):
-    """The row of the rotary table of the heads h of the tokens t."""
-    return 2 * t + h % 2 if PAIRED else t
-
-
-@triton.jit
 def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr, PAIRED: constexpr, OFFSET: constexpr,
                     NARROW: constexpr, H: constexpr, D: constexpr, BLOCK_M: constexpr, BLOCK_K: constexpr):
     # X and W are codes if there are scales. Qk and Ve: a pointer and a stride.
@@ -1327,7 +1285,7 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
         token = t.to(tl.int64)[:, None]
         inside = (t < N)[:, None]
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        row = _angle_row(t, h, PAIRED)
+        row = 2 * t + h % 2 if PAIRED else t  # of the rotary table
         if NARROW:
             rstd = _head_rstd(tl.sum(lo * lo, 1), Rstd, part, h, t, N, H, HALF)
             next_rstd = _head_rstd(tl.sum(hi * hi, 1), Rstd, next_part, next_h, t, N, H, HALF)
@@ -1397,7 +1355,7 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
     rstd = tl.load(Rstd + t * H + h, mask=t < N, other=0.0)
     mean = tl.sum(dy * y, 1) / D
 
-    row = _angle_row(t, h, PAIRED)
+    row = 2 * t + h % 2 if PAIRED else t
     table = tl.load(Rotary + row[:, None] * TURNED + c, mask=inside & (c < TURNED), other=0.0)
     table = tl.where(c < TURNED, table.to(tl.float32), 1.0 - c % 2)  # cosine 1, sine 0: the other channels do not turn
     cos, sin = tl.split(tl.reshape(table, (BLOCK, D // 2, 2)))
@@ -1408,18 +1366,6 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
     odd = (dy_odd - along * y_odd) * rstd[:, None]
     dx = tl.reshape(tl.join(cos * even - sin * odd, sin * even + cos * odd), (BLOCK, D))
     _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D)
-
-
-@triton.jit
-def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H, D):
-    """Gradients of the value embeddings Ve, a pointer and a stride, and of their gate from dv (BLOCK, D)."""
-    token = t.to(tl.int64)[:, None]
-    column = (h * D)[:, None] + tl.arange(0, D)[None, :]
-    row = t * H + h
-    gate = tl.load(Gate + row, mask=t < N, other=0.0).to(tl.float32)
-    ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
-    tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
-    tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
 
 
 @triton.jit
@@ -1444,17 +1390,22 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
                           WIDTH, BLOCK)
     else:
         token = t.to(tl.int64)[:, None]
-        dv = tl.load(dV[0] + token * dV[1] + ((h * D)[:, None] + tl.arange(0, D)[None, :]), mask=token < N, other=0.0)
+        column = (h * D)[:, None] + tl.arange(0, D)[None, :]
+        dv = tl.load(dV[0] + token * dV[1] + column, mask=token < N, other=0.0)
         if COPY:
             _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
-            _value_grad(dv.to(tl.float32), Ve, Gate, dVe, dGate, t, h, N, H, D)
+            dv32, place = dv.to(tl.float32), t * H + h
+            gate = tl.load(Gate + place, mask=t < N, other=0.0).to(tl.float32)
+            ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
+            tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv32).to(dVe.dtype.element_ty), mask=token < N)
+            tl.store(dGate + place, tl.sum(dv32 * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
 
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
 
-    codes: those of x and weight, which are then not read, and their scales; or none. The caller has checked them."""
+    codes: those of x and weight, which are then not read, and their scales; or none."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     a, b, *scales = codes or (x, weight)
     launch = PROJECT_LAUNCH[a.dtype]
@@ -1472,9 +1423,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
     """Fills dqkv (N, 2 H w + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
 
-    dv may be its part of dqkv already. With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale. The
-    caller has checked the arguments.
-    """
+    dv may be its part of dqkv already. With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
     N, H, d = dv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
@@ -1626,6 +1575,11 @@ def transposed(codes):
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
+def _new_codes(x):
+    """Empty e4m3 codes like x (..., M, N), and for their transpose."""
+    return [torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT)]
+
+
 def both_layouts(x, scale, dtype):
     """Codes of x (..., M, N) / scale in `dtype`, and their transpose (..., N, M). scale: a number or a tensor (...)."""
     limit, inverse = FP8_MAX[dtype], 1 / scale
@@ -1741,9 +1695,7 @@ class ProjectionCodes(NamedTuple):
     dw_scale: Tensor  # of x in the gradient of the weight, which the factor multiplies
 
 
-class _ProductOfCodes(_Function):
-    """x Wᵀ (N, rows) fp32 from ProjectionCodes, with the gradients of x and W."""
-
+class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
     def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
         ctx.save_for_backward(w_scale, *others)
         ctx.dtype = x.dtype
@@ -1767,11 +1719,10 @@ class Fp8Projections:
     def __init__(self, weights, loss_scale):
         self.weights, self.kinds, self.layers = weights, [], {}
         for layers, weight in weights():
-            (n, rows, D), device = weight.shape, weight.device
-            codes, codes_t = (torch.empty(n, *shape, dtype=E4M3, device=device) for shape in ((rows, D), (D, rows)))
-            self.kinds.append((codes, codes_t))
-            self.layers |= zip(layers, zip(codes, codes_t))
-        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (x8_scale(D), G8_SCALE * loss_scale))
+            self.kinds.append(_new_codes(weight))
+            self.layers |= zip(layers, zip(*self.kinds[-1]))
+        self.x_scale, self.grad_scale = (
+            torch.tensor(x, device=weight.device) for x in (x8_scale(weight.size(2)), G8_SCALE * loss_scale))
         # Of the weights, and of x, for each layer, 16 bytes apart, as in Fp8Mlps.
         self.pairs = self.x_scale.expand(len(self.layers), 2, 4).clone()
         self.refresh()
@@ -1800,12 +1751,10 @@ class Fp8Projections:
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
 # Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the
-# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ, which saves passes
-# over (N, F) tensors; the library computes the other four products. The forward pass keeps x and post: for p = relu(x
-# W1ᵀ), bf16(√post) is p bit for bit, as long as p² is in the range of bf16. (Rounding p² moves its root by at most 0.71
-# of half the spacing of bf16 at p, so the root may itself be off by a relative 8e-4.)
-# With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523), and dpre 455 µs (620). In FP8 they take 226
-# and 251 µs.
+# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ; the library
+# computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for
+# bit, as long as p² is in the range of bf16. (Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at
+# p.) With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523), in FP8 226 µs.
 #
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
@@ -1906,19 +1855,15 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 #   tiles             (2, BLOCK_M, BLOCK_N) shared memory: post and then the result, one tile per warp group
 #   tiles_t           (2, BLOCK_N, BLOCK_M): the transposed codes; None without codes
 #
-#   barrier   who arrives                            who waits                        what the barrier protects
-#   full      the copy engine, when both operands    the warp group whose step        operands in a stage: no product
-#             of the stage are complete              uses the stage                   reads them too early
-#   free      the warp group, when its product has   the fetching warp, before it     operands in a stage: no copy
-#             read the stage                         fills the stage again            overwrites them too early
-#   turn      the other warp group, when it has      a warp group, before the         the order of the tiles: the stages
-#             issued the products of its tile        products of its tile             are used in the order of filling
-#   posts     the copy engine, when the tile of      the warp group that asked for    the tile of post: no root is taken
-#             post is complete                       the tile                         of it too early
+#   barrier   who arrives                                             who waits, and why
+#   full      the copy engine: both operands of the stage are there   the warp group whose step uses the stage, to read
+#   free      the warp group: its product has read the stage          the fetching warp, to fill the stage again
+#   turn      the other warp group: the products of its tile are      a warp group, to use the stages in the order in
+#             under way                                               which they are filled
+#   posts     the copy engine: the tile of post is there              the warp group that asked for it, to take the root
 #
-# A barrier counts phases 0, 1, 2, ... and keeps only the last bit of the number, the parity. A wait for a parity
-# returns when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at
-# once.
+# A barrier counts phases 0, 1, 2, ... and keeps the last bit of the number, the parity. A wait for a parity returns
+# when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once.
 
 @gluon.jit
 def _parity(uses, OPEN):
@@ -2027,8 +1972,16 @@ def _mlp_multiply(args, ME):
 
 
 @gluon.jit
-def _mlp_barriers(STAGES):
-    """full, free, posts, turn, ready for use."""
+def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: constexpr, BLOCK_N: constexpr,
+                       BLOCK_K: constexpr, STAGES: constexpr):
+    """Computes the same as _mlp_kernel, from descriptors of blocks of the matrices."""
+    a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
+    b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
+    tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
+    if OutT is None:
+        tiles_t: constexpr = None
+    else:
+        tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -2040,59 +1993,40 @@ def _mlp_barriers(STAGES):
         mbarrier.init(posts.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
-    return full, free, posts, turn
-
-
-@gluon.jit
-def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: constexpr, BLOCK_N: constexpr,
-                       BLOCK_K: constexpr, STAGES: constexpr):
-    """Computes the same as _mlp_kernel, from descriptors of blocks of the matrices."""
-    a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
-    b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
-    tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
-    if OutT is None:
-        tiles_t: constexpr = None
-    else:
-        tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
-    full, free, posts, turn = _mlp_barriers(STAGES)
     args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
     gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
                        [240, 24])
 
 
-def _tma_blocks(launch, tensor, rows, columns):
-    """TMA descriptor of tiles of these launch parameters; None for no tensor."""
-    if tensor is None:
-        return None
-    swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=2)
-    return GluonDescriptor.from_tensor(tensor, [launch[rows], launch[columns]], swizzle)
-
-
 def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
-    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N) and, for codes, (N, M) matrices."""
+    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N), for codes (N, M) matrices. Returns
+    out."""
     (M, N), K, dtype = out.shape, a.size(1), E4M3 if scales else a.dtype
     hopper = dtype in MLP_HOPPER and _is_hopper(a.device)
     launch = (MLP_HOPPER if hopper else MLP_LAUNCH)[dtype]
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
-        return
+        return out
     if any(t.data_ptr() % 16 for t in (a, b)):
         raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
     if scales and post is not None:
         post = post.view(out.dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
-    blocks = functools.partial(_tma_blocks, launch)
+
+    def blocks(x, rows, columns):
+        swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
+        return GluonDescriptor.from_tensor(x, [launch[rows], launch[columns]], swizzle)
     _mlp_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
-        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
-        blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
+        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"),
+        None if post is None else blocks(post, "BLOCK_M", "BLOCK_N"), blocks(out, "BLOCK_M", "BLOCK_N"),
+        None if out_t is None else blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
+    return out
 
 
 def _relu_square(a, b, post=None):
     """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
-    out = a.new_empty(len(a), len(b))
-    _launch_mlp(a, b, post, out)
-    return out
+    return _launch_mlp(a, b, post, a.new_empty(len(a), len(b)))
 
 
 class _Mlp(_Function):
@@ -2119,7 +2053,7 @@ def _check_mlp(x, W1, W2):
 
 @operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
 def mlp(x, W1, W2):
-    """`mlp_ref` with the square and its derivative inside the products; x (N, D), W1 and W2 (F, D), result (N, D)."""
+    """`mlp_ref` with the square and its derivative inside the products."""
     return _Mlp.apply(x, W1, W2)
 
 
@@ -2218,7 +2152,7 @@ class Fp8Mlps:
 
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
-        self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
+        self.codes, self.codes_t = _new_codes(self.bank)
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
         self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
@@ -2285,20 +2219,18 @@ class Fp8Mlps:
 #   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 # Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
-# output, only J sums per row. Column j serves the target j tokens further on: it copies the token j places behind the
-# key. The running maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
+# output, only J sums per row. The running maximum begins at the sink's score, so a row without keys gives sink_mass =
+# 1.
 #
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
-# One launch, half of its programs for dq and half for dk, as in section 2; no atomics. Comparisons and exponentials
-# limit both passes, which take 81 and 348 µs.
+# One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
 #
 # Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
 # the pointer a head of the track's model (PR 379).
 
 class Point(NamedTuple):
     """The arguments of `pointer` that do not depend on the targets."""
-
     q: Tensor
     k: Tensor
     sink: Tensor
@@ -2347,12 +2279,6 @@ def _target(Targets, t, N, j):
 
 
 @triton.jit
-def _token(Tokens, s, N):
-    """tokens[s] (BLOCK,); any number beyond N."""
-    return tl.load(Tokens + s, mask=s < N, other=0)
-
-
-@triton.jit
 def _mask_later(x, low, s, t):
     """x (queries, keys) with -inf except where low <= s < t."""
     # One comparison: as uint32, a negative difference is huge.
@@ -2385,7 +2311,8 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
         total = total * fade + tl.sum(p, 1)
         new_sums = ()
         for j in tl.static_range(COUNT):
-            hit = (_token(Tokens, s + j, N)[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
+            copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
+            hit = (copied[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
             new_sums += (sums[j] * fade + tl.sum(tl.where(hit, p, 0.0), 1),)
         sums = new_sums
         top = higher
@@ -2401,7 +2328,8 @@ def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, COUNT):
     queries t lie along one axis of x, the keys s along the other."""
     grad = -dot
     for j in tl.static_range(COUNT):
-        hit = (_token(Tokens, s + j, N) == _target(Targets, t, N, j)) & (s + j <= t)
+        copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
+        hit = (copied == _target(Targets, t, N, j)) & (s + j <= t)
         dmass = tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0)
         grad = grad + tl.where(hit, dmass, 0.0)
     return tl.exp2(x - lse) * grad
@@ -2572,20 +2500,19 @@ def _pointer_inputs_grad_kernel(dQ, dK, dSink, Projected, Gain, Weights, Start, 
 class _PointerInputs(_Function):
     def forward(ctx, projected, gain, weights, start):
         ctx.save_for_backward(projected, gain, weights, start)
-        (N, d), launch = (len(projected), projected.size(1) // 3), POINTER_INPUTS_LAUNCH
+        N, d = len(projected), projected.size(1) // 3
         q, k, sink = projected.new_empty(N, d), projected.new_empty(N, d), weights.new_empty(N)
-        _pointer_inputs_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
-            projected, gain, weights, start, q, k, sink, N, d**-0.5, D=d, **launch)
+        _pointer_inputs_kernel[(triton.cdiv(N, POINTER_INPUTS_LAUNCH["BLOCK"]),)](
+            projected, gain, weights, start, q, k, sink, N, d**-0.5, D=d, **POINTER_INPUTS_LAUNCH)
         return q, k, sink
 
     def backward(ctx, dq, dk, dsink):
         projected, gain, weights, start = ctx.saved_tensors
-        (N, d), launch, dprojected = dq.shape, POINTER_INPUTS_LAUNCH, torch.empty_like(projected)
-        programs = triton.cdiv(N, launch["BLOCK"])
-        parts = weights.new_empty(programs, d + 1)
-        _pointer_inputs_grad_kernel[(programs,)](
+        (N, d), dprojected = dq.shape, torch.empty_like(projected)
+        parts = weights.new_empty(triton.cdiv(N, POINTER_INPUTS_LAUNCH["BLOCK"]), d + 1)
+        _pointer_inputs_grad_kernel[(len(parts),)](
             dq.contiguous(), dk.contiguous(), dsink.contiguous(), projected, gain, weights, start, dprojected, parts, N,
-            d**-0.5, D=d, **launch)
+            d**-0.5, D=d, **POINTER_INPUTS_LAUNCH)
         dweights, dgain = parts.sum(0).split([d, 1])
         return dprojected, dgain, dweights, None
 
@@ -2626,10 +2553,9 @@ def pointer_inputs(projected, gain, weights, start):
 #
 # The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. `mix` makes the codes
 # of h.
-# HeadLoss replaces the product h W and a loss in plain PyTorch. The forward pass computes logits, loss and gradient of
-# one block of rows after another. The (N, V) logits never exist as a whole, the gradient does (2.5 GB of codes at N =
-# 49152). Without FP8 it overwrites the logits in their own dtype. The backward pass transposes the gradient and
-# computes two products over all rows, whose scale contains the upstream gradient.
+# HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
+# whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 it overwrites the logits in their own dtype. The
+# backward pass transposes the gradient and computes two products over all rows, scaled by the upstream gradient.
 # With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
 #
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
@@ -2894,7 +2820,6 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
 
 # ---- The head --------------------------------------------------------------------------------------------------------
 
-
 class _HeadLoss(_Function):
     def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, codes, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
@@ -2907,15 +2832,11 @@ class _HeadLoss(_Function):
             if sampled:  # PyTorch cannot select rows of FP8; D is a multiple of 8
                 codes_t = codes_t.view(torch.int64).index_select(0, candidates).view(E4M3)
             operands = x_t, codes_t if sampled else head.codes
-
-            def logits(rows):
-                return scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, True, head.dtype)
+            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, True, head.dtype)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
-
-            def logits(rows):
-                return torch.mm(h[rows], W, out=grad[rows])
+            logits = lambda rows: torch.mm(h[rows], W, out=grad[rows])
         copies = None
         if mass is not None:
             copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
@@ -2934,16 +2855,13 @@ class _HeadLoss(_Function):
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
             grad_t, w = transposed(grad), transposed(w) if sampled else w
             grad_h = scaled_product(grad, w, scale_g, head.scale_w, dtype=head.dtype)
-            if sampled:
-                grad_w = scaled_product(grad_t, x, scale_g, head.scale_x, dtype=head.dtype)
-            else:
-                grad_w = scaled_product(x, grad_t, head.scale_x, scale_g, dtype=head.dtype)
+            operands = (grad_t, x, scale_g, head.scale_x) if sampled else (x, grad_t, head.scale_x, scale_g)
+            grad_w = scaled_product(*operands, dtype=head.dtype)
         else:
             grad_h = upstream * (grad @ w.t())
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
         grad_w = grad_w.to(head.weight.dtype)
-        if sampled:  # (P, D), rows of the tied embedding
-            # No two candidates are equal, so each row is written once. index_add_ would add with atomics.
+        if sampled:  # (P, D), rows of the tied embedding; each is written once, because no two candidates are equal
             head.embedding.grad[candidates] += grad_w
             grad_w = None
         if dmass is not None:
@@ -2976,7 +2894,7 @@ class HeadLoss:
         self.block, self.next_loss = head_rows(weight.size(1)), torch.zeros((), device=weight.device)
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
-            self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (weight, weight.mT))
+            self.codes, self.codes_t = _new_codes(weight)
             self.refresh()
 
     def refresh(self):
@@ -3507,7 +3425,6 @@ def polar_express(X, scale, ops, steps=5):
 #
 # rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
 # token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
-#
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
 # codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded: an edit that reads one gets
 # NaN losses.
@@ -3518,11 +3435,11 @@ MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict
 MIX_GRAD_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=8),
                    "plain": dict(BLOCK_N=8, BLOCK_D=256, num_warps=8)}
 ADDED_GRAD_LAUNCH = dict(BLOCK_N=4, BLOCK_D=128, num_warps=4)  # few rows: each place and stream has a register
+TOKEN_GATE_LAUNCH = dict(BLOCK=512, num_warps=4)
 
 
 class Reader(NamedTuple):
     """What reads the norm of a stream."""
-
     scale: float | None = None  # static scale of the FP8 codes that it reads; None: it reads the normed stream
     channels: int = 0  # it reads a copy of so many first channels of the normed stream
     whole: bool = False  # with codes: it also reads the normed stream
@@ -3533,7 +3450,6 @@ READERS = 4  # so many gradients of a stream come to mix by themselves; autograd
 
 class _Beside:
     """What one backward pass leaves for another beside autograd."""
-
     left = None
 
     def take(self):
@@ -3541,16 +3457,12 @@ class _Beside:
         return left
 
 
-class _Product(_Beside):
-    """The gradient of a stream for one reader, which is a mix: (gradient, factor) in place of their product."""
-
-
 class GradCodes(_Beside):
     """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N), for the one operation that made the
-    stream."""
+    stream. scale: static."""
 
     def __init__(self, scale):
-        self.scale = scale  # static
+        self.scale = scale
 
 
 class _Parts(_Beside):
@@ -3671,15 +3583,6 @@ def _times(Factor, x, n, N):
 
 
 @triton.jit
-def _stream_tile(X, n, d, N, D, PREVIOUS):
-    """Tile of a stream; PREVIOUS: token n takes the row before."""
-    if PREVIOUS:
-        return _tile(X, tl.where(n == 0, N, n - 1), d, N, D)
-    else:
-        return _tile(X, n, d, N, D)
-
-
-@triton.jit
 def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
     """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
     codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
@@ -3699,7 +3602,8 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
         d = start + tl.arange(0, BLOCK_D)
         total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for k in tl.static_range(len(Streams)):
-            total += _times(Factors[k], _stream_tile(Streams[k], n, d, N, D, PREVIOUS >> k & 1), n, N)
+            row = tl.where(n == 0, N, n - 1) if PREVIOUS >> k & 1 else n
+            total += _times(Factors[k], _tile(Streams[k], row, d, N, D), n, N)
         x = total.to(X.dtype.element_ty)
         _store(X, x, n, d, N, D)
         chunks = chunks + (x,)
@@ -3839,10 +3743,6 @@ def _detached(factor):
     return plain
 
 
-def _bits(flags):
-    return sum(bool(flag) << k for k, flag in enumerate(flags))
-
-
 def _block_d(D, launch):
     """The launch, with chunks that divide the stream."""
     return launch | {"BLOCK_D": max(16, min(launch["BLOCK_D"], D & -D))}
@@ -3884,8 +3784,9 @@ def columns(matrix, sizes):
 
 class _Mix(_Function):
     def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms, without gradients; products: a _Product or None for each use of x, then for each
-        stream. tensors: the streams, the tokens of `added`, then what autograd knows of the factors."""
+        """factors: of the terms, without gradients; products, for each use of x, then for each stream: None, or a
+        _Beside for a reader that is a mix, which leaves (gradient, factor) in place of their product. tensors: the
+        streams, the tokens of `added`, then what autograd knows of the factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
@@ -3900,8 +3801,8 @@ class _Mix(_Function):
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
         _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(s for _, s, _ in terms), _per_token(f for f, _, _ in terms), x, normed, first, *codes, rstd, N,
-            1 / reader.scale if reader and reader.scale else 1.0, _bits(previous for _, _, previous in terms), D,
-            reader.channels if reader else 0, **launch)
+            1 / reader.scale if reader and reader.scale else 1.0,
+            sum(previous << k for k, (*_, previous) in enumerate(terms)), D, reader.channels if reader else 0, **launch)
         ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, Tensor)]
         ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in ctx.learned))
         ctx.factors, ctx.grad_codes, ctx.products = factors, grad_codes, products
@@ -3922,15 +3823,14 @@ class _Mix(_Function):
                 pairs.append(product and product.take() or (u, None))
                 if pairs[-1][0] is not u and u.data_ptr() != _nan(u.device, u.dtype).data_ptr():
                     raise RuntimeError("mix: two readers took one x; each must take its own")
-        dxs, dnormeds = [u.contiguous() for u, _ in pairs], [
-            u.contiguous() for u in grads[READERS:2 * READERS] if u is not None]
+        dxs = [u.contiguous() for u, _ in pairs]
+        dnormeds = [u.contiguous() for u in grads[READERS:2 * READERS] if u is not None]
         if not dxs and not dnormeds and dfirst is None:
             return (None,) * (5 + len(factors) + ctx.tokens + len(learned))
         if dfirst is None and not dnormeds:
             x = rstd = None
-        given = (*dxs, *dnormeds, x)[0]
+        given, of_streams = (*dxs, *dnormeds, x)[0], ctx.products[READERS:]
         (N, D), new = given.shape, given.new_empty
-        of_streams = ctx.products[READERS:]
         left = [i for i, f in enumerate(factors) if f is not None and of_streams[i]]
         written = {i: new(N, D) for i, f in enumerate(factors) if i not in left and f is not None}
         learned_factors = [factors[i] for i in learned]
@@ -3962,7 +3862,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
     """Mixed; differentiable in the streams, in the factors that are learned, and in what `added` sums.
 
     terms: pairs (factor, stream); reader: Reader or None; added: sums of add_later, each for this place. grad_codes: a
-    GradCodes, which gets the gradient of the last stream; the factor of that stream is None.
+    GradCodes, which gets the gradient of the last stream; its factor is None.
     """
     factors, streams = zip(*terms)
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
@@ -3972,7 +3872,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
         raise ValueError("mix: the stream whose gradient becomes codes has a factor")
     if _takes_ref(*streams, any_dtype=True):
         return mix_ref(terms, reader, added)
-    products = [None, *(_Product() for _ in range(READERS - 1))]  # many may read the first one
+    products = [None, *(_Beside() for _ in range(READERS - 1))]  # many may read the first one
     results = _Mix.apply([*map(_detached, factors)], reader, added, grad_codes,
                          [*products, *(getattr(s, "product", None) for s in streams)], *streams,
                          *(part.token for part in added), *(f for f in factors if isinstance(f, Tensor)))
@@ -3999,11 +3899,9 @@ class _AddLater(_Function):
         if not used:
             return None, None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
         (N, D), factors = streams[0].shape, [ctx.factors[p] for p in used]
-        dstreams = [torch.empty_like(s) for s in streams]
-        flat = [f for row in factors for f in row if f is not None]
-        dots = _dots(flat, streams[0])
+        dstreams, flat = [*map(torch.empty_like, streams)], [f for row in factors for f in row if f is not None]
+        dots, launch = _dots(flat, streams[0]), _block_d(D, ADDED_GRAD_LAUNCH)
         pointers = iter(dots)
-        launch = _block_d(D, ADDED_GRAD_LAUNCH)
         _added_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(grads[count + p].contiguous() for p in used), streams, tuple(map(_per_token, factors)),
             tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams),
@@ -4061,9 +3959,6 @@ def first_channels(x, channels):
 def token_gate_ref(first, weight, factor):
     """λ σ(first wᵀ) (N, 1) in plain PyTorch; first (N, C), w (1, C), λ one number."""
     return factor * torch.sigmoid(F.linear(first, weight))
-
-
-TOKEN_GATE_LAUNCH = dict(BLOCK=512, num_warps=4)
 
 
 @triton.jit
