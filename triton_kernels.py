@@ -15,7 +15,7 @@ Conventions
   constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate). An
   argument for tiles is a descriptor on GPUs with a copy engine (TMA), elsewhere a pointer.
 
-records/guide.md says what a new operation needs; it also gets a section before the last one and a row in this table.
+A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table.
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
 (572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
@@ -76,10 +76,8 @@ NAN_STAYS = constexpr(tl.PropagateNan.ALL)
 
 def _takes_ref(*tensors, any_dtype=False):
     """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
-
     The interpreter of Triton 3.6 gets matrix products wrong for any dtype but fp32. any_dtype: the op has no product,
-    so the interpreter runs it for all dtypes. It truncates where a GPU rounds; tests take numbers without rounding.
-    """
+    so the interpreter runs it for all dtypes. It truncates where a GPU rounds; tests take numbers without rounding."""
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
 
@@ -91,9 +89,7 @@ def _sm_count(device) -> int:
 
 def _has_tma(device) -> bool:
     """Whether kernels load tiles through the copy engine (TMA), which GPUs have from Hopper on.
-
-    On older GPUs, Triton would make loads that are not pipelined of descriptors; a step took four times as long.
-    """
+    On older GPUs, Triton would make loads that are not pipelined of descriptors; a step took four times as long."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -169,15 +165,13 @@ def _require(op, contract, given, sizes, dtype, device):
                              f" on {tensor.device}")
 
 
-def operation(reference, any_dtype=False, label=None, check=lambda *args, **options: None, **texts):
+def operation(reference, any_dtype=False, label=None, check=lambda **given: None, **texts):
     """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
-
     texts {argument: "axes: dtypes layout"}. Axes: a letter is one size in all arguments, a number is itself, "..." is
     any first axes, a "?" in front allows None. Dtypes: without, that of the first argument. Layout: "rows" (unit stride
     in the last axis), "strided" (any strides), or contiguous. A wrong tensor raises a ValueError.
-    check: a function of the same arguments, which returns what is wrong in words, or None. any_dtype: see `_takes_ref`;
-    label: the name in IMPLEMENTATIONS.
-    """
+    check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
+    `_takes_ref`; label: the name in IMPLEMENTATIONS."""
     def decorate(wrapper):
         op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
 
@@ -186,11 +180,12 @@ def operation(reference, any_dtype=False, label=None, check=lambda *args, **opti
             given = dict(zip(names, args)) | options
             first, *others = (given[name] for name in contract if given.get(name) is not None)
             _require(op, contract, given, {}, first.dtype, first.device)
-            if fault := check(*args, **options):
+            if fault := check(**given):
                 raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
                 return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
             return wrapper(*args, **options)
+        checked.__doc__ = wrapper.__doc__ or reference.__doc__
         IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}
         return checked
     return decorate
@@ -310,7 +305,7 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr
     tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
 
 
-def _check_orders(table, ids, orders=1, signs=None, sign_ids=None):
+def _check_orders(ids, orders=1, signs=None, sign_ids=None, **others):
     if len(ids) % orders:
         return f"{len(ids)} ids for {orders} orders"
     return None if (signs is None) == (sign_ids is None) else "signs and sign_ids belong together"
@@ -319,7 +314,6 @@ def _check_orders(table, ids, orders=1, signs=None, sign_ids=None):
 @operation(signed_rows_ref, any_dtype=True, check=_check_orders, table="R D: bf16 fp32", ids="M: int32",
            signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
-    """`signed_rows_ref` as a kernel."""
     N, D = len(ids) // orders, table.size(1)
     dtype = table.dtype if signs is None else torch.promote_types(table.dtype, signs.dtype)
     out = torch.empty(N, D, dtype=dtype, device=table.device)
@@ -329,26 +323,19 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
     return out
 
 
-def claim_places(ids, place, rows, count):
-    """Gives a row of the gradients to each id that has none; the tensors are those of FewRows."""
-    ids = ids.long().sort().values
-    known = place[ids]
-    claims = F.pad(ids[1:] != ids[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
-    new = count + claims.cumsum(0, dtype=torch.int32)
-    places = torch.where(known < 0, new - 1, known)
-    place[ids], rows[places.long()] = places, ids.int()
-    count.copy_(new[-1:])
-
-
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
     """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
-
     place, rows, count: of FewRows, whose gradients grad is; None: row i of grad is that of id i. sorted_ids may have a
-    multiple of N ids, for n-grams of several orders. signs, sign_ids: see the banner.
-    """
+    multiple of N ids, for n-grams of several orders. signs, sign_ids: see the banner."""
     ids = sorted_ids.ids
-    if place is not None:
-        claim_places(ids, place, rows, count)
+    if place is not None:  # each id without a place gets one
+        listed = ids.long().sort().values
+        known = place[listed]
+        claims = F.pad(listed[1:] != listed[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
+        new = count + claims.cumsum(0, dtype=torch.int32)
+        places = torch.where(known < 0, new - 1, known)
+        place[listed], rows[places.long()] = places, listed.int()
+        count.copy_(new[-1:])
         ids = place[ids.long()]
     upstream = _at_least_fp32(upstream).repeat(len(ids) // len(upstream), 1)
     upstream = upstream if signs is None else upstream * signs[sign_ids]
@@ -445,7 +432,6 @@ def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: constexpr, ROWS
 @operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows",
            place="?T: int32", rows="?R: int32", count="?1: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """`embedding_grad_ref` as a kernel; see the banner above."""
     (tokens, D), N = upstream.shape, len(sorted_ids.ids)
     if N % tokens:
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
@@ -469,10 +455,9 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
     (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero.
-
     v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
-    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D tensors.
-    """
+    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D
+    tensors."""
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
@@ -514,7 +499,6 @@ def _update_rows_kernel(P, V, Last, Touched, Grad, R, D, t, step_size, weight_de
 @operation(update_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R D: fp32", last="R 1: int32", touched="R: bool",
            grad="R D")
 def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
-    """`update_rows_ref` as a kernel."""
     R, D = p.shape
     _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
         p, v, last, touched, grad, R, D, t, step_size, weight_decay, beta2,
@@ -523,10 +507,8 @@ def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, ep
 
 def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
     """As update_rows_ref, for the rows rows[:count] of p (R, D); row i of grad (M, D) is the gradient of row rows[i].
-
     v (R, 1) fp32: average of the mean of grad² over a row. place (R,), rows (M,), count (1,) int32: see FewRows;
-    afterwards no row has a place, and these rows of grad are zero.
-    """
+    afterwards no row has a place, and these rows of grad are zero."""
     n = count.item()
     listed = rows[:n].long()
     g, w = _at_least_fp32(grad[:n]), _at_least_fp32(p[listed])
@@ -564,7 +546,6 @@ def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_siz
 @operation(update_few_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R 1: fp32", last="R 1: int32", grad="M D",
            place="R: int32", rows="M: int32", count="1: int32")
 def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
-    """`update_few_rows_ref` as a kernel."""
     M, D = grad.shape
     _update_few_rows_kernel[(triton.cdiv(M, UPDATE_FEW_ROWS_LAUNCH["ROWS"]),)](
         p, v, last, grad, place, rows, count, D, t, step_size, weight_decay, beta2,
@@ -575,10 +556,8 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 class FewRows:
     """The gradients of a table (R, D) for the rows that have occurred since the last update, at most `most`
     (unchecked).
-
     grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
-    the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do not.
-    """
+    the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do not."""
 
     def __init__(self, table, most):
         def ints(size, value):
@@ -626,11 +605,9 @@ class _Lookup(_Function):
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above.
-
     The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table; torch.autograd.grad does
     not see this. It also sets `touched`, (rows of the table,) bool or None, to True for the rows. signs: () or (signs,
-    sign_ids).
-    """
+    sign_ids)."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -644,19 +621,16 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
 #   window, an integer, and scale are > 0.
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
-#
 # Row t sees the keys from max(start_t, t - window) to t; both ends grow with t. So a tile of queries (keys) meets one
 # contiguous run of keys (queries). A block is masked only if some row does not see all of it.
 # Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
 # beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
-#
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
 # The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
 # section 3 computes s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because
 # they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit. With
 # 6 heads of 128 and window 640, the forward pass takes 185 µs (FlashAttention-2: 406), the backward 524 (1041).
-#
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 
 # Two or three programs share an SM, and one takes exponentials while another multiplies.
@@ -683,7 +657,6 @@ def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
     preceding = min(-(-window // block), -(-N // block) - 1)  # key blocks before its own that the window can reach
     pad = -N % block
     blocks = (N + pad) // block
-
     position = torch.arange(N, device=q.device)
     document = torch.searchsorted(cu_seqlens, position.to(cu_seqlens.dtype), right=True)
     document = F.pad(document, (preceding * block, pad), value=-1)  # padding is a document of its own
@@ -889,7 +862,6 @@ def _empty_row_scalars(q):
 
 def attend(q, k, v, gate, start, end, window, scale):
     """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
-
     start, end (N,) int32: of document_of_tokens; `end` is for attend_backward. attention_block checks arguments."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
@@ -903,10 +875,8 @@ def attend(q, k, v, gate, start, end, window, scale):
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
     """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate.
-
     dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in it. dv_upstream
-    (N, H, dv), contiguous: a gradient of v from elsewhere, which the result contains.
-    """
+    (N, H, dv), contiguous: a gradient of v from elsewhere, which the result contains."""
     N, H, D = q.shape
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
@@ -953,7 +923,6 @@ def document_of_tokens(cu_seqlens, N):
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
 # Replaces a GEMM and about ten passes over q, k and v: with its gradient 990 µs (compiled PyTorch: 1520).
-#
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
 # embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
 # the view of paired layers requires. Row N takes the half key that the offset moves past the end.
@@ -964,7 +933,6 @@ def document_of_tokens(cu_seqlens, N):
 # goes straight into its part of dqkv. Gradients of the gates are added to C columns of dx and dve in place; those of
 # w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
 # Only attention_block checks its arguments; the functions that it calls do not.
-#
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
 
 # 128 x 128 tiles on one warp group, three stages of 32 KiB: two programs share an SM, and one finishes its tile while
@@ -1354,7 +1322,6 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
         dy += tl.load(dy_ptr + column, mask=(t == 0)[:, None] & (c >= D // 2), other=0.0).to(tl.float32)
     rstd = tl.load(Rstd + t * H + h, mask=t < N, other=0.0)
     mean = tl.sum(dy * y, 1) / D
-
     row = 2 * t + h % 2 if PAIRED else t
     table = tl.load(Rotary + row[:, None] * TURNED + c, mask=inside & (c < TURNED), other=0.0)
     table = tl.where(c < TURNED, table.to(tl.float32), 1.0 - c % 2)  # cosine 1, sine 0: the other channels do not turn
@@ -1404,7 +1371,6 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
-
     codes: those of x and weight, which are then not read, and their scales; or none."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     a, b, *scales = codes or (x, weight)
@@ -1422,7 +1388,6 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
     """Fills dqkv (N, 2 H w + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
-
     dv may be its part of dqkv already. With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
     N, H, d = dv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
@@ -1499,9 +1464,7 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
 BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
 
 
-def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                 codes=None, first=None, share=None, documents=None):
-    """What the texts of the contract cannot say: the first fault in words, or None."""
+def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
     if D * x.element_size() % 16:
@@ -1711,10 +1674,8 @@ class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
 class Fp8Projections:
     """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), scales): the ProjectionCodes of x and of a factor
     times the projection of a layer; scales: `factored(factors)[layer]`. x is detached.
-
     weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w. Call
-    `refresh` after every change of the weights. Tensors keep their addresses, because CUDA graphs read them.
-    """
+    `refresh` after every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
 
     def __init__(self, weights, loss_scale):
         self.weights, self.kinds, self.layers = weights, [], {}
@@ -1755,7 +1716,6 @@ class Fp8Projections:
 # computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for
 # bit, as long as p² is in the range of bf16. (Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at
 # p.) With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523), in FP8 226 µs.
-#
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
@@ -1845,7 +1805,6 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
 # fetching warp copies the operands of all tiles, step by step, into a ring of STAGES stages in shared memory.
-#
 # Its arguments travel as one tuple `args`:
 #   A, B, Post, Out   TMA descriptors of the tensors; Post is None in the forward pass
 #   OutT, Scales, Largest   see _mlp_kernel; OutT is a descriptor
@@ -1863,14 +1822,8 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 #   posts     the copy engine: the tile of post is there              the warp group that asked for it, to take the root
 #
 # A barrier counts phases 0, 1, 2, ... and keeps the last bit of the number, the parity. A wait for a parity returns
-# when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once.
-
-@gluon.jit
-def _parity(uses, OPEN):
-    """Parity to wait for at use number `uses` (0, 1, ...) of a barrier: use n waits for phase n, with OPEN = 1 for
-    phase n - 1, so the first use does not wait."""
-    return uses & 1 ^ OPEN
-
+# when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once. Use n
+# (0, 1, ...) of a barrier waits for phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
 
 @gluon.jit
 def _mlp_fetch(args):
@@ -1885,37 +1838,11 @@ def _mlp_fetch(args):
     for tile in range(gl.program_id(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns, gl.num_programs(0)):
         for k in range(0, A.shape[1], BLOCK_K):
             stage = step % STAGES
-            mbarrier.wait(free.index(stage), _parity(step // STAGES, 1))
+            mbarrier.wait(free.index(stage), step // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(stage), A.block_type.nbytes + B.block_type.nbytes)
             tma.async_copy_global_to_shared(A, [tile // columns * BLOCK_M, k], full.index(stage), a_ring.index(stage))
             tma.async_copy_global_to_shared(B, [tile % columns * BLOCK_N, k], full.index(stage), b_ring.index(stage))
             step += 1
-
-
-@gluon.jit
-def _mlp_sums(args, step, count, ME, LAYOUT):
-    """The sum of the products of one tile. step: number of its first step; count: number of this tile among those of
-    warp group ME."""
-    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
-    BLOCK_M: constexpr = a_ring.shape[1]
-    BLOCK_N: constexpr = b_ring.shape[1]
-    STAGES: constexpr = a_ring.shape[0]
-    # Without turns, a warp group could wait for the next round of a stage while the stage is one round behind. Both
-    # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
-    mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
-    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-    for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), _parity(step // STAGES, 0))
-        b = b_ring.index(stage).permute((1, 0))
-        acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
-    mbarrier.arrive(turn.index(1 - ME))
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
-    return acc
 
 
 @gluon.jit
@@ -1924,6 +1851,7 @@ def _mlp_multiply(args, ME):
     A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
     BLOCK_M: constexpr = a_ring.shape[1]
     BLOCK_N: constexpr = b_ring.shape[1]
+    STAGES: constexpr = a_ring.shape[0]
     LAYOUT: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     steps = gl.cdiv(A.shape[1], a_ring.shape[2])
@@ -1944,12 +1872,27 @@ def _mlp_multiply(args, ME):
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
-        acc = _mlp_sums(args, step, count, ME, LAYOUT)
+        # Without turns, a warp group could wait for the next round of a stage while the stage is one round behind. Both
+        # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
+        mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+        now = step
+        for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
+            stage = now % STAGES
+            mbarrier.wait(full.index(stage), now // STAGES & 1)
+            b = b_ring.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
+            mbarrier.arrive(free.index((now + STAGES - 1) % STAGES), pred=k > 0)
+            now += 1
+        mbarrier.arrive(turn.index(1 - ME))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index((now + STAGES - 1) % STAGES))
         if Post is None:
             result = _tile_result_hopper(acc, None, scale, Out.dtype)
             tma.store_wait(0)
         else:
-            mbarrier.wait(posts.index(ME), _parity(count, 0))
+            mbarrier.wait(posts.index(ME), count & 1)
             post = buffer.load(LAYOUT)
             if OutT is not None:
                 post = post.to(gl.float8e4nv, bitcast=True)
@@ -2045,7 +1988,7 @@ class _Mlp(_Function):
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
-def _check_mlp(x, W1, W2):
+def _check_mlp(x, W1, **others):
     if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
         return (f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
                 f" (F, D) = {tuple(W1.shape)}")
@@ -2053,7 +1996,6 @@ def _check_mlp(x, W1, W2):
 
 @operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
 def mlp(x, W1, W2):
-    """`mlp_ref` with the square and its derivative inside the products."""
     return _Mlp.apply(x, W1, W2)
 
 
@@ -2077,7 +2019,6 @@ def mlp(x, W1, W2):
 # layouts of post and dpre, which never exist in bf16; nor do x and g: `mix` makes their codes. The scales of post and
 # dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale stays as it is if its
 # maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
-#
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
 # PR 363 (Warpscale).
@@ -2143,10 +2084,8 @@ class Fp8Mlps:
     """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
     with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
     the gradient of y comes as codes, see `mix`.
-
     bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` after
-    every change of the bank and every optimizer step. Tensors keep their addresses, because CUDA graphs read them.
-    """
+    every change of the bank and every optimizer step. Tensors keep their addresses, because CUDA graphs read them."""
 
     contract = _contract(x="?N D", W1="F D", W2="F D")
 
@@ -2221,11 +2160,9 @@ class Fp8Mlps:
 # Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
 # output, only J sums per row. The running maximum begins at the sink's score, so a row without keys gives sink_mass =
 # 1.
-#
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
 # One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
-#
 # Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
 # the pointer a head of the track's model (PR 379).
 
@@ -2410,7 +2347,7 @@ class _Pointer(_Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
-def _check_pointer(q, k, sink, tokens, start, end, window, scale, targets):
+def _check_pointer(q, targets, **others):
     if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
         return ("d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
                 f" {tuple(q.shape)} and {tuple(targets.shape)}")
@@ -2517,7 +2454,7 @@ class _PointerInputs(_Function):
         return dprojected, dgain, dweights, None
 
 
-def _check_inputs(projected, gain, weights, start):
+def _check_inputs(projected, weights, **others):
     if projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1):
         return f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"
 
@@ -2547,17 +2484,14 @@ def pointer_inputs(projected, gain, weights, start):
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 # The code calls w_k A `pull` and Σ_k w_k B `push`.
-#
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
-#
 # The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. `mix` makes the codes
 # of h.
 # HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
 # whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 it overwrites the logits in their own dtype. The
 # backward pass transposes the gradient and computes two products over all rows, scaled by the upstream gradient.
 # With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
-#
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
 # Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
@@ -2711,21 +2645,6 @@ def _read_row(Row, C, SEGMENT, KEEP):
 
 
 @triton.jit
-def _write_row(Row, unscaled, factor, C, SEGMENT, HALF):
-    """Row = factor times the unscaled gradient; HALF: it is packed in fp16."""
-    col = tl.arange(0, SEGMENT)
-    for start in tl.static_range(0, C, SEGMENT):
-        if HALF:
-            pair = unscaled[start // SEGMENT]
-            ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            gb = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            ga, gb = unscaled[start // SEGMENT]
-        g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
-        tl.store(Row + start + col, g.to(Row.dtype.element_ty), mask=start + col < C)
-
-
-@triton.jit
 def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, loss_scale):
     """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses
     to dMasses, if given. The letters are those of the section's banner."""
@@ -2752,7 +2671,6 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
     row = tl.program_id(0).to(tl.int64)
     logits = Logits[0] + row * Logits[1]
     total, unscaled = _read_row(logits, C, SEGMENT, Grad is not None)
-
     # The loss, from the logits of the targets.
     k = tl.arange(0, BLOCK_K)
     target = tl.load(Targets[0] + row * Targets[1] + k * Targets[2], mask=k < count, other=-1)
@@ -2784,7 +2702,16 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u) - unit * summed) * (u - u * u)
-        _write_row(grad, unscaled, factor, C, SEGMENT, logits.dtype.element_ty.primitive_bitwidth == 16)
+        col = tl.arange(0, SEGMENT)
+        for start in tl.static_range(0, C, SEGMENT):
+            if logits.dtype.element_ty.primitive_bitwidth == 16:  # packed in fp16
+                pair = unscaled[start // SEGMENT]
+                ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+                gb = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            else:
+                ga, gb = unscaled[start // SEGMENT]
+            g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
+            tl.store(grad + start + col, g.to(dtype), mask=start + col < C)
         tl.debug_barrier()  # all threads must have written the row
         tl.store(grad + target, at_target.to(dtype), mask=is_target)
         if Masses is not None:
@@ -2876,7 +2803,6 @@ def head_rows(classes):
 
 class HeadLoss:
     """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (K,) fp32.
-
     weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight, which makes
     the FP8 codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
     exact: take the unquantised weight (validation). codes: None, or both_layouts(h, X_SCALE, E4M3).
@@ -2885,8 +2811,7 @@ class HeadLoss:
     while embedding and head are tied: the optimizer then adds the transpose of embedding.grad to the head's gradient.
     point: None, or a Point for the pointer head, whose gate is the class `gate`, the first of the candidates.
     next_loss: 0-D fp32, to which each call, other than an exact one, adds its loss of the next tokens alone, with
-    weight 1. It stays at its address.
-    """
+    weight 1. It stays at its address."""
 
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
@@ -2952,7 +2877,6 @@ class HeadLoss:
 # is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. XTX is
 # the same code with tiles read across and transposed on chip. tests/lesson.py builds this kernel in four steps. For 40
 # matrices of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
-#
 # Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous
 # axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 
@@ -2994,7 +2918,7 @@ def XTX_ref(X, out, scale=None):
 
 
 def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
-    """out = s (c P Pᵀ + b P + a I); returns out."""
+    """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     P = _at_least_fp32(P)
     eye = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
     return _mirror_lower(_per_matrix(scale) * (c * (P @ P.mT) + b * P + a * eye), out)
@@ -3028,7 +2952,6 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND:
     row = ((tl.sqrt((8 * t + 4).to(tl.float32)) - 1) / 2).to(tl.int32)
     col = t - row * (row + 1) // 2
     batch = tl.program_id(1)
-
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         left = _gram_tile(Tiles, batch, row * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
@@ -3086,8 +3009,8 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
 
 def _separate(target, source):
     """A check that no tensor is given twice, because the kernel reads `source` while it writes `target`."""
-    def check(*args, **options):
-        tensors = [id(x) for x in (*args, *options.values()) if isinstance(x, Tensor)]
+    def check(**given):
+        tensors = [id(x) for x in given.values() if isinstance(x, Tensor)]
         if len({*tensors}) < len(tensors):
             return f"{target} must not be {source}, which is read while {target} is written"
     return check
@@ -3098,20 +3021,17 @@ _out_is_new = _separate("out", "the input")
 
 @operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
 def XXT(X, out, scale=None):
-    """out = s² X Xᵀ; returns out."""
     return _launch_gram("XXT", X, -2, out, scale)
 
 
 @operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
 def XTX(X, out, scale=None):
-    """out = s² Xᵀ X; returns out."""
     return _launch_gram("XTX", X, -1, out, scale)
 
 
 @operation(ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided",
            scale="?...: fp32")
 def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
-    """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
 
 
@@ -3147,7 +3067,6 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 # Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums over a matrix are
 # partial sums in a fixed order, without atomics. At 22 x 2560 x 768 (H200) fused_momentum with a slow average takes 212
 # µs (compiled PyTorch: 233), normuon_update 130 µs (169).
-#
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 
@@ -3202,7 +3121,6 @@ def _momentum_scale_kernel(Squares, Scale, blocks, safety, BLOCK: constexpr):
 
 @operation(fused_momentum_ref, any_dtype=True, grad="n R C: bf16 fp32", momentum="n R C: fp32", slow="?n R C: fp32")
 def fused_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
-    """`fused_momentum_ref` as a kernel."""
     n, size = len(grad), grad.shape[1:].numel()
     blocks = triton.cdiv(size, MOMENTUM_LAUNCH["BLOCK"])
     X, squares, scale = torch.empty_like(grad), momentum.new_empty(n, blocks), momentum.new_empty(n)
@@ -3283,7 +3201,6 @@ def _normuon_kernel(P, Mantissa, V, Y, Average, Sums, MatrixLr, lr, weight_decay
 @operation(normuon_update_ref, any_dtype=True, p_bits="n R C: int16", mantissa="n R C: int16", v="n R 1: fp32",
            y="n R C: bf16 fp32", matrix_lr="n 1 1: fp32", average="?n R C: fp32")
 def normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
-    """`normuon_update_ref` as two kernels."""
     (n, R, C), columns = y.shape, triton.next_power_of_2(y.size(2))
     rows = max(1, NORMUON_LAUNCH["ELEMENTS"] // columns)
     blocks = triton.cdiv(R, rows)
@@ -3353,14 +3270,12 @@ def _launch_adam(p, m, v, grad, average, *numbers):
 @operation(adam_update_ref, any_dtype=True, p="...: bf16 fp32", m="...: fp32", v="...: fp32", grad="...: bf16 fp32",
            average="?...: fp32")
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=0.0):
-    """`adam_update_ref` as a kernel."""
     _launch_adam(p, m, v, grad, average, step_size, weight_decay, beta1, beta2, eps, average_rate, 0, None, None)
 
 
 @operation(replicated_update_ref, any_dtype=True, p="N: bf16 fp32", m="N: fp32", v="N: fp32", grad="N: bf16 fp32",
            beta1="N: fp32", beta2="N: fp32", lr_mul="N: fp32", wd_mul="N: fp32")
 def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps):
-    """`replicated_update_ref` as a kernel."""
     _launch_adam(p, m, v, grad, None, lr, adam_wd, beta1, beta2, eps, 0.0, t, lr_mul, wd_mul)
 
 
@@ -3385,9 +3300,7 @@ POLAR_SAFETY = 1.02
 
 def polar_express(X, scale, ops, steps=5):
     """Approximate polar factor of every matrix scale · X, as (n, R, C). steps: a key of POLAR_EXPRESS.
-
-    X (n, R, C) is overwritten. scale (n,) fp32 makes all Frobenius norms < 1; the first products apply scale.
-    """
+    X (n, R, C) is overwritten. scale (n,) fp32 makes all Frobenius norms < 1; the first products apply scale."""
     tall = X.size(1) > X.size(2)
     side = min(X.size(1), X.size(2))
     P, Q = (torch.empty(X.size(0), side, side, dtype=X.dtype, device=X.device) for _ in range(2))
@@ -3418,11 +3331,9 @@ def polar_express(X, scale, ops, steps=5):
 # mix reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
 # layouts in its place. A gradient ds = f g of a stream that another mix has made is not written: that mix reads g and
 # f.
-#
 # Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
 # mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
 # kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
-#
 # rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
 # token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
@@ -3467,9 +3378,7 @@ class GradCodes(_Beside):
 
 class _Parts(_Beside):
     """Gradients of the pieces of a tensor, which backward passes write here in place of returning them.
-
-    new(like, *shape): the memory, for a piece that needs `shape`; pieces(memory): its pieces.
-    """
+    new(like, *shape): the memory, for a piece that needs `shape`; pieces(memory): its pieces."""
 
     def __init__(self, new, pieces=lambda memory: memory):
         self.new, self.pieces, self.given = new, pieces, set()
@@ -3563,11 +3472,6 @@ def add_later_ref(streams, factors, previous=False):
 def columns_ref(matrix, sizes):
     """The rows of a matrix (rows, N), in groups of `sizes`, each as columns (N, size)."""
     return tuple(piece.mT for piece in matrix.split(sizes))
-
-
-def first_channels_ref(x, channels):
-    """(x, its first channels)."""
-    return x, x[:, :channels]
 
 
 @triton.jit
@@ -3860,10 +3764,8 @@ class _Mix(_Function):
 
 def mix(terms, reader=None, added=(), grad_codes=None):
     """Mixed; differentiable in the streams, in the factors that are learned, and in what `added` sums.
-
     terms: pairs (factor, stream); reader: Reader or None; added: sums of add_later, each for this place. grad_codes: a
-    GradCodes, which gets the gradient of the last stream; its factor is None.
-    """
+    GradCodes, which gets the gradient of the last stream; its factor is None."""
     factors, streams = zip(*terms)
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
     for stream in (*streams, *(stream for part in added for stream in part.streams)):
@@ -3917,11 +3819,9 @@ class _AddLater(_Function):
 
 def add_later(streams, factors, previous=False):
     """(the streams for later readers, [Added]), one for each place.
-
     streams (N, D); factors: for each place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that
     the place does not add. Each Added goes into one mix. previous: token n adds row n - 1 of the streams, the first
-    token nothing.
-    """
+    token nothing."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
     plain = [[*map(_detached, row)] for row in factors]
@@ -4102,7 +4002,7 @@ def scaled_weights(bank, factors, in_codes=False):
 # One choice for all of these.
 mix.rows, mix.columns, mix.first_channels = rows, columns, first_channels
 mix.add_later, mix.token_gate, mix.scaled_weights = add_later, token_gate, scaled_weights
-mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, first_channels_ref
+mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
 mix_ref.add_later, mix_ref.token_gate, mix_ref.scaled_weights = add_later_ref, token_gate_ref, scaled_weights_ref
 IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 
@@ -4116,7 +4016,6 @@ IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 #   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
 #   A generic elementwise copy walks over one side with a stride. This kernel transposes tiles on chip.
 # A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
-#
 # ChrisJMcCormick used transposes on the tied head (PR 233); samacqua made their tiles larger (PR 240).
 
 TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64
@@ -4160,14 +4059,12 @@ def _launch_transpose(src, dst, add):
 @operation(transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
            src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")
 def transpose_copy(src, dst):
-    """dst = srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=False)
 
 
 @operation(transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
            dst="N M: strided")
 def transpose_add(src, dst):
-    """dst += srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=True)
 
 
@@ -4176,10 +4073,8 @@ def transpose_add(src, dst):
 
 def choose_ops(device, wanted="auto"):
     """One implementation per operation -> (namespace of callables, {operation: name of the choice}).
-
     wanted: "auto" (the first listed on CUDA, torch elsewhere), "torch" (references only), or "op:name,op:name" for
-    some. Raises a ValueError if a wanted implementation is unknown or cannot run on the device.
-    """
+    some. Raises a ValueError if a wanted implementation is unknown or cannot run on the device."""
     names = {op: next(iter(table)) if device.type == "cuda" and wanted != "torch" else "torch"
              for op, table in IMPLEMENTATIONS.items()}
     if NO_TRITON and device.type == "cuda":
