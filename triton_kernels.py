@@ -19,17 +19,17 @@ A new operation needs what records/guide.md says, a case in data/run/trial.py, a
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
 (572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
-  2   attend, attend_backward               sliding-window attention within packed documents           64     320
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     670
-  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 500
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      345
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
-  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
-  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             285
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                750
-  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     370
+  2   attend, attend_backward               sliding-window attention within packed documents           64     280
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     615
+  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       200
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 435
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      315
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 395
+  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
+  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                690
+  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      60
 """
 
 import functools
@@ -258,12 +258,11 @@ def _strided(x):
 # gradients of those rows alone that occurred since the last update. embedding_grad claims a place for a row when it
 # first occurs; a counter of all programs numbers the places. update_few_rows visits these rows, and frees their places.
 
-# Most ids occur once or twice, a few (comma, "the") thousands of times, which is too much for one program. So the
-# positions of an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient
-# if the id has no other piece. A second launch adds up the pieces of each other id.
+# Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
+# an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
+# no other piece. A second launch adds up the pieces of the few other ids; it cuts the columns among programs.
 # A program waits for memory most of the time, so it sums 4 pieces at once, BLOCK rows of each, and meanwhile loads the
-# begin of its next pieces. With a warp for 256 columns, a thread has the same columns of all rows: sums need no other
-# thread. The second launch has a few hundred ids, so it cuts the columns among programs. ROWS: pieces of an id at once.
+# begin of its next pieces. With a warp for 256 columns, a thread has the same columns of all rows.
 EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
 # More programs than the 8 that fit an SM (rows of 384): the first ones to end make room.
 EMBEDDING_PROGRAMS_PER_SM = {"rows": 12, "pieces": 4}
@@ -560,10 +559,9 @@ class FewRows:
     the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do not."""
 
     def __init__(self, table, most):
-        def ints(size, value):
-            return torch.full((size,), value, dtype=torch.int32, device=table.device)
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
-        self.place, self.rows, self.count = ints(len(table), -1), ints(most, 0), ints(1, 0)
+        self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
+                                             for size, value in ((len(table), -1), (most, 0), (1, 0)))
 
     @property
     def places(self):
@@ -618,8 +616,7 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   y_t   = gate_t · out_t          per head
 #
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
-#   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
-#   window, an integer, and scale are > 0.
+#   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
 # Row t sees the keys from max(start_t, t - window) to t; both ends grow with t. So a tile of queries (keys) meets one
 # contiguous run of keys (queries). A block is masked only if some row does not see all of it.
@@ -791,8 +788,9 @@ def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale,
 
 
 @triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window, scale, D, DV, BLOCK):
+def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, Grads, End, N, H, window, scale, D, DV, BLOCK):
     """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
+    _, dK, dV, dV0 = Grads
     # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
     s = n0 + tl.arange(0, BLOCK)
     high, last, of_all = _queries_of_keys(End, n0, N, window, BLOCK)
@@ -824,17 +822,16 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads,
                                Start, End, N, H, window, scale, D: constexpr, DV: constexpr, BLOCK: constexpr):
-    dQ, dK, dV, dV0 = Grads
     tile = tl.program_id(0) // 2
     head = tile % H
     first = tile // H * BLOCK
     if tl.program_id(0) % 2 == 0:
-        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, dV0, End, N, H,
-                  window, scale, D, DV, BLOCK)
+        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads, End, N, H, window,
+                  scale, D, DV, BLOCK)
     else:
         q = _load_tile(Q, head, first, N, BLOCK, D)
         dy = _load_tile(dY, head, first, N, BLOCK, DV)
-        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, dQ, Start, N, H, window, scale, D, DV, BLOCK)
+        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, Grads[0], Start, N, H, window, scale, D, DV, BLOCK)
 
 
 def _aligned_for_tma(x):
@@ -1336,6 +1333,18 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
 
 
 @triton.jit
+def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H, D):
+    """Gradients of the value embeddings Ve, a pointer and a stride, and of their gate from dv (BLOCK, D)."""
+    token = t.to(tl.int64)[:, None]
+    column = (h * D)[:, None] + tl.arange(0, D)[None, :]
+    row = t * H + h
+    gate = tl.load(Gate + row, mask=t < N, other=0.0).to(tl.float32)
+    ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
+    tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
+    tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
+
+
+@triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: constexpr,
                          OFFSET: constexpr, NARROW: constexpr, COPY: constexpr, H: constexpr, D: constexpr,
                          BLOCK: constexpr):
@@ -1357,16 +1366,11 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
                           WIDTH, BLOCK)
     else:
         token = t.to(tl.int64)[:, None]
-        column = (h * D)[:, None] + tl.arange(0, D)[None, :]
-        dv = tl.load(dV[0] + token * dV[1] + column, mask=token < N, other=0.0)
+        dv = tl.load(dV[0] + token * dV[1] + ((h * D)[:, None] + tl.arange(0, D)[None, :]), mask=token < N, other=0.0)
         if COPY:
             _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
-            dv32, place = dv.to(tl.float32), t * H + h
-            gate = tl.load(Gate + place, mask=t < N, other=0.0).to(tl.float32)
-            ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
-            tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv32).to(dVe.dtype.element_ty), mask=token < N)
-            tl.store(dGate + place, tl.sum(dv32 * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
+            _value_grad(dv.to(tl.float32), Ve, Gate, dVe, dGate, t, h, N, H, D)
 
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
@@ -1714,15 +1718,13 @@ class Fp8Projections:
 # Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the
 # order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ; the library
 # computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for
-# bit, as long as p² is in the range of bf16. (Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at
-# p.) With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523), in FP8 226 µs.
+# bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
 
 # Hopper: one warp fetches, and two warp groups take turns tile by tile: one multiplies while the other finishes its
-# tile, so the tensor cores do not wait for roots and stores. 5 stages of 32 KiB, and 32 KiB for each warp group, take
-# 224 of the 227 KiB of an SM. In bf16 these 32 KiB hold post and then the result; in FP8 one half holds post and then
-# the codes, the other half the transposed codes. num_warps is that of one warp group.
+# tile. 5 stages of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. The latter hold post and
+# then the result, in FP8 half of them each for the codes and the transposed codes. num_warps is that of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
               E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)}
 
@@ -1806,13 +1808,10 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
 # fetching warp copies the operands of all tiles, step by step, into a ring of STAGES stages in shared memory.
 # Its arguments travel as one tuple `args`:
-#   A, B, Post, Out   TMA descriptors of the tensors; Post is None in the forward pass
-#   OutT, Scales, Largest   see _mlp_kernel; OutT is a descriptor
-#   a_ring, b_ring    (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
-#   full, free        (STAGES,) barriers of the stages
-#   posts, turn       (2,) barriers, one per warp group
-#   tiles             (2, BLOCK_M, BLOCK_N) shared memory: post and then the result, one tile per warp group
-#   tiles_t           (2, BLOCK_N, BLOCK_M): the transposed codes; None without codes
+#   A, B, Post, Out, OutT   TMA descriptors of the tensors; for None and the other arguments see _mlp_kernel
+#   a_ring, b_ring          (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
+#   tiles, tiles_t          (2, BLOCK_M, BLOCK_N) and its transpose: post and then the result, per warp group
+#   full, free; posts, turn  barriers of the stages; of the warp groups
 #
 #   barrier   who arrives                                             who waits, and why
 #   full      the copy engine: both operands of the stage are there   the warp group whose step uses the stage, to read
@@ -1820,7 +1819,6 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 #   turn      the other warp group: the products of its tile are      a warp group, to use the stages in the order in
 #             under way                                               which they are filled
 #   posts     the copy engine: the tile of post is there              the warp group that asked for it, to take the root
-#
 # A barrier counts phases 0, 1, 2, ... and keeps the last bit of the number, the parity. A wait for a parity returns
 # when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once. Use n
 # (0, 1, ...) of a barrier waits for phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
@@ -2015,10 +2013,9 @@ def mlp(x, W1, W2):
 #   see `scaled_weights`.
 #
 # Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for post and
-# dpre, whose sums have only D terms and are rounded to codes of 3 or 4 significant bits. The epilogues write both
-# layouts of post and dpre, which never exist in bf16; nor do x and g: `mix` makes their codes. The scales of post and
-# dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale stays as it is if its
-# maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
+# dpre, whose sums have only D terms. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
+# The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
+# stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
 # PR 363 (Warpscale).
@@ -2260,9 +2257,10 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
 
 
 @triton.jit
-def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, COUNT):
+def _pointer_score_grad(x, lse, dot, hits, s, t, N, COUNT):
     """Gradient of the scores x in powers of two, -inf where masked: attn (Σ_j dmass_j [hit_j] - D). lse, dot and the
-    queries t lie along one axis of x, the keys s along the other."""
+    queries t lie along one axis of x, the keys s along the other. hits: (Tokens, Targets, dMass)."""
+    Tokens, Targets, dMass = hits
     grad = -dot
     for j in tl.static_range(COUNT):
         copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
@@ -2273,8 +2271,8 @@ def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, COUNT):
 
 
 @triton.jit
-def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, COUNT, D, BLOCK):
-    """Gradient of the queries m0 ... m0 + BLOCK - 1."""
+def _pointer_dq_tile(m0, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK):
+    """Gradient of the queries m0 ... m0 + BLOCK - 1. hits: see _pointer_score_grad."""
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
     q = _load_tile((Q, D, D), 0, m0, N, BLOCK, D)
@@ -2286,14 +2284,13 @@ def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ
         k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         x = _mask_later(x, low, s, t)
-        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], dMass, Tokens, Targets, s[None, :], t[:, None], N,
-                                   COUNT)
+        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
         dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
     _store_tile((dQ, D), dq * scale, 0, m0, N, BLOCK, D)
 
 
 @triton.jit
-def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, COUNT, D, BLOCK):
+def _pointer_dk_tile(n0, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK):
     """Gradient of the keys n0 ... n0 + BLOCK - 1. Keys lie along the rows, queries along the columns."""
     s = n0 + tl.arange(0, BLOCK)
     high, last, _ = _queries_of_keys(End, n0, N, window, BLOCK)
@@ -2307,8 +2304,7 @@ def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, 
         x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
         # s < t <= high in one comparison
         x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], dMass, Tokens, Targets, s[:, None], t[None, :], N,
-                                   COUNT)
+        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], hits, s[:, None], t[None, :], N, COUNT)
         dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
     _store_tile((dK, D), dk * scale, 0, n0, N, BLOCK, D)
 
@@ -2316,13 +2312,12 @@ def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, 
 @triton.jit(do_not_specialize=["window"])
 def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window,
                              scale, COUNT: constexpr, D: constexpr, BLOCK: constexpr):
+    hits = Tokens, Targets, dMass
     first = tl.program_id(0) // 2 * BLOCK
     if tl.program_id(0) % 2 == 0:
-        _pointer_dk_tile(first, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, COUNT, D,
-                         BLOCK)
+        _pointer_dk_tile(first, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK)
     else:
-        _pointer_dq_tile(first, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, COUNT, D,
-                         BLOCK)
+        _pointer_dq_tile(first, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK)
 
 
 class _Pointer(_Function):
@@ -2881,16 +2876,15 @@ class HeadLoss:
 # axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
 
 # (limit in programs per SM, launch parameters); the first entry that fits is used. Tiles are square, so that the
-# diagonal runs through whole tiles. A program keeps num_stages · 2 · BLOCK · BLOCK_K operands in shared memory. It
-# waits for memory at its start and at its end, so an SM wants two programs, or deep pipelining where there are too few.
+# diagonal runs through whole tiles. An SM wants two programs, or deep pipelining where there are too few.
 GRAM_LAUNCH = {
     torch.bfloat16: (
         # 8 GPUs: as many stages as let two or three programs share an SM.
         (2, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=6)),
         (3, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=4)),
-        # 4 GPUs, if an SM has that much shared memory. 32 KiB per stage, one program per SM.
+        # 4 GPUs, if an SM has that much shared memory: one program per SM.
         (1, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=6)),
-        # 1 or 2 GPUs: two programs per SM, 128 registers per thread.
+        # 1 or 2 GPUs: two programs per SM.
         (math.inf, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3, maxnreg=128))),
     # Exact fp32 has no tensor cores and exists for tests.
     torch.float32: ((math.inf, dict(BLOCK=64, BLOCK_K=32, num_warps=4, num_stages=2)),),
@@ -3057,16 +3051,15 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #       m ← beta1 m + (1 − beta1) g;  v ← beta2 v + (1 − beta2) g²;  u = step_size m / (√v + eps)
 #       w ← w − u − [u w > 0] w weight_decay;  average as above
 #   replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps)
-#       the same with numbers of its own for every weight: lr' = lr lr_mul, step_size = lr' √(1 − beta2ᵗ) / (1 −
-#       beta1ᵗ), weight_decay = lr'² adam_wd wd_mul
+#       the same with numbers of its own for every weight:
+#       lr' = lr lr_mul,  step_size = lr' √(1 − beta2ᵗ) / (1 − beta1ᵗ),  weight_decay = lr'² adam_wd wd_mul
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
 #   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers that change from step to step
 #   may be 0-D tensors.
 # Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums over a matrix are
-# partial sums in a fixed order, without atomics. At 22 x 2560 x 768 (H200) fused_momentum with a slow average takes 212
-# µs (compiled PyTorch: 233), normuon_update 130 µs (169).
+# partial sums in a fixed order. For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
 
@@ -3329,8 +3322,7 @@ def polar_express(X, scale, ops, steps=5):
 #
 #   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
 # mix reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
-# layouts in its place. A gradient ds = f g of a stream that another mix has made is not written: that mix reads g and
-# f.
+# layouts in its place. Where another mix has made a stream, ds = f g is not written: that mix reads g and f.
 # Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
 # mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
 # kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
@@ -3918,8 +3910,8 @@ def token_gate(first, weight, factor):
 #
 #   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of
 #   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as
-#   in the bank, and its gradient dW contains the factor. dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW,
-#   with in_codes over the factor
+#   in the bank, and its gradient dW contains the factor.
+#   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
 # To scale weights is cheaper than to scale x (PR 166). One launch has all layers, and so has the backward pass.
 
 WEIGHTS_LAUNCH = dict(BLOCK=4096, num_warps=4)
