@@ -21,17 +21,18 @@ Sections are in the order in which a token meets them. Column ms: what a section
   section                                                                                              ms   lines
   1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     370
   2   attend, attend_backward               sliding-window attention within packed documents           64     280
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     615
-  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       200
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 435
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      315
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     610
+  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       190
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 430
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      300
   7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 395
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                690
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                680
   11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      60
 """
 
+import collections
 import functools
 import math
 import os
@@ -70,7 +71,10 @@ RMS_EPS = 2.0**-23  # of every RMS norm in the model
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the largest finite values; without saturation, e4m3 would make NaN of larger ones
 FP8_MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
-_RMS_EPS, _E4M3_MAX, _E5M2_MAX = map(constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX))  # for kernels
+VALUE_FLOOR = 1e-8  # least v · v of exclusive attention
+WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
+_RMS_EPS, _E4M3_MAX, _E5M2_MAX, _VALUE_FLOOR, _WEIGHT_FLOOR = map(
+    constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX, VALUE_FLOOR, WEIGHT_FLOOR))  # for kernels
 NAN_STAYS = constexpr(tl.PropagateNan.ALL)
 
 
@@ -88,8 +92,7 @@ def _sm_count(device) -> int:
 
 
 def _has_tma(device) -> bool:
-    """Whether kernels load tiles through the copy engine (TMA), which GPUs have from Hopper on.
-    On older GPUs, Triton would make loads that are not pipelined of descriptors; a step took four times as long."""
+    """Whether kernels load tiles by the copy engine (TMA): from Hopper on. Without it, descriptors are slow."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -274,8 +277,7 @@ UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
 
 class SortedIds(NamedTuple):
-    """ids (N,) int32, and where equal ids are: pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py; None where
-    there is no backward pass, and with embedding_grad_ref."""
+    """ids (N,) int32; pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py, which a kernel's backward needs."""
 
     ids: torch.Tensor
     pieces: torch.Tensor | None = None
@@ -454,9 +456,8 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
     (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero.
-    v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
-    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D
-    tensors."""
+    v (R, D) fp32; last (R, 1) int32: number of the update at which v is right, 0 at the start; touched (R,) bool: True
+    at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D tensors."""
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
@@ -553,10 +554,10 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that have occurred since the last update, at most `most`
-    (unchecked).
-    grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
-    the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do not."""
+    """The gradients of a table (R, D) for the rows that occurred since the last update; that these are at most `most`
+    is not checked. grad (most, D): row i is the gradient of row rows[i], for i below count (1,) int32; place (R,)
+    int32: the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do
+    not."""
 
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
@@ -602,10 +603,10 @@ class _Lookup(_Function):
 
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
-    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above.
-    The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table; torch.autograd.grad does
-    not see this. It also sets `touched`, (rows of the table,) bool or None, to True for the rows. signs: () or (signs,
-    sign_ids)."""
+    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above. signs: (), or
+    (signs, sign_ids). The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table;
+    torch.autograd.grad does not see this. It sets `touched`, (rows of the table,) bool or None, to True for the
+    rows."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -701,8 +702,7 @@ def _load_scalars(X, head, first, N, BLOCK):
 
 @triton.jit
 def _store_tile(X, x, head, first, N, BLOCK, D):
-    """Stores x (BLOCK, D) to one head of rows `first`, ... of an X (N, H, D) in which the heads of a token are
-    contiguous; X is a tuple of a pointer and the stride of a row."""
+    """Store x (BLOCK, D) to one head of rows `first`, ... of X (N, H, D): a pointer and the stride of a row."""
     ptr, stride_n = X
     i = first + tl.arange(0, BLOCK)
     tl.store(ptr + i.to(tl.int64)[:, None] * stride_n + head * D + tl.arange(0, D)[None, :],
@@ -970,8 +970,7 @@ def _gate_ptrs(X, row, num_rows, c, first, end):
 
 @triton.jit
 def _gate_inputs(X, Ve, t, N, c, FROM_X, C):
-    """What the output gate and the value gate read of the tokens t, each (tokens, channels): the channels from FROM_X
-    on come from Ve for the latter."""
+    """What the output gate and the value gate read (tokens, channels): the latter, channels from FROM_X on of Ve."""
     x_ptrs, x_mask = _gate_ptrs(X, t, N, c, 0, C)
     x = tl.load(x_ptrs, mask=x_mask, other=0.0)
     if Ve is None:
@@ -1071,8 +1070,6 @@ def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, 
 
 # ---- Exclusive attention ---------------------------------------------------------------------------------------------
 
-VALUE_FLOOR = 1e-8  # least v · v
-_VALUE_FLOOR = constexpr(VALUE_FLOOR)
 HEADS_LAUNCH = dict(BLOCK=32, num_warps=4)  # heads of tokens
 
 
@@ -1168,8 +1165,7 @@ def head_sizes(weight, rotary, narrow):
 
 
 def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=None):
-    """q, k and v as attention takes them before the view of paired layers. With codes (ProjectionCodes) they are fp32
-    until they are rounded."""
+    """q, k and v as attention takes them before the view of paired layers. With codes they are fp32 until rounded."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     qkv = F.linear(x, weight) if codes is None else _ProductOfCodes.apply(x, weight, *codes)
     q, k, v = qkv.split((H * width, H * width, H * d), 1)
@@ -1524,16 +1520,12 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 # largest value of the last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
 
 G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
-WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
-_WEIGHT_FLOOR = constexpr(WEIGHT_FLOOR)
-
 # A program reads its tile and writes the transposed codes in lines of 128 bytes; it writes the codes in lines of 64.
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 
 def x8_scale(D) -> float:
-    """Static scale of the codes of an RMS-normed stream of D channels: the least power of two whose 448-fold is not
-    below √D, the largest possible value (D = 768: 27.7 and 448 · 2⁻⁴ = 28)."""
+    """Static scale of codes of an RMS-normed stream of D channels: the least power of two with 448 scale >= √D."""
     return 2.0**math.ceil(math.log2(D**0.5 / E4M3_MAX))
 
 
@@ -1578,8 +1570,7 @@ _saturate, _saturate_hopper = triton.jit(_saturated), gluon.jit(_saturated)
 
 
 def quantise_weights_ref(x, scales=None):
-    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices x (matrices, M, N).
-    scales None: exact scales."""
+    """(scales (n,) fp32, e4m3 codes (n, M, N), codes_t (n, N, M)) of x (n, M, N). scales None: exact scales."""
     if scales is None:
         largest = torch.linalg.vector_norm(x, math.inf, (-2, -1)).float()
         scales = (largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR)
@@ -1625,8 +1616,7 @@ WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
-    """quantise_weights_ref in place. scales (layers, matrices of a layer), in the order of the matrices; static: the
-    scales are given, not made."""
+    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given."""
     given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
     _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
@@ -1941,8 +1931,7 @@ def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: constexp
 
 
 def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
-    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N), for codes (N, M) matrices. Returns
-    out."""
+    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N), for codes (N, M). Returns out."""
     (M, N), K, dtype = out.shape, a.size(1), E4M3 if scales else a.dtype
     hopper = dtype in MLP_HOPPER and _is_hopper(a.device)
     launch = (MLP_HOPPER if hopper else MLP_LAUNCH)[dtype]
@@ -1986,13 +1975,10 @@ class _Mlp(_Function):
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
-def _check_mlp(x, W1, **others):
-    if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
-        return (f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
-                f" (F, D) = {tuple(W1.shape)}")
-
-
-@operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
+@operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x, W1, **others: (
+    len(x) == 0 or any(size * x.element_size() % 16 for size in W1.shape)) and (
+    f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
+    f" (F, D) = {tuple(W1.shape)}"))
 def mlp(x, W1, W2):
     return _Mlp.apply(x, W1, W2)
 
@@ -2103,8 +2089,7 @@ class Fp8Mlps:
                 "loss_scale": self.loss_scale}
 
     def load_state_dict(self, state=None):
-        """Load delayed scales (None: those before the first step), and quantise the bank, which must be loaded
-        before."""
+        """Load delayed scales (None: those before the first step), and quantise the bank, loaded before."""
         state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
         ratio = self.loss_scale / state["loss_scale"]  # with another number of ranks, the loss has another scale
         for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]),
@@ -2163,18 +2148,8 @@ class Fp8Mlps:
 # Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
 # the pointer a head of the track's model (PR 379).
 
-class Point(NamedTuple):
-    """The arguments of `pointer` that do not depend on the targets."""
-    q: Tensor
-    k: Tensor
-    sink: Tensor
-    tokens: Tensor
-    start: Tensor
-    end: Tensor
-    window: int
-    scale: float
-
-
+# The arguments of `pointer` that do not depend on the targets.
+Point = collections.namedtuple("Point", "q k sink tokens start end window scale")
 POINTER_LAUNCH = {torch.bfloat16: dict(BLOCK=64, num_warps=4, num_stages=2),
                   torch.float32: dict(BLOCK=32, num_warps=4, num_stages=2)}  # for tests: no tensor cores
 
@@ -2230,9 +2205,8 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
     top = sink  # the largest score so far
     total = tl.full((BLOCK,), 1.0, dtype=tl.float32)
-    sums, targets = (), ()  # one tensor (BLOCK,) for each column
+    sums, targets = (tl.zeros((BLOCK,), dtype=tl.float32),) * COUNT, ()  # one tensor (BLOCK,) for each column
     for j in tl.static_range(COUNT):
-        sums += (tl.zeros((BLOCK,), dtype=tl.float32),)
         targets += (_target(Targets, t, N, j),)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
@@ -2342,14 +2316,11 @@ class _Pointer(_Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
-def _check_pointer(q, targets, **others):
-    if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
-        return ("d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
-                f" {tuple(q.shape)} and {tuple(targets.shape)}")
-
-
-@operation(pointer_ref, check=_check_pointer, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32",
-           start="N: int32", end="N: int32", targets="N J: int64 strided")
+@operation(pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
+           end="N: int32", targets="N J: int64 strided", check=lambda q, targets, **others: (
+               q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1)) and (
+               "d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
+               f" {tuple(q.shape)} and {tuple(targets.shape)}"))
 def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
@@ -2449,13 +2420,10 @@ class _PointerInputs(_Function):
         return dprojected, dgain, dweights, None
 
 
-def _check_inputs(projected, weights, **others):
-    if projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1):
-        return f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"
-
-
-@operation(pointer_inputs_ref, any_dtype=True, check=_check_inputs, projected="N E: bf16 fp32", gain="1: fp32",
-           weights="d: fp32", start="N: int32")
+@operation(pointer_inputs_ref, any_dtype=True, projected="N E: bf16 fp32", gain="1: fp32", weights="d: fp32",
+           start="N: int32", check=lambda projected, weights, **others: (
+               projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1)) and (
+               f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"))
 def pointer_inputs(projected, gain, weights, start):
     """q, k (N, d) and sink (N,) fp32 for `pointer`; differentiable in projected, gain and weights. See above."""
     return _PointerInputs.apply(projected, gain, weights, start)
@@ -2586,8 +2554,7 @@ _CAP, _CAP_SHIFT, _CAP_SCALE, _LEAST_REST = map(constexpr, (CAP, CAP_SHIFT, CAP_
 
 @triton.jit
 def _exponent(x):
-    """-(x + 5) / 7.5 / ln 2, so that u = 1 / (1 + 2^exponent); at most 60, so that two denominators' product fits
-    fp32."""
+    """-(x + 5) / 7.5 / ln 2, so that u = 1 / (1 + 2^exponent); at most 60: products of two denominators fit fp32."""
     return tl.minimum(x.to(tl.float32) * (-LOG2_E / _CAP_SCALE) - _CAP_SHIFT * LOG2_E / _CAP_SCALE, 60.0,
                       propagate_nan=NAN_STAYS)
 
@@ -2802,11 +2769,10 @@ class HeadLoss:
     the FP8 codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
     exact: take the unquantised weight (validation). codes: None, or both_layouts(h, X_SCALE, E4M3).
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
-    The gradient is added to rows of embedding.grad, embedding (V, D), where each row is contiguous. So this works only
-    while embedding and head are tied: the optimizer then adds the transpose of embedding.grad to the head's gradient.
-    point: None, or a Point for the pointer head, whose gate is the class `gate`, the first of the candidates.
-    next_loss: 0-D fp32, to which each call, other than an exact one, adds its loss of the next tokens alone, with
-    weight 1. It stays at its address."""
+    The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
+    embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
+    first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next tokens alone,
+    with weight 1; it stays at its address."""
 
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
@@ -2920,9 +2886,8 @@ def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
 
 @triton.jit
 def _gram_tile(X, batch, m, k, M, K, ACROSS, BLOCK, BLOCK_K):
-    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of the
-    transpose of X (n, K, M); zeros beyond the edges. X: a descriptor, or a pointer and the strides of matrices and
-    rows."""
+    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of Xᵀ, X (n, K,
+    M); zeros beyond the edges. X: a descriptor, or a pointer and the strides of matrices and rows."""
     if isinstance(X, tl.tensor_descriptor):
         if ACROSS:
             return X.load([batch, k, m]).reshape(BLOCK_K, BLOCK).T
@@ -3217,8 +3182,7 @@ def adam_update_ref(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, a
 
 
 def adam_step_size(lr, t, beta1, beta2):
-    """The factor of m / sqrt(v) in update number t, from 1: the rate, and what corrects the zeros that both moments
-    begin with."""
+    """The factor of m / sqrt(v) in update number t, from 1: the rate, corrected for moments that begin at zero."""
     return lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
 
 
@@ -3361,8 +3325,7 @@ class _Beside:
 
 
 class GradCodes(_Beside):
-    """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N), for the one operation that made the
-    stream. scale: static."""
+    """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N) of a static scale, for its maker."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -3532,8 +3495,7 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START, BLOCK_N, BLOCK_D):
 
 @triton.jit
 def _add_dot(Dots, dot, n, N):
-    """Add to the gradient per token of a factor, because a number may be a factor of many sums. No two programs of a
-    launch add to one token, so the order of sums is fixed."""
+    """Add to the gradient per token of a factor; no two programs of a launch add to one token, so sums repeat."""
     tl.atomic_add(Dots + n, dot, mask=n < N, sem="relaxed")
 
 
@@ -3543,9 +3505,7 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
     # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
     # and dStreams: of the terms whose gradient is written.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dots = ()
-    for _ in tl.static_range(len(Streams)):
-        dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * len(Streams)
     if X is not None:
         rstd, dot = tl.load(Rstd + n, mask=n < N, other=0.0), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for start in tl.static_range(0, D, BLOCK_D):
@@ -3581,18 +3541,14 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVI
     # readers add to dStreams. Token m adds the rows n of the streams.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = n + PREVIOUS
-    dots = ()
-    for _ in tl.static_range(len(Grads) * len(Streams)):
-        dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * (len(Grads) * len(Streams))
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         streams, totals = (), ()
         for k in tl.static_range(len(Streams)):
-            streams = streams + (_tile(Streams[k], n, d, N, D),)
-            if Passed[k] is None:
-                totals = totals + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
-            else:
-                totals = totals + (_tile(Passed[k], n, d, N, D),)
+            zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+            streams += (_tile(Streams[k], n, d, N, D),)
+            totals += (zeros if Passed[k] is None else _tile(Passed[k], n, d, N, D),)
         sums = ()
         for place in tl.static_range(len(Grads)):
             g, new = _tile(Grads[place], m, d, N, D), ()
@@ -3619,8 +3575,7 @@ def _per_token(factors):
 
 
 def _dots(factors, like):
-    """Where the gradients per token of learned factors go, each (N,) or (N, 1) fp32: to the parts of `rows` and
-    `columns`, else to zeros."""
+    """Where gradients per token of learned factors go, fp32: to the parts of `rows` and `columns`, else to zeros."""
     own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
     return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
 
@@ -3810,10 +3765,9 @@ class _AddLater(_Function):
 
 
 def add_later(streams, factors, previous=False):
-    """(the streams for later readers, [Added]), one for each place.
-    streams (N, D); factors: for each place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that
-    the place does not add. Each Added goes into one mix. previous: token n adds row n - 1 of the streams, the first
-    token nothing."""
+    """(the streams for later readers, [Added]), one for each place, for one mix. streams (N, D); factors: for each
+    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add. previous:
+    token n adds row n - 1 of the streams, the first token nothing."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
     plain = [[*map(_detached, row)] for row in factors]
