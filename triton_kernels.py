@@ -19,17 +19,17 @@ A new operation needs what records/guide.md says, a case in data/run/trial.py, a
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
 (572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     370
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     365
   2   attend, attend_backward               sliding-window attention within packed documents           64     280
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     610
   4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       190
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 430
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 425
   6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      300
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 395
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 390
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                680
-  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      60
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                670
+  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      59
 """
 
 import collections
@@ -80,8 +80,7 @@ NAN_STAYS = constexpr(tl.PropagateNan.ALL)
 
 def _takes_ref(*tensors, any_dtype=False):
     """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
-    The interpreter of Triton 3.6 gets matrix products wrong for any dtype but fp32. any_dtype: the op has no product,
-    so the interpreter runs it for all dtypes. It truncates where a GPU rounds; tests take numbers without rounding."""
+    Triton 3.6's interpreter gets products wrong for any dtype but fp32. any_dtype: the op has no product."""
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
 
@@ -113,7 +112,6 @@ def _at_least_fp32(x):
 
 class _Function(torch.autograd.Function):
     """An operation with a gradient: forward and backward are static, and backward has no gradient."""
-
     def __init_subclass__(cls):
         cls.forward, cls.backward = staticmethod(cls.forward), staticmethod(once_differentiable(cls.backward))
 
@@ -194,8 +192,6 @@ def operation(reference, any_dtype=False, label=None, check=lambda **given: None
     return decorate
 
 
-# ---- Numbers and tiles -----------------------------------------------------------------------------------------------
-
 @triton.jit
 def _number(x):
     """x, or the number to which the pointer x points: a CUDA graph reads the numbers of a step from memory."""
@@ -241,7 +237,6 @@ def _strided(x):
 
 # ======================================================================================================================
 # 1  Embedding tables: lookup, the gradients of its rows, and an update of some rows
-#
 #   lookup(table, num_tables, sorted_ids, ops, touched, few)   P tensors (N, D): rows ids[t] of each table
 #   signed_rows(table, ids, orders, signs, sign_ids)           rows of n-grams times their signs, summed over the orders
 #   embedding_grad(grad, sorted_ids, upstream, place, ...)     grad[ids[t]] += Σ_t upstream[t], or grad[place[ids[t]]]
@@ -278,7 +273,6 @@ UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
 class SortedIds(NamedTuple):
     """ids (N,) int32; pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py, which a kernel's backward needs."""
-
     ids: torch.Tensor
     pieces: torch.Tensor | None = None
 
@@ -558,16 +552,12 @@ class FewRows:
     is not checked. grad (most, D): row i is the gradient of row rows[i], for i below count (1,) int32; place (R,)
     int32: the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do
     not."""
-
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
                                              for size, value in ((len(table), -1), (most, 0), (1, 0)))
 
-    @property
-    def places(self):
-        """What embedding_grad takes beside grad."""
-        return self.place, self.rows, self.count
+    places = property(lambda self: (self.place, self.rows, self.count))  # what embedding_grad takes beside grad
 
     @torch.no_grad()
     def load(self, rows, grad):
@@ -612,7 +602,6 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 
 # ======================================================================================================================
 # 2  Attention: causal softmax attention over packed documents with a sliding window and an output gate
-#
 #   out_t = Σ_s p_ts v_s,  p_t = softmax over s of  scale · q_t · k_s,  s in t's document with t - window <= s <= t
 #   y_t   = gate_t · out_t          per head
 #
@@ -894,7 +883,6 @@ def document_of_tokens(cu_seqlens, N):
 
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
-#
 #   y = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
 #                       first, share, documents)
 #
@@ -1507,7 +1495,6 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 
 # ======================================================================================================================
 # 4  FP8 codes
-#
 #   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; mix makes codes where it makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
@@ -1629,7 +1616,6 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 
 
 # ---- The projection of the attention block ---------------------------------------------------------------------------
-#
 #   product            operands (scale)                              result
 #   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)    fp32, for norm and rotation in the kernel
 #   dx = dqkv W        dqkv e5m2 (static), W                         bf16, then the gradients of the gates are added
@@ -1641,7 +1627,6 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 
 class ProjectionCodes(NamedTuple):
     """Codes of x and weight of attention_block, and 0-D fp32 scales, in the order of the op's arguments."""
-
     x8: Tensor  # (N, D) e4m3
     w8: Tensor  # (rows, D) e4m3
     x_scale: Tensor
@@ -1670,7 +1655,6 @@ class Fp8Projections:
     times the projection of a layer; scales: `factored(factors)[layer]`. x is detached.
     weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w. Call
     `refresh` after every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
-
     def __init__(self, weights, loss_scale):
         self.weights, self.kinds, self.layers = weights, [], {}
         for layers, weight in weights():
@@ -1700,7 +1684,6 @@ class Fp8Projections:
 
 # ======================================================================================================================
 # 5  ReLU² MLP, in bf16 and in FP8
-#
 #   y = mlp(x, W1, W2)      post = relu(x W1ᵀ)²,  y = post W2          replaces F.linear(x, W1).relu().square() @ W2
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
@@ -1984,7 +1967,6 @@ def mlp(x, W1, W2):
 
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
-#
 #   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, scales)     replaces mlp(x, W1, factor · W2); scales contain the factor
 #
 #   product           operands (scale)                         result
@@ -2069,7 +2051,6 @@ class Fp8Mlps:
     the gradient of y comes as codes, see `mix`.
     bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` after
     every change of the bank and every optimizer step. Tensors keep their addresses, because CUDA graphs read them."""
-
     contract = _contract(x="?N D", W1="F D", W2="F D")
 
     def __init__(self, bank, loss_scale):
@@ -2077,7 +2058,8 @@ class Fp8Mlps:
         self.codes, self.codes_t = _new_codes(self.bank)
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
-        self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
+        self.maxima = torch.zeros(2, count, device=device)
+        self.post_max, self.dpre_max = self.maxima
         # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
         self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
         self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
@@ -2095,19 +2077,16 @@ class Fp8Mlps:
         for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]),
                               (4, G8_SCALE * self.loss_scale), (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
-        self.post_max.zero_()
-        self.dpre_max.zero_()
+        self.maxima.zero_()
         self.refresh()
 
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):
         """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
-        maxima = torch.stack((self.post_max, self.dpre_max))
-        max_over_ranks(maxima)
-        scales, usable = self.scales[:, 3::2, 0].mT, (maxima > 0) & (maxima < math.inf)
-        scales.copy_(torch.where(usable, (maxima * self.per_maximum).maximum(self.floors), scales))
-        self.post_max.zero_()
-        self.dpre_max.zero_()
+        max_over_ranks(self.maxima)
+        scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
+        scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
+        self.maxima.zero_()
         quantise_weights(self.bank.flatten(0, 1), self.scales[:, 1:3, 0], self.codes.flatten(0, 1),
                          self.codes_t.flatten(0, 1))
 
@@ -2130,7 +2109,6 @@ class Fp8Mlps:
 
 # ======================================================================================================================
 # 6  Pointer: how much attention falls on earlier copies of the target
-#
 #   mass, sink_mass = pointer(q, k, sink, tokens, start, end, window, scale, targets)
 #
 #   attn_t  = softmax over [sink_t, scale · q_t · k_s]  of the earlier tokens s of t's document, t - window <= s < t
@@ -2327,7 +2305,6 @@ def pointer(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
-#
 #   q, k, sink = pointer_inputs(projected, gain, weights, start)
 #
 #   projected (N, 3d): of a token its query q', its key k', and n', which it adds to the key of the next token of its
@@ -2431,7 +2408,6 @@ def pointer_inputs(projected, gain, weights, start):
 
 # ======================================================================================================================
 # 7  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
-#
 #   ℓ = h W,  u = σ((ℓ + 5) / 7.5),  z = 23 u,  lse_t = ln Σ_v exp z
 #   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..K-1, terms with t + k >= N dropped
 #             (K1: document borders are ignored)
@@ -2479,7 +2455,6 @@ def multi_token_targets(targets, count):
 
 
 # ---- Cross-entropy of some rows --------------------------------------------------------------------------------------
-#
 #   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad, copies, next_losses)
 #
 #   targets  columns of logits, < C (not verified), -1 = no target
@@ -2503,7 +2478,6 @@ LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
 
 class Copies(NamedTuple):
     """What the loss takes from the pointer head; all tensors fp32."""
-
     mass: Tensor  # (n, K)
     sink_mass: Tensor  # (n,)
     gate: int  # column of the gate's class; never a target
@@ -2773,7 +2747,6 @@ class HeadLoss:
     embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
     first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next tokens alone,
     with weight 1; it stays at its address."""
-
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
         self.embedding, self.pointer, self.gate = embedding, pointer, gate
@@ -2826,7 +2799,6 @@ class HeadLoss:
 
 # ======================================================================================================================
 # 8  Symmetric products
-#
 #   XXT(X, out, scale)                     out = s² X Xᵀ                    replaces X @ X.mT
 #   XTX(X, out, scale)                     out = s² Xᵀ X                    replaces X.mT @ X
 #   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)     replaces torch.baddbmm; P symmetric
@@ -2996,7 +2968,6 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 
 # ======================================================================================================================
 # 9  The updates: NorMuon around the products of section 8, and Adam
-#
 #   X, scale = fused_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
 #       m     ← m + (1 − decay)(g − m)                           in place
 #       s     ← s + slow_rate (g − s)                            in place, if there is a slow average s
@@ -3272,7 +3243,6 @@ def polar_express(X, scale, ops, steps=5):
 
 # ======================================================================================================================
 # 10  Sums of streams, their norm and its FP8 codes
-#
 #   mixed = mix(terms, reader, added, grad_codes)
 #       x      = f₁ s₁ + f₂ s₂ + ... + Σ added, rounded once   terms: pairs (f, s)
 #       normed = x / rms(x), and its codes as in section 4     if the stream has a reader
@@ -3326,7 +3296,6 @@ class _Beside:
 
 class GradCodes(_Beside):
     """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N) of a static scale, for its maker."""
-
     def __init__(self, scale):
         self.scale = scale
 
@@ -3334,7 +3303,6 @@ class GradCodes(_Beside):
 class _Parts(_Beside):
     """Gradients of the pieces of a tensor, which backward passes write here in place of returning them.
     new(like, *shape): the memory, for a piece that needs `shape`; pieces(memory): its pieces."""
-
     def __init__(self, new, pieces=lambda memory: memory):
         self.new, self.pieces, self.given = new, pieces, set()
 
@@ -3367,25 +3335,19 @@ def _as_pieces(tensors, parts):
 class Mixed(NamedTuple):
     """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed gets a gradient of
     its own, which mix sums with the others."""
-
     xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
     normeds: list[Tensor] | None = None  # likewise (N, D)
     first: Tensor | None = None  # (N, channels)
     codes: tuple[Tensor, Tensor] | None = None  # e4m3, (N, D) and (D, N)
 
-    @property
-    def x(self):
-        return self.xs.pop() if len(self.xs) > 1 else self.xs[0]
-
-    @property
-    def normed(self):
-        return self.normeds and (self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0])
+    x = property(lambda self: self.xs.pop() if len(self.xs) > 1 else self.xs[0])
+    normed = property(lambda self: self.normeds and (
+        self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0]))
 
 
 class Added(NamedTuple):
     """A sum of streams for one place. mix reads the streams; the gradient goes through `token`."""
-
     token: Tensor | None  # (N, D), without memory; None: the gradient goes through streams and factors
     streams: list[Tensor]  # (N, D)
     factors: list  # as in mix
@@ -3859,7 +3821,6 @@ def token_gate(first, weight, factor):
 
 
 # ---- Weights times factors -------------------------------------------------------------------------------------------
-#
 #   [matrices of a layer, ...] = scaled_weights(bank, factors, in_codes)
 #
 #   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of
@@ -3955,7 +3916,6 @@ IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 
 # ======================================================================================================================
 # 11  Transposes
-#
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
