@@ -12,8 +12,9 @@ Conventions
   Strides are in elements. Offsets into tensors of N·D elements or more are int64.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers, descriptors, tuples of a pointer and strides (X, Gate, dGate), or
-  constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate). An
-  argument for tiles is a descriptor on GPUs with a copy engine (TMA), elsewhere a pointer.
+  constants (BLOCK, H), which helpers of kernels do not annotate. Lower-case names are indices (m, n, t), strides and
+  sizes, and values on chip (x, gate). Tiles are read by descriptors on GPUs with a copy engine (TMA), elsewhere by
+  pointers.
 
 A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table.
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
@@ -848,7 +849,7 @@ def _empty_row_scalars(q):
 
 def attend(q, k, v, gate, start, end, window, scale):
     """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
-    start, end (N,) int32: of document_of_tokens; `end` is for attend_backward. attention_block checks arguments."""
+    start, end (N,) int32: of document_of_tokens; `end` is for attend_backward."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
     y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
@@ -928,12 +929,10 @@ PROJECT_LAUNCH = {
     E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16
 }
 PROJECT_PROGRAMS_PER_SM = 2
-# 16 rows of one head each; a thread makes two accesses of 16 bytes per operand. In FP8, 32 tokens of one head.
+# 16 rows of one head each; in FP8, 32 tokens of one head.
 PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
 PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)
-
-# Heads and channels are padded to 16, the minimum of tl.dot. Fewer tokens per program would make more parts of dw_out
-# and dw_ve to add up; more warps would repeat the product that makes a part.
+# Fewer tokens per program would make more parts of dw_out and dw_ve to add up.
 GATE_LAUNCH = dict(BLOCK=128, num_warps=4)
 
 
@@ -2681,8 +2680,6 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     return losses
 
 
-# ---- The head --------------------------------------------------------------------------------------------------------
-
 class _HeadLoss(_Function):
     def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, codes, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
@@ -3267,7 +3264,6 @@ def polar_express(X, scale, ops, steps=5):
 # NaN losses.
 
 MIX_STREAMS = _contract(stream="N D")
-# Transposed codes are written in lines of BLOCK_N bytes.
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
 MIX_GRAD_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=8),
                    "plain": dict(BLOCK_N=8, BLOCK_D=256, num_warps=8)}
@@ -3906,7 +3902,6 @@ def scaled_weights(bank, factors, in_codes=False):
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
 
-# One choice for all of these.
 mix.rows, mix.columns, mix.first_channels = rows, columns, first_channels
 mix.add_later, mix.token_gate, mix.scaled_weights = add_later, token_gate, scaled_weights
 mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
