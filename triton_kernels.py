@@ -1842,11 +1842,11 @@ def _mlp_multiply(args, ME):
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
+        now = step
         # Without turns, a warp group could wait for the next round of a stage while the stage is one round behind. Both
         # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
         mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-        now = step
         for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
             stage = now % STAGES
             mbarrier.wait(full.index(stage), now // STAGES & 1)
