@@ -20,13 +20,13 @@ A new operation needs what records/guide.md says, a case in data/run/trial.py, a
 Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
 (572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     365
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     360
   2   attend, attend_backward               sliding-window attention within packed documents           64     280
   3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     610
-  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       190
+  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       185
   5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 425
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      300
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 390
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      295
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 385
   8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
   9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
   10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                670
@@ -551,8 +551,7 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 class FewRows:
     """The gradients of a table (R, D) for the rows that occurred since the last update; that these are at most `most`
     is not checked. grad (most, D): row i is the gradient of row rows[i], for i below count (1,) int32; place (R,)
-    int32: the row of grad for each row of the table, -1 without. Places depend on the order of programs; gradients do
-    not."""
+    int32: the row of grad for each row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
         self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
@@ -596,8 +595,7 @@ class _Lookup(_Function):
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
     """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above. signs: (), or
     (signs, sign_ids). The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table;
-    torch.autograd.grad does not see this. It sets `touched`, (rows of the table,) bool or None, to True for the
-    rows."""
+    torch.autograd.grad does not see this. It sets these rows of `touched`, (table's rows,) bool or None, to True."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
@@ -617,8 +615,8 @@ def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1,
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
 # The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
 # section 3 computes s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because
-# they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit. With
-# 6 heads of 128 and window 640, the forward pass takes 185 µs (FlashAttention-2: 406), the backward 524 (1041).
+# they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
+# With 6 heads of 128 and window 640, the passes take 185 and 524 µs (FlashAttention-2: 406 and 1041).
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
 
 # Two or three programs share an SM, and one takes exponentials while another multiplies.
@@ -1566,8 +1564,7 @@ def quantise_weights_ref(x, scales=None):
 @triton.jit
 def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, stride_i, stride_j, BLOCK_M: constexpr,
                              BLOCK_N: constexpr):
-    # One tile of one matrix. With Largest, the largest |x| of every matrix, Scales (matrices / columns, columns) is a
-    # result.
+    # One tile of one matrix. With Largest, the largest |x| of every matrix, Scales (n / columns, columns) is a result.
     matrix = tl.program_id(1)
     Scales += matrix // columns * stride_i + matrix % columns * stride_j
     if Largest is None:
@@ -1782,8 +1779,8 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: conste
 # Its arguments travel as one tuple `args`:
 #   A, B, Post, Out, OutT   TMA descriptors of the tensors; for None and the other arguments see _mlp_kernel
 #   a_ring, b_ring          (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
-#   tiles, tiles_t          (2, BLOCK_M, BLOCK_N) and its transpose: post and then the result, per warp group
-#   full, free; posts, turn  barriers of the stages; of the warp groups
+#   tiles, tiles_t          (2, BLOCK_M, BLOCK_N) and transposed: post and then the result of each warp group
+#   full, free, posts, turn barriers: of the stages the first two, of the warp groups the others
 #
 #   barrier   who arrives                                             who waits, and why
 #   full      the copy engine: both operands of the stage are there   the warp group whose step uses the stage, to read
@@ -2117,8 +2114,7 @@ class Fp8Mlps:
 #   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 # Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
-# output, only J sums per row. The running maximum begins at the sink's score, so a row without keys gives sink_mass =
-# 1.
+# output, only J sums per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
 # One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
@@ -2424,8 +2420,7 @@ def pointer_inputs(projected, gain, weights, start):
 # The code calls w_k A `pull` and Σ_k w_k B `push`.
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
 # classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
-# The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. `mix` makes the codes
-# of h.
+# The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
 # HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
 # whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 it overwrites the logits in their own dtype. The
 # backward pass transposes the gradient and computes two products over all rows, scaled by the upstream gradient.
@@ -2436,9 +2431,8 @@ def pointer_inputs(projected, gain, weights, start):
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
 # Scales of record 74 (PR 207); the scale of the gradient is GRAD_SCALE · loss_scale. A normed h is at most √D, so 100
-# is out of reach up to 10000 channels. Weights beyond ±W_LIMIT saturate, and the log counts them. .75 is about 23 / 7.5
-# / 4, the largest gradient that one term of the loss can have; the codes are e5m2, which reaches 128 times as far as
-# 448.
+# is out of reach up to 10000 channels. Weights beyond ±W_LIMIT saturate, and the log counts them. .75 is about
+# 23 / 7.5 / 4, the largest gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
 W_LIMIT = 1.6
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 
@@ -3260,8 +3254,8 @@ def polar_express(X, scale, ops, steps=5):
 # rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
 # token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
-# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded: an edit that reads one gets
-# NaN losses.
+# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded; who reads it, gets NaN
+# losses.
 
 MIX_STREAMS = _contract(stream="N D")
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
@@ -3840,7 +3834,7 @@ def scaled_weights_ref(bank, factors, in_codes=False):
 
 @triton.jit
 def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
-    # Grid axis 1: matrices of K elements. A, Scaled and B: a pointer and the stride of a matrix. Dots (matrices,
+    # Grid axis 1: matrices of K elements. A, Scaled, B: a pointer and the stride of a matrix. Dots (matrices,
     # programs).
     i, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A[0] + i * A[1] + k, mask=k < K, other=0.0).to(tl.float32)
