@@ -1,44 +1,39 @@
 """Triton kernels of the trainer, each beside the plain PyTorch code that it replaces.
 
-Every operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, which launches the kernel and whose decorator
-`operation` says and checks what its tensors must be; a reference `<name>_ref`, which is plain PyTorch with the same
-contract; and a Triton kernel.
-Tests and benchmarks compare the kernel with the reference. CPU tensors take the reference, so the trainer runs without
-a GPU. If TRITON_INTERPRET=1 is set before the import, as the tests do, Triton's interpreter runs the kernels on CPU
-tensors. It gets bf16 matrix products and FP8 codes wrong, so operations with these take the reference.
+An operation in IMPLEMENTATIONS has three parts: a wrapper `<name>`, whose decorator `operation` says and checks what
+its tensors must be; a reference `<name>_ref` in plain PyTorch with the same contract; and a Triton kernel.
+Tests and benchmarks compare kernel and reference. CPU tensors take the reference. With TRITON_INTERPRET=1 before the
+import, Triton's interpreter runs the kernels on CPU tensors, except those with bf16 products or FP8 codes, which it
+gets wrong.
 
 Conventions
   Importing this file only defines functions. Launch parameters are in tables; nothing is autotuned. K1 to K12 are
   quirks of record 74 (records/record74.md).
-  Strides are in elements. Offsets into tensors of N·D elements or more are int64; offsets into smaller tensors
-  (rotary tables, gates) may be int32.
+  Strides are in elements. Offsets into tensors of N·D elements or more are int64.
   Kernels take dtypes from their pointers. Results are rounded once unless the section says otherwise.
   In kernels, capitalised names are pointers, descriptors, tuples of a pointer and strides (X, Gate, dGate), or
-  constants (BLOCK, H). Lower-case names are indices (m, n, t), strides and sizes, and values on chip (x, gate). Where a
-  kernel loads tiles, its argument may be a descriptor on GPUs with a copy engine (TMA), and is a pointer elsewhere.
+  constants (BLOCK, H), which helpers of kernels do not annotate. Lower-case names are indices (m, n, t), strides and
+  sizes, and values on chip (x, gate). Tiles are read by descriptors on GPUs with a copy engine (TMA), elsewhere by
+  pointers.
 
-A new operation needs a section with a banner before the last one, a row in the table below with its name and lines,
-a wrapper, `<name>_ref`, a kernel whose name ends in `_kernel`, a `<NAME>_LAUNCH` table, a test against the reference, a
-case in data/run/trial.py, and one in tests/bench_kernels.py, from which tests/test_arch.py compiles it for other GPUs.
-
-Contents, in the order in which a token meets the operations. Column ms: what a section saves per step of record 74's
-model (572 ms, 8 x 49152 tokens, one H100) against compiled PyTorch with the library's products and FlashAttention-2.
-Banners give the time of an operation at 49152 tokens on this GPU, and how much of the GPU's measured limit it reaches:
-3.0 TB/s of copying, 799 TFLOP/s of bf16 or 1519 of FP8 products (records/2026-11-25_kernels).
+A new operation needs what records/guide.md says, a case in data/run/trial.py, and a row in this table.
+Sections are in the order in which a token meets them. Column ms: what a section saves per step of record 74's model
+(572 ms, one H100) against compiled PyTorch and FlashAttention-2; records/2026-11-25_kernels has all times.
   section                                                                                              ms   lines
-  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     410
-  2   attend, attend_backward               sliding-window attention within packed documents           64     320
-  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     670
-  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       210
-  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 500
-  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      345
-  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 420
-  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     180
-  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             285
-  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                750
-  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      70
+  1   lookup, embedding_grad, update_rows   rows of the embedding tables, gradients and updates        42     360
+  2   attend, attend_backward               sliding-window attention within packed documents           64     280
+  3   attention_block                       gates, projection, norm, rotary, values, around section 2  42     610
+  4   both_layouts, quantise_weights        FP8 codes; they save in sections 3, 5 and 7                       185
+  5   mlp; Fp8Mlps                          ReLU² MLP, in bf16; in FP8                                 26; 97 425
+  6   pointer, pointer_inputs               attention on earlier copies of the target (not in record 74)      295
+  7   HeadLoss, cross_entropy               head and softcapped multi-token loss, in bf16; in FP8     69; 115 385
+  8   XXT, XTX, ba_plus_cAA                 symmetric products of the Muon iteration                  1.2     170
+  9   fused_momentum, normuon_update        NorMuon, and Adam: each weight is read and written once             275
+  10  mix, add_later, scaled_weights        sums of streams, their norm and its FP8 codes; factors                670
+  11  transpose_copy, transpose_add         copies of the tied head; transposed FP8 gradients         133      59
 """
 
+import collections
 import functools
 import math
 import os
@@ -66,31 +61,27 @@ except ImportError as error:  # for example on macOS and Windows
     class Absent:
         """Stands for Triton, so that the kernels can be defined and the references can run."""
         __version__ = "absent"
-
-        def __getattr__(self, name):
-            return self
-
-        def __call__(self, decorated=None, *args, **kwargs):
-            return self if decorated is None else decorated
+        __getattr__ = lambda self, name: self
+        __call__ = lambda self, decorated=None, *args, **kwargs: self if decorated is None else decorated
 
     triton = tl = gluon = gl = Absent()
 
+constexpr = tl.constexpr  # of Triton's kernels and of Gluon's
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # read once; triton.jit reads the variable below, too
 RMS_EPS = 2.0**-23  # of every RMS norm in the model
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # the largest finite values; without saturation, e4m3 would make NaN of larger ones
 FP8_MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
-_RMS_EPS, _E4M3_MAX, _E5M2_MAX = map(tl.constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX))  # for kernels
-NAN_STAYS = tl.constexpr(tl.PropagateNan.ALL)
+VALUE_FLOOR = 1e-8  # least v · v of exclusive attention
+WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
+_RMS_EPS, _E4M3_MAX, _E5M2_MAX, _VALUE_FLOOR, _WEIGHT_FLOOR = map(
+    constexpr, (RMS_EPS, E4M3_MAX, E5M2_MAX, VALUE_FLOOR, WEIGHT_FLOOR))  # for kernels
+NAN_STAYS = constexpr(tl.PropagateNan.ALL)
 
 
 def _takes_ref(*tensors, any_dtype=False):
     """Whether an op with these tensors runs its PyTorch reference: on a CPU, unless the interpreter is switched on.
-
-    The interpreter of Triton 3.6 gets matrix products wrong for any dtype but fp32, and truncates where a GPU rounds.
-    any_dtype: the op has no matrix product, so the interpreter runs it for all dtypes; tests take numbers that need no
-    rounding.
-    """
+    Triton 3.6's interpreter gets products wrong for any dtype but fp32. any_dtype: the op has no product."""
     interpreted = INTERPRETED and (any_dtype or all(x.dtype == torch.float32 for x in tensors))
     return tensors[0].device.type == "cpu" and not interpreted
 
@@ -101,11 +92,7 @@ def _sm_count(device) -> int:
 
 
 def _has_tma(device) -> bool:
-    """Whether kernels load tiles through the copy engine (TMA), which GPUs have from Hopper on.
-
-    On older GPUs kernels load by pointers. Triton would replace TMA descriptors there by loads that are not pipelined:
-    steps took four times as long (records/2026-11-20_hardware).
-    """
+    """Whether kernels load tiles by the copy engine (TMA): from Hopper on. Without it, descriptors are slow."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -122,6 +109,12 @@ def _shared_memory(device) -> int:
 def _at_least_fp32(x):
     """x, converted if its dtype is narrower than fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Function(torch.autograd.Function):
+    """An operation with a gradient: forward and backward are static, and backward has no gradient."""
+    def __init_subclass__(cls):
+        cls.forward, cls.backward = staticmethod(cls.forward), staticmethod(once_differentiable(cls.backward))
 
 
 def rms_norm(x):
@@ -174,15 +167,13 @@ def _require(op, contract, given, sizes, dtype, device):
                              f" on {tensor.device}")
 
 
-def operation(reference, any_dtype=False, label=None, check=lambda *args, **options: None, **texts):
+def operation(reference, any_dtype=False, label=None, check=lambda **given: None, **texts):
     """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
-
-    texts {argument: text}: the axes, then behind a colon the dtypes (without: that of the first argument), and "rows"
-    (unit stride in the last axis) or "strided" (any strides; without: contiguous). A letter is one size in all
-    arguments, a number is itself, "..." stands for any first axes, no axes for a 0-D tensor, a "?" in front allows
-    None. A wrong tensor raises a ValueError. check: a function of the same arguments, which returns what is wrong in
-    words, or None. any_dtype: see `_takes_ref`; label: the name in IMPLEMENTATIONS.
-    """
+    texts {argument: "axes: dtypes layout"}. Axes: a letter is one size in all arguments, a number is itself, "..." is
+    any first axes, a "?" in front allows None. Dtypes: without, that of the first argument. Layout: "rows" (unit stride
+    in the last axis), "strided" (any strides), or contiguous. A wrong tensor raises a ValueError.
+    check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
+    `_takes_ref`; label: the name in IMPLEMENTATIONS."""
     def decorate(wrapper):
         op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
 
@@ -191,17 +182,16 @@ def operation(reference, any_dtype=False, label=None, check=lambda *args, **opti
             given = dict(zip(names, args)) | options
             first, *others = (given[name] for name in contract if given.get(name) is not None)
             _require(op, contract, given, {}, first.dtype, first.device)
-            if fault := check(*args, **options):
+            if fault := check(**given):
                 raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
                 return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
             return wrapper(*args, **options)
+        checked.__doc__ = wrapper.__doc__ or reference.__doc__
         IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}
         return checked
     return decorate
 
-
-# ---- Numbers and tiles -----------------------------------------------------------------------------------------------
 
 @triton.jit
 def _number(x):
@@ -212,7 +202,7 @@ def _number(x):
 
 
 @triton.jit
-def _matrix_tile(X, m, k, M, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _matrix_tile(X, m, k, M, K, ROWS, COLUMNS):
     """(ROWS, COLUMNS) tile of X (M, K) from row m and column k on, zeros beyond the edges; X: see _matrix_tiles."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([m, k])
@@ -248,7 +238,6 @@ def _strided(x):
 
 # ======================================================================================================================
 # 1  Embedding tables: lookup, the gradients of its rows, and an update of some rows
-#
 #   lookup(table, num_tables, sorted_ids, ops, touched, few)   P tensors (N, D): rows ids[t] of each table
 #   signed_rows(table, ids, orders, signs, sign_ids)           rows of n-grams times their signs, summed over the orders
 #   embedding_grad(grad, sorted_ids, upstream, place, ...)     grad[ids[t]] += Σ_t upstream[t], or grad[place[ids[t]]]
@@ -259,41 +248,32 @@ def _strided(x):
 #   forward pass of lookup verifies this for tables of tokens. Sums are fp32 and rounded once. With n-grams of several
 #   orders (K of them), ids (K N,) has the rows of the first order for all tokens, then those of the next. A row and its
 #   gradient are multiplied by row sign_ids[t] of signs (S, D).
-# embedding_grad replaces aten.embedding_dense_backward, whose atomics need a fp32 table, which is zeroed, cast to bf16
-# and added to the gradient: four passes over all rows, of which a batch touches a few percent. embedding_grad takes
-# sorted ids instead, and sums the occurrences of a row in a fixed order. Rows that do not occur cost nothing, and a run
-# repeats bit for bit.
-# signed_rows replaces a gather of the rows, a gather of the signs, their product and its sum, of (K N, D) each.
-# embedding_grad multiplies by the signs where it reads, so their products never exist in the backward pass either.
-# update_rows replaces Adam's pass over all rows. Without a first moment (β1 = 0), Adam changes nothing in a row without
-# gradient but v, which decays. `last` remembers the last update of every row, and the row makes up for the decay when
-# it has a gradient again. A row without gradient costs a read and a write of one byte of `touched`, where Adam's pass
-# moves 22 bytes per weight. update_rows clears `touched` and the gradient.
-# A table of n-grams (PR 360, devenpzak) has millions of rows, so nothing may pass over all of them, and gradients of
-# all would not fit the memory. FewRows has gradients of those rows alone that occurred since the last update.
-# embedding_grad claims a place for a row in the first micro-batch in which it occurs; a counter of all programs numbers
-# the places. update_few_rows visits these rows, and frees their places. A row has one v, from the mean of its squared
-# gradients.
-# records/2026-11-27_step has times of embedding_grad. At 49152 tokens update_rows takes 534 µs (the library: 1416).
-# ======================================================================================================================
+#
+# The library passes over all rows, of which a batch touches a few percent. embedding_grad sums the occurrences of a row
+# in a fixed order, so a run repeats bit for bit. Without a first moment (β1 = 0), Adam changes nothing in a row without
+# gradient but v, which decays. The row makes up for the decay when it has a gradient again; `last` is its last update.
+# At 49152 tokens update_rows takes 534 µs (the library: 1416).
+# A table of n-grams (PR 360, devenpzak) has millions of rows, so gradients of all would not fit the memory. FewRows has
+# gradients of those rows alone that occurred since the last update. embedding_grad claims a place for a row when it
+# first occurs; a counter of all programs numbers the places. update_few_rows visits these rows, and frees their places.
 
-# Most ids occur once or twice, a few (comma, "the") thousands of times, which is too much for one program. So the
-# positions of an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient
-# if the id has no other piece. A second launch adds up the pieces of each other id.
-# A program waits for memory most of the time: for the piece, for its positions, for their rows. So it sums 4 pieces at
-# once, and BLOCK rows of each; meanwhile it loads where its next pieces begin. With a warp for 256 columns, a thread
-# reads 16 bytes of a row, and has the same columns of all of these rows: sums need no other thread.
-# The second launch has a few hundred ids, so it cuts the columns among programs. ROWS: pieces of an id at once.
+# Most ids occur once or twice, a few (comma, "the") thousands of times, too often for one program. So the positions of
+# an id are cut into pieces. A first launch sums the rows of every piece, and adds the sum to the gradient if the id has
+# no other piece. A second launch adds up the pieces of the few other ids; it cuts the columns among programs.
+# A program waits for memory most of the time, so it sums 4 pieces at once, BLOCK rows of each, and meanwhile loads the
+# begin of its next pieces. With a warp for 256 columns, a thread has the same columns of all rows.
 EMBEDDING_LAUNCH = {"rows": dict(PIECES=4, BLOCK=2), "pieces": dict(ROWS=32, COLUMNS=128, num_warps=4)}
-# More programs than the 8 that fit an SM for rows of 384 with 2 warps and 128 registers: the first ones to end make
-# room. The second launch has few ids.
+# More programs than the 8 that fit an SM (rows of 384): the first ones to end make room.
 EMBEDDING_PROGRAMS_PER_SM = {"rows": 12, "pieces": 4}
+SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
+# Most rows have no gradient, so a program walks over several. It has one warp, so all its threads have read `touched`
+# and `last` when one of them writes there.
+UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
+UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
 
 
 class SortedIds(NamedTuple):
-    """ids (N,) int32, and where equal ids are: pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py, on their
-    device; None where there is no backward pass, and with embedding_grad_ref."""
-
+    """ids (N,) int32; pieces (5, N + 1) int32 by `sorted_pieces` of data/loader.py, which a kernel's backward needs."""
     ids: torch.Tensor
     pieces: torch.Tensor | None = None
 
@@ -306,8 +286,7 @@ def signed_rows_ref(table, ids, orders=1, signs=None, sign_ids=None):
 
 
 @triton.jit
-def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: tl.constexpr, COLUMNS: tl.constexpr,
-                        BLOCK: tl.constexpr):
+def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr, COLUMNS: constexpr, BLOCK: constexpr):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLUMNS)
     inside = (token < N)[:, None] & (column < D)[None, :]
@@ -322,10 +301,7 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: tl.conste
     tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
 
 
-SIGNED_ROWS_LAUNCH = dict(BLOCK=4, num_warps=4)
-
-
-def _check_orders(table, ids, orders=1, signs=None, sign_ids=None):
+def _check_orders(ids, orders=1, signs=None, sign_ids=None, **others):
     if len(ids) % orders:
         return f"{len(ids)} ids for {orders} orders"
     return None if (signs is None) == (sign_ids is None) else "signs and sign_ids belong together"
@@ -334,7 +310,6 @@ def _check_orders(table, ids, orders=1, signs=None, sign_ids=None):
 @operation(signed_rows_ref, any_dtype=True, check=_check_orders, table="R D: bf16 fp32", ids="M: int32",
            signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
-    """`signed_rows_ref` as a kernel."""
     N, D = len(ids) // orders, table.size(1)
     dtype = table.dtype if signs is None else torch.promote_types(table.dtype, signs.dtype)
     out = torch.empty(N, D, dtype=dtype, device=table.device)
@@ -344,27 +319,19 @@ def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
     return out
 
 
-def claim_places(ids, place, rows, count):
-    """Gives a row of the gradients to each id that has none; the tensors are those of FewRows."""
-    ids = ids.long().sort().values
-    known = place[ids]
-    claims = F.pad(ids[1:] != ids[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
-    new = count + claims.cumsum(0, dtype=torch.int32)
-    places = torch.where(known < 0, new - 1, known)
-    place[ids], rows[places.long()] = places, ids.int()
-    count.copy_(new[-1:])
-
-
 def embedding_grad_ref(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
     """Adds to grad (R, D) in place the sum of upstream (N, D) over the tokens of each id.
-
-    place, rows, count: of FewRows, whose gradients grad is; ids without a place get one. None: row i of grad is that of
-    id i. sorted_ids may have a multiple of N ids, for n-grams of several orders. signs (S, D), sign_ids int32: upstream
-    of id i is multiplied by row sign_ids[i].
-    """
+    place, rows, count: of FewRows, whose gradients grad is; None: row i of grad is that of id i. sorted_ids may have a
+    multiple of N ids, for n-grams of several orders. signs, sign_ids: see the banner."""
     ids = sorted_ids.ids
-    if place is not None:
-        claim_places(ids, place, rows, count)
+    if place is not None:  # each id without a place gets one
+        listed = ids.long().sort().values
+        known = place[listed]
+        claims = F.pad(listed[1:] != listed[:-1], (1, 0), value=True) & (known < 0)  # the first occurrence claims
+        new = count + claims.cumsum(0, dtype=torch.int32)
+        places = torch.where(known < 0, new - 1, known)
+        place[listed], rows[places.long()] = places, listed.int()
+        count.copy_(new[-1:])
         ids = place[ids.long()]
     upstream = _at_least_fp32(upstream).repeat(len(ids) // len(upstream), 1)
     upstream = upstream if signs is None else upstream * signs[sign_ids]
@@ -383,10 +350,9 @@ def _load_pieces(Pieces, piece, N):
 # Ranks exchange lists of ids of any length, and Triton would compile a kernel for each kind of length.
 @triton.jit(do_not_specialize=["N", "tokens"])
 def _sum_rows_kernel(Grad, Sums, Src, Pieces, Place, Rows, Count, Signs, SignIds, N, D, tokens, stride_sn,
-                     COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr):
-    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. If an id has one piece, this kernel adds the sum of its
-    # rows to Grad. If an id has several, its pieces are among the first, and the kernel writes the sum of piece i to
-    # row i of Sums (N, D) fp32.
+                     COLUMNS: constexpr, PIECES: constexpr, BLOCK: constexpr):
+    # Pieces (5, N + 1): see sorted_pieces of data/loader.py. If an id has several pieces, they are among the first, and
+    # the kernel writes the sum of piece i to row i of Sums (N, D) fp32.
     column = tl.arange(0, COLUMNS)
     in_groups = tl.load(Pieces + 3 * (N + 1) + N)  # number of pieces
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
@@ -438,7 +404,7 @@ def _load_group(Pieces, group, N):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: constexpr, ROWS: constexpr):
     # Adds the sums of the pieces of every group to its row.
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(0)
@@ -462,7 +428,6 @@ def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: tl.constexpr, R
 @operation(embedding_grad_ref, any_dtype=True, grad="R D: bf16 fp32", upstream="N D: bf16 fp32 rows",
            place="?T: int32", rows="?R: int32", count="?1: int32", signs="?S D: bf16 fp32", sign_ids="?M: int32")
 def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None, signs=None, sign_ids=None):
-    """`embedding_grad_ref` as a kernel; see the banner above."""
     (tokens, D), N = upstream.shape, len(sorted_ids.ids)
     if N % tokens:
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
@@ -483,19 +448,11 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
         grad, sums, pieces, place, N, D, **launch["pieces"])
 
 
-# A program walks over its rows, most of which have no gradient: with a program per row, the launches of the programs
-# take longest. It has one warp, so all its threads have read `touched` and `last` when one of them writes there.
-UPDATE_ROWS_LAUNCH = dict(ROWS=16, num_warps=1)
-
-
 def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
     """Update number t (1, 2, ...) of p (R, D) in place, where a row of grad (R, D) is not zero: u = step_size · grad /
-    (√v + eps), and cautious weight decay, as `adam_update` of train_gpt.py with beta1 = 0. Then grad becomes zero.
-
-    v (R, D) fp32; last (R, 1) int32: number of the update at which v of the row is right, 0 at the start; touched (R,)
-    bool: True at least where a row of grad is not zero, becomes False. t, step_size, weight_decay: numbers or 0-D
-    tensors.
-    """
+    (√v + eps), and cautious weight decay, as adam_update with beta1 = 0. Then grad becomes zero.
+    v (R, D) fp32; last (R, 1) int32: number of the update at which v is right, 0 at the start; touched (R,) bool: True
+    at least where a row of grad is not zero, becomes False. t, step_size, weight_decay may be 0-D tensors."""
     g, w = _at_least_fp32(grad), _at_least_fp32(p)
     changes = (g != 0).any(1, keepdim=True)
     new_v = v * beta2**(t - last) + (1 - beta2) * g * g
@@ -510,7 +467,7 @@ def update_rows_ref(p, v, last, touched, grad, t, step_size, weight_decay, beta2
 
 @triton.jit(do_not_specialize=["t"])
 def _update_rows_kernel(P, V, Last, Touched, Grad, R, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
-                        COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+                        COLUMNS: constexpr, ROWS: constexpr):
     t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
     first, row = tl.program_id(0) * ROWS, tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -537,24 +494,16 @@ def _update_rows_kernel(P, V, Last, Touched, Grad, R, D, t, step_size, weight_de
 @operation(update_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R D: fp32", last="R 1: int32", touched="R: bool",
            grad="R D")
 def update_rows(p, v, last, touched, grad, t, step_size, weight_decay, beta2, eps):
-    """`update_rows_ref` as a kernel."""
     R, D = p.shape
     _update_rows_kernel[(triton.cdiv(R, UPDATE_ROWS_LAUNCH["ROWS"]),)](
         p, v, last, touched, grad, R, D, t, step_size, weight_decay, beta2,
         math.log2(beta2) if beta2 else -math.inf, eps, COLUMNS=triton.next_power_of_2(D), **UPDATE_ROWS_LAUNCH)
 
 
-UPDATE_FEW_ROWS_LAUNCH = dict(ROWS=4, num_warps=4)
-
-
 def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
-    """Update number t (1, 2, ...) of the rows rows[:count] of p (R, D) in place: u = step_size · g / (√v + eps), and
-    cautious weight decay. Row i of grad (M, D) is the gradient g of row rows[i].
-
-    v (R, 1) fp32: average of the mean of g² over a row; last (R, 1) int32: number of the update at which v of the row
-    is right, 0 at the start. t, step_size, weight_decay: numbers or 0-D tensors. place (R,) int32, rows (M,) int32,
-    count (1,) int32: see FewRows; afterwards no row has a place, and these rows of grad are zero.
-    """
+    """As update_rows_ref, for the rows rows[:count] of p (R, D); row i of grad (M, D) is the gradient of row rows[i].
+    v (R, 1) fp32: average of the mean of grad² over a row. place (R,), rows (M,), count (1,) int32: see FewRows;
+    afterwards no row has a place, and these rows of grad are zero."""
     n = count.item()
     listed = rows[:n].long()
     g, w = _at_least_fp32(grad[:n]), _at_least_fp32(p[listed])
@@ -568,7 +517,7 @@ def update_few_rows_ref(p, v, last, grad, place, rows, count, t, step_size, weig
 
 @triton.jit(do_not_specialize=["t"])
 def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_size, weight_decay, beta2, log2_beta2, eps,
-                            COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+                            COLUMNS: constexpr, ROWS: constexpr):
     t, step_size, weight_decay = _number(t), _number(step_size), _number(weight_decay)
     column = tl.arange(0, COLUMNS)
     inside, first = column < D, tl.program_id(0) * ROWS
@@ -592,7 +541,6 @@ def _update_few_rows_kernel(P, V, Last, Grad, Place, Rows, Count, D, t, step_siz
 @operation(update_few_rows_ref, any_dtype=True, p="R D: bf16 fp32", v="R 1: fp32", last="R 1: int32", grad="M D",
            place="R: int32", rows="M: int32", count="1: int32")
 def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_decay, beta2, eps):
-    """`update_few_rows_ref` as a kernel."""
     M, D = grad.shape
     _update_few_rows_kernel[(triton.cdiv(M, UPDATE_FEW_ROWS_LAUNCH["ROWS"]),)](
         p, v, last, grad, place, rows, count, D, t, step_size, weight_decay, beta2,
@@ -601,24 +549,15 @@ def update_few_rows(p, v, last, grad, place, rows, count, t, step_size, weight_d
 
 
 class FewRows:
-    """The gradients of a table (R, D) for the rows that have occurred since the last update. No kernel checks that
-    there are at most `most` such rows.
-
-    grad (most, D): row i is the gradient of row rows[i] of the table, for i below count (1,) int32; place (R,) int32:
-    the row of grad for each row of the table, -1 without. embedding_grad gives places. Which row gets which place
-    depends on the order in which programs run; no gradient or update does.
-    """
-
+    """The gradients of a table (R, D) for the rows that occurred since the last update; that these are at most `most`
+    is not checked. grad (most, D): row i is the gradient of row rows[i], for i below count (1,) int32; place (R,)
+    int32: the row of grad for each row of the table, -1 without. Only places depend on the order of programs."""
     def __init__(self, table, most):
-        def ints(size, value):
-            return torch.full((size,), value, dtype=torch.int32, device=table.device)
         self.grad = torch.zeros(most, table.size(1), dtype=table.dtype, device=table.device)
-        self.place, self.rows, self.count = ints(len(table), -1), ints(most, 0), ints(1, 0)
+        self.place, self.rows, self.count = (torch.full((size,), value, dtype=torch.int32, device=table.device)
+                                             for size, value in ((len(table), -1), (most, 0), (1, 0)))
 
-    @property
-    def places(self):
-        """What embedding_grad takes beside grad."""
-        return self.place, self.rows, self.count
+    places = property(lambda self: (self.place, self.rows, self.count))  # what embedding_grad takes beside grad
 
     @torch.no_grad()
     def load(self, rows, grad):
@@ -631,8 +570,7 @@ class FewRows:
         self.count.fill_(n)
 
 
-class _Lookup(torch.autograd.Function):
-    @staticmethod
+class _Lookup(_Function):
     def forward(ctx, table, num_tables, sorted_ids, ops, touched, few, orders, *signs):
         ctx.table, ctx.num_tables, ctx.sorted_ids, ctx.ops = table, num_tables, sorted_ids, ops
         ctx.touched, ctx.few, ctx.signs = touched, few, signs
@@ -640,8 +578,6 @@ class _Lookup(torch.autograd.Function):
             return ops.signed_rows(table, sorted_ids.ids, orders, *signs),
         return tuple(part.index_select(0, sorted_ids.ids) for part in table.chunk(num_tables))
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, *upstream):
         if ctx.few is not None:
             grads, places = [ctx.few.grad], ctx.few.places
@@ -657,80 +593,56 @@ class _Lookup(torch.autograd.Function):
 
 
 def lookup(table, num_tables, sorted_ids, ops, touched=None, few=None, orders=1, signs=()):
-    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above.
-
-    `table` is a leaf. The backward pass adds to `table.grad` through `ops.embedding_grad`, so torch.autograd.grad does
-    not see this gradient. The backward pass also sets `touched`, (rows of the table,) bool or None, to True for the
-    rows. With `few`, FewRows of one table, it adds to the gradients there instead. orders: number of orders of n-grams,
-    which have as many ids for each token; signs: () or (signs, sign_ids).
-    """
+    """`num_tables` tensors (N, D) of the rows sorted_ids.ids, or one of n-grams; see the banner above. signs: (), or
+    (signs, sign_ids). The backward pass adds to `table.grad`, or to the gradients of `few`, FewRows of one table;
+    torch.autograd.grad does not see this. It sets these rows of `touched`, (table's rows,) bool or None, to True."""
     return _Lookup.apply(table, num_tables, sorted_ids, ops, touched, few, orders, *signs)
 
 
 # ======================================================================================================================
 # 2  Attention: causal softmax attention over packed documents with a sliding window and an output gate
-#
 #   out_t = Σ_s p_ts v_s,  p_t = softmax over s of  scale · q_t · k_s,  s in t's document with t - window <= s <= t
 #   y_t   = gate_t · out_t          per head
 #
 #   q, k (N, H, d), v (N, H, dv), d and dv powers of two >= 16 with stride 1, any other strides; y (N, H, dv);
-#   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N.
-#   window, an integer, and scale are > 0.
+#   gate (N, H), not negative; cu_seqlens (K,) int32: document borders, cu[0] = 0, unused entries at the end = N
 # Replaces scaled_dot_product_attention under a mask and the multiplication by the gate.
-#
-# Documents lie back to back, and tiles are cut from the flat sequence. Row t sees the keys from max(start_t, t -
-# window) to t; both ends grow with t. Therefore a tile of queries (keys) meets one contiguous run of keys (queries).
-# The run starts at the first row that the tile needs, not at a multiple of the tile size. A block is masked only if
-# some row does not see all of it.
-# The kernel takes exponentials without subtracting a running maximum, which is right as long as |scale · q · k| < 80
-# (2^±115 of fp32); beyond this bound infinities appear. Here q and k are RMS-normed, so the product is at most d ·
-# scale, 17 in the presets.
-#
+# Row t sees the keys from max(start_t, t - window) to t; both ends grow with t. So a tile of queries (keys) meets one
+# contiguous run of keys (queries). A block is masked only if some row does not see all of it.
+# Exponentials are taken without a running maximum, which is right as long as |scale · q · k| < 80 (2^±115 of fp32);
+# beyond this bound infinities appear. q and k are RMS-normed: the product is at most d · scale, 17 in the presets.
 # Backward, with s_t = Σ_d dy y / gate, P' = gate · P and dP = dy vᵀ:
 #   dgate = s,  dv = P'ᵀ dy,  dS = P' (dP - s),  dq = scale dS k,  dk = scale dSᵀ q
 # The forward pass saves lse - log gate, as a base-2 logarithm, so that P' takes no further product. output_grad of
-# section 3 computes s. Then one launch has one program per tile of queries for dq and one per tile of keys for dk and
-# dv, neighbours because they read the same rows. This takes seven products, a single sweep would take five; but there
-# are no atomics, so a run repeats bit for bit, and no fp32 accumulator of dq in memory.
-# With 6 heads of 128, window 640 and documents of median 490, the forward pass takes 185 µs, 54 % of the copy rate
-# (FlashAttention-2: 406), and the backward pass 524 µs, 37 % of the product rate (1041).
-#
+# section 3 computes s. One launch has programs for tiles of queries (dq) and of keys (dk, dv), side by side because
+# they read the same rows. This takes seven products instead of five, but no atomics, so a run repeats bit for bit.
+# With 6 heads of 128 and window 640, the passes take 185 and 524 µs (FlashAttention-2: 406 and 1041).
 # Online-softmax tiles and the recomputing backward: Dao et al., arXiv 2205.14135 and 2307.08691.
-# ======================================================================================================================
 
-# One warp group and 64 rows per program: two or three programs share an SM, and one takes exponentials while another
-# multiplies.
+# Two or three programs share an SM, and one takes exponentials while another multiplies.
 ATTENTION_LAUNCH = {
     torch.bfloat16: {
-        # At d = 128: q takes 16 KiB, and three stages of k and v take 16 KiB each. 64 KiB and 124 registers: three
-        # programs per SM.
+        # At d = 128: q and three stages of k and v take 64 KiB, so three programs share an SM.
         "forward": dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=3),
         # Two tiles stay on chip, and two stages of two tiles pass by: 96 KiB and 255 registers, two programs per SM.
-        # Narrow queries and keys leave room for three stages.
         "backward": dict(BLOCK=64, num_warps=4, num_stages=2),
         "narrow_backward": dict(BLOCK=64, num_warps=4, num_stages=3),
     },
-    # For tests: no tensor cores, therefore small tiles.
-    torch.float32: {
+    torch.float32: {  # for tests: no tensor cores, therefore small tiles
         "forward": dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2),
-        "backward": dict(BLOCK=32, num_warps=4, num_stages=2),
-        "narrow_backward": dict(BLOCK=32, num_warps=4, num_stages=2),
+        **dict.fromkeys(("backward", "narrow_backward"), dict(BLOCK=32, num_warps=4, num_stages=2)),
     },
 }
-LOG2_E = tl.constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
+LOG2_E = constexpr(1.4426950408889634)  # kernels compute exponentials as powers of two
 
 
 def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
-    """y (N, H, dv) in blocks of plain PyTorch, O(N · window) memory.
-
-    A block of queries sees its own key block and the few blocks before it.
-    """
+    """y (N, H, dv) in plain PyTorch, O(N · window) memory: a block of queries sees its own and a few earlier blocks."""
     N, H = q.shape[:2]
     block = min(128, N)
     preceding = min(-(-window // block), -(-N // block) - 1)  # key blocks before its own that the window can reach
     pad = -N % block
     blocks = (N + pad) // block
-
     position = torch.arange(N, device=q.device)
     document = torch.searchsorted(cu_seqlens, position.to(cu_seqlens.dtype), right=True)
     document = F.pad(document, (preceding * block, pad), value=-1)  # padding is a document of its own
@@ -752,12 +664,9 @@ def attention_ref(q, k, v, gate, cu_seqlens, window, scale):
 
 
 @triton.jit
-def _load_tile(X, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
-    """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N.
-
-    X is a descriptor (see _head_tiles), or a pointer with the strides of a row and of a head. Several loads by pointers
-    can be under way at once.
-    """
+def _load_tile(X, head, first, N, BLOCK, D):
+    """(BLOCK, D): one head of rows `first`, `first` + 1, ... of X (N, H, D), zeros beyond N. X is a descriptor (see
+    _head_tiles), or a pointer with the strides of a row and of a head."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([head, first, 0]).reshape(BLOCK, D)
     else:
@@ -769,7 +678,7 @@ def _load_tile(X, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _load_scalars(X, head, first, N, BLOCK: tl.constexpr):
+def _load_scalars(X, head, first, N, BLOCK):
     """(BLOCK,): columns `first`, `first` + 1, ... of row `head` of X (H, N), zeros beyond N; X as in _load_tile."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([head, first]).reshape(BLOCK)
@@ -780,9 +689,8 @@ def _load_scalars(X, head, first, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(X, x, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
-    """Stores x (BLOCK, D) to one head of rows `first`, ... of an X (N, H, D) in which the heads of a token are
-    contiguous; X is a tuple of a pointer and the stride of a row."""
+def _store_tile(X, x, head, first, N, BLOCK, D):
+    """Store x (BLOCK, D) to one head of rows `first`, ... of X (N, H, D): a pointer and the stride of a row."""
     ptr, stride_n = X
     i = first + tl.arange(0, BLOCK)
     tl.store(ptr + i.to(tl.int64)[:, None] * stride_n + head * D + tl.arange(0, D)[None, :],
@@ -790,11 +698,9 @@ def _store_tile(X, x, head, first, N, BLOCK: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _keys_of_queries(Start, m0, N, window, BLOCK: tl.constexpr):
-    """Keys that the queries m0 ... m0 + BLOCK - 1 see.
-
-    (first key that each row sees (BLOCK,), first and last key that some row sees, first key that every row could see)
-    """
+def _keys_of_queries(Start, m0, N, window, BLOCK):
+    """Keys that the queries m0 ... m0 + BLOCK - 1 see: (first of each row (BLOCK,), first and last that some row sees,
+    first that every row could see)."""
     t = m0 + tl.arange(0, BLOCK)
     last = tl.minimum(m0 + BLOCK, N) - 1
     return (tl.maximum(tl.load(Start + t, mask=t < N, other=0), t - window),
@@ -802,11 +708,9 @@ def _keys_of_queries(Start, m0, N, window, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _queries_of_keys(End, n0, N, window, BLOCK: tl.constexpr):
-    """Queries that see the keys n0 ... n0 + BLOCK - 1.
-
-    (last query that sees each key (BLOCK,), last query that sees some key, last query that could see every key)
-    """
+def _queries_of_keys(End, n0, N, window, BLOCK):
+    """Queries that see the keys n0 ... n0 + BLOCK - 1: (last of each key (BLOCK,), last that sees some key, last that
+    could see every key)."""
     s = n0 + tl.arange(0, BLOCK)
     last = tl.minimum(n0 + BLOCK, N) - 1
     return (tl.minimum(tl.load(End + s, mask=s < N, other=0) - 1, s + window),
@@ -814,7 +718,7 @@ def _queries_of_keys(End, n0, N, window, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mask_keys(x, low, m0, n0, to_all, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _mask_keys(x, low, m0, n0, to_all, BLOCK_M, BLOCK_N):
     """x (BLOCK_M, BLOCK_N) with -inf where row t does not see key s; unchanged where every row sees the whole block."""
     if (n0 < to_all) | (n0 + BLOCK_N - 1 > m0):
         t = m0 + tl.arange(0, BLOCK_M)
@@ -825,10 +729,9 @@ def _mask_keys(x, low, m0, n0, to_all, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit(do_not_specialize=["window"])
-def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: tl.constexpr, DV: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    # In launch order, first the heads of a tile, then the next tile: programs that run together share keys in L2 and
-    # read whole tokens.
+def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: constexpr, DV: constexpr,
+                      BLOCK_M: constexpr, BLOCK_N: constexpr):
+    # First the heads of a tile: programs that run together share keys in L2 and read whole tokens.
     head = tl.program_id(0) % H
     m0 = tl.program_id(0) // H * BLOCK_M
     scale2 = scale * LOG2_E
@@ -855,8 +758,7 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: tl.c
 
 
 @triton.jit
-def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, D: tl.constexpr, DV: tl.constexpr,
-             BLOCK: tl.constexpr):
+def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, D, DV, BLOCK):
     """Gradient of the queries m0 ... m0 + BLOCK - 1 of one head."""
     low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
     lse = _load_scalars(Lse, head, m0, N, BLOCK)
@@ -874,9 +776,9 @@ def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale,
 
 
 @triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window, scale, D: tl.constexpr,
-              DV: tl.constexpr, BLOCK: tl.constexpr):
+def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, Grads, End, N, H, window, scale, D, DV, BLOCK):
     """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
+    _, dK, dV, dV0 = Grads
     # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
     s = n0 + tl.arange(0, BLOCK)
     high, last, of_all = _queries_of_keys(End, n0, N, window, BLOCK)
@@ -907,19 +809,17 @@ def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, dK, dV, dV0, End, N, H, window
 
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads,
-                               Start, End, N, H, window, scale, D: tl.constexpr, DV: tl.constexpr,
-                               BLOCK: tl.constexpr):
-    dQ, dK, dV, dV0 = Grads
+                               Start, End, N, H, window, scale, D: constexpr, DV: constexpr, BLOCK: constexpr):
     tile = tl.program_id(0) // 2
     head = tile % H
     first = tile // H * BLOCK
     if tl.program_id(0) % 2 == 0:
-        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, dK, dV, dV0, End, N, H,
-                  window, scale, D, DV, BLOCK)
+        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads, End, N, H, window,
+                  scale, D, DV, BLOCK)
     else:
         q = _load_tile(Q, head, first, N, BLOCK, D)
         dy = _load_tile(dY, head, first, N, BLOCK, DV)
-        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, dQ, Start, N, H, window, scale, D, DV, BLOCK)
+        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, Grads[0], Start, N, H, window, scale, D, DV, BLOCK)
 
 
 def _aligned_for_tma(x):
@@ -947,10 +847,7 @@ def _empty_row_scalars(q):
 
 def attend(q, k, v, gate, start, end, window, scale):
     """y (N, H, dv) and lse - log gate (H, N) fp32 in powers of two, which the backward pass reads.
-
-    start, end (N,) int32: borders of the document of every token, from document_of_tokens. The forward pass does not
-    use `end`; attend_backward takes the same arguments. The caller has checked the arguments.
-    """
+    start, end (N,) int32: of document_of_tokens; `end` is for attend_backward."""
     N, H, D = q.shape
     launch = ATTENTION_LAUNCH[q.dtype]["forward"]
     y, lse = v.new_empty(v.shape), _empty_row_scalars(q)
@@ -962,11 +859,9 @@ def attend(q, k, v, gate, start, end, window, scale):
 
 
 def attend_backward(dy, q, k, v, dgate, lse, start, end, window, scale, dv=None, dv_upstream=None):
-    """Gradients (dq, dk, dv). The caller has checked the arguments; attend gives lse, output_grad gives dgate.
-
-    dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in dv. dv_upstream
-    (N, H, dv), contiguous, is the gradient that v has from elsewhere; the gradient of v contains it.
-    """
+    """Gradients (dq, dk, dv); attend gives lse, output_grad gives dgate.
+    dv (N, H, dv), if given, receives the gradient of v; the heads of a token are contiguous in it. dv_upstream
+    (N, H, dv), contiguous: a gradient of v from elsewhere, which the result contains."""
     N, H, D = q.shape
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     dv = v.new_empty(v.shape) if dv is None else dv
@@ -987,25 +882,23 @@ def document_of_tokens(cu_seqlens, N):
 
 # ======================================================================================================================
 # 3  Attention block: gates, projection, QK-norm, rotary, key offset, value embedding, attention
-#
 #   y = attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow, codes,
 #                       first, share, documents)
 #
-#   x           (N, D)               normalised input, one row per token
-#   weight      (2 H w + H d, D)     projections to q, k and v, in this order; q and k have heads of width w, v of d
-#   rotary      (rows, d/4, 2)       cosine and sine side by side; rows >= N, in paired layers >= 2N
-#   ve          (N, H d) or None     value embeddings
-#   w_ve        (H, C) or None       weights of the value gate; None exactly if ve is None
-#   w_out       (H, C)               weights of the output gate, C even
-#   cu_seqlens, window, scale        as in section 2; in paired layers window counts positions of the 2N
-#   paired      bool                 heads of a token become consecutive positions (K4)
-#   offset      bool                 the second half of a key comes from the token before (K1)
-#   narrow      bool                 w = d/2 instead of d, and all channels of q and k turn; without offset
-#   codes       None                 or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
-#   first       None                 or, with codes, first channels of x, (N, C), which the gates read; x is not read
-#   share       None                 or (H,), (N, H): how much of its value a token loses from its result (below)
-#   documents   None                 or document_of_tokens of the (2) N positions
-#   y           (N, H, d)            gated result of attention, before the output projection
+#   x           (N, D)             normalised input, one row per token
+#   weight      (2 H w + H d, D)   projections to q, k and v, in this order; q and k have heads of width w, v of d
+#   rotary      (rows, d/4, 2)     cosine and sine side by side; rows >= N, in paired layers >= 2N
+#   ve          (N, H d) or None   value embeddings
+#   w_ve, w_out (H, C)             weights of the value gate, None without ve, and of the output gate; C even
+#   cu_seqlens, window, scale      as in section 2; in paired layers window counts positions of the 2N
+#   paired      bool               heads of a token become consecutive positions (K4)
+#   offset      bool               the second half of a key comes from the token before (K1)
+#   narrow      bool               w = d/2 instead of d, and all channels of q and k turn; without offset
+#   codes       None               or the ProjectionCodes of x and weight (section 4): x Wᵀ and its gradients in FP8
+#   first       None               or, with codes, first channels of x, (N, C), which the gates read; x is not read
+#   share       None               or (H,), (N, H): how much of its value a token loses from its result (below)
+#   documents   None               or document_of_tokens of the (2) N positions
+#   y           (N, H, d)          gated result of attention
 #
 #   out_gate = σ(x[:, :C] w_outᵀ)
 #   ve_gate = 2 σ(g w_veᵀ), g = x[:, :C] in paired layers, else x[:, :C/2] | ve[:, :C/2]
@@ -1013,45 +906,31 @@ def document_of_tokens(cu_seqlens, N):
 #   In the first d/2 channels of q and k, adjacent pairs turn by the angles of one row of `rotary`: row t, in paired
 #   layers row 2t + (head mod 2). With `offset` the second half of key t is that of key t - 1 (key 0 keeps its own).
 #   y = attention(q, k, v, out_gate); paired layers view q, k, v as (2N, H/2, w or d)
-# Replaces a GEMM and about ten passes over q, k and v.
-#
+# Replaces a GEMM and about ten passes over q, k and v: with its gradient 990 µs (compiled PyTorch: 1520).
 # Forward: one GEMM whose tiles are a head wide, or two heads of half the width, so norm, rotation, offset and value
-# embedding work on the fp32 accumulator; nothing is read or written between projection and attention. q and k are
-# planes of one tensor (2, N + 1, H, w). Therefore each of them is contiguous, as the view of paired layers
-# requires. Row N takes the half key that the offset moves past the end; the backward pass reads this half key.
+# embedding work on the fp32 accumulator. q and k are planes of one tensor (2, N + 1, H, w), so each is contiguous, as
+# the view of paired layers requires. Row N takes the half key that the offset moves past the end.
 # Backward: x Wᵀ is not kept. The rotated vectors y = R x̂ contain enough, with R Rᵀ = c² + s² =: ρ per pair
 # (not quite 1, because the table is rounded):
 #   dx = rstd · Rᵀ (dy - y · mean(dy · y) / ρ),  since  mean(Rᵀdy · x̂) = mean(dy · y)
-# So 4 bytes of 1/rms per head are kept beside q, k, v. The backward pass is one elementwise pass and then the two GEMMs
-# of a linear layer.
 # All of this is one op, because separate ops would copy dq, dk and dv more often: in unpaired layers and in bf16, dv
-# goes straight into its part of dqkv. The gates are inside because of their gradients, which are added to C columns of
-# dx and dve in place. Gradients of w_out and w_ve are summed per program, then over programs, so a run repeats bit for
-# bit.
-# In a layer without offset and values, the projection takes 300 µs, 72 % of the product rate (the product alone: 248),
-# its backward pass 160 µs, 94 % of the copy rate, and the gates 9 and 20 µs. With the products of the backward pass
-# that is 990 µs, where compiled PyTorch takes 1520. In FP8 the projection takes 187 µs, 61 % of the product rate.
-#
+# goes straight into its part of dqkv. Gradients of the gates are added to C columns of dx and dve in place; those of
+# w_out and w_ve are summed per program, then over programs, so a run repeats bit for bit.
+# Only attention_block checks its arguments; the functions that it calls do not.
 # QK-norm: Henry et al., arXiv 2010.04245; fusing norm, rotary and offset is an open idea of the speedrun's authors.
-# ======================================================================================================================
 
-# 128 x 128 tiles on one warp group: 128 accumulators of 255 registers per thread and three stages of 32 KiB, so two
-# programs share an SM and one finishes its tile while the other multiplies.
+# 128 x 128 tiles on one warp group, three stages of 32 KiB: two programs share an SM, and one finishes its tile while
+# the other multiplies.
 PROJECT_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_K=64, num_warps=4, num_stages=3),
     torch.float32: dict(BLOCK_M=32, BLOCK_K=32, num_warps=4, num_stages=2),  # for tests: no tensor cores
-    E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16; best of ten
+    E4M3: dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, num_stages=3),  # the same bytes as in bf16
 }
 PROJECT_PROGRAMS_PER_SM = 2
-# A program takes 16 rows of one head each. 16 threads share a row, so the 128 threads take 8 rows at a time. Each
-# thread makes two accesses of 16 bytes per operand.
+# 16 rows of one head each; in FP8, 32 tokens of one head.
 PROJECT_GRAD_LAUNCH = dict(BLOCK=16, num_warps=4)
-# In FP8, 32 tokens of one head.
 PROJECT_GRAD_CODES_LAUNCH = dict(BLOCK=32, num_warps=4)
-
-# Heads and channels are padded to 16, the minimum of tl.dot. With fewer tokens per program there are more parts of
-# dw_out and dw_ve to add up. More warps would repeat the product that makes a part, because a 16 x 16 result cannot be
-# divided among them.
+# Fewer tokens per program would make more parts of dw_out and dw_ve to add up.
 GATE_LAUNCH = dict(BLOCK=128, num_warps=4)
 
 
@@ -1067,20 +946,16 @@ def head_gates_ref(x, ve, w_ve, w_out, paired):
 
 @triton.jit
 def _gate_ptrs(X, row, num_rows, c, first, end):
-    """Pointers (rows, columns) into the rows `row` of X, and their mask (rows, columns). X is a tuple of a pointer and
-    the stride of a row.
-
-    Columns first ... end - 1 are channels 0, 1, ... of X; all other columns are masked.
-    """
+    """Pointers (rows, columns) into the rows `row` of X, a pointer and the stride of a row, and their mask. The columns
+    first ... end - 1 are channels 0, 1, ... of X; all others are masked."""
     x, stride = X
     ptrs = x + row.to(tl.int64)[:, None] * stride + (c - first)[None, :]
     return ptrs, (row < num_rows)[:, None] & ((c >= first) & (c < end))[None, :]
 
 
 @triton.jit
-def _gate_inputs(X, Ve, t, N, c, FROM_X: tl.constexpr, C: tl.constexpr):
-    """What the output gate and the value gate read of the tokens t, each (tokens, channels): the channels from FROM_X
-    on come from Ve for the latter."""
+def _gate_inputs(X, Ve, t, N, c, FROM_X, C):
+    """What the output gate and the value gate read (tokens, channels): the latter, channels from FROM_X on of Ve."""
     x_ptrs, x_mask = _gate_ptrs(X, t, N, c, 0, C)
     x = tl.load(x_ptrs, mask=x_mask, other=0.0)
     if Ve is None:
@@ -1091,7 +966,7 @@ def _gate_inputs(X, Ve, t, N, c, FROM_X: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _store_gate(gate_input, W, Gate, t, N, h, c, H: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr):
+def _store_gate(gate_input, W, Gate, t, N, h, c, H, C, SCALE):
     """Gate = SCALE · σ(gate_input Wᵀ), gate_input (tokens, channels)."""
     w_ptrs, w_mask = _gate_ptrs((W, C), h, H, c, 0, C)
     w = tl.load(w_ptrs, mask=w_mask, other=0.0)
@@ -1101,8 +976,8 @@ def _store_gate(gate_input, W, Gate, t, N, h, c, H: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
-                       HEADS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: constexpr, H: constexpr, C: constexpr, HEADS: constexpr,
+                       CHANNELS: constexpr, BLOCK: constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
     x, mixed = _gate_inputs(X, Ve, t, N, c, FROM_X, C)
@@ -1112,11 +987,8 @@ def _head_gates_kernel(X, Ve, WVe, WOut, Gates, N, FROM_X: tl.constexpr, H: tl.c
 
 
 @triton.jit
-def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr):
-    """Gradient of gate_input (tokens, channels); stores these tokens' part of the gradient of W to dW (parts, H, C).
-
-    The gradient of the logits is rounded to the dtype of gate_input.
-    """
+def _gate_grad(gate_input, W, Gate, dGate, dW, t, N, h, c, H, C, SCALE):
+    """Gradient of gate_input (tokens, channels); stores these tokens' part of the gradient of W to dW (parts, H, C)."""
     dW += tl.program_id(0) * H * C
     gate_ptrs, gate_mask = _gate_ptrs((Gate, H), t, N, h, 0, H)
     gate = tl.load(gate_ptrs, mask=gate_mask, other=0.0).to(tl.float32)
@@ -1139,9 +1011,8 @@ def _add_to_channels(X, grad, t, N, c, first, end):
 
 
 @triton.jit
-def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dWVe, dWOut, N, FROM_X: tl.constexpr,
-                            H: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
-                            BLOCK: tl.constexpr):
+def _head_gates_grad_kernel(dOutGate, dVeGate, Gates, X, Ve, WVe, WOut, dX, dVe, dWVe, dWOut, N, FROM_X: constexpr,
+                            H: constexpr, C: constexpr, HEADS: constexpr, CHANNELS: constexpr, BLOCK: constexpr):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, c = tl.arange(0, HEADS), tl.arange(0, CHANNELS)
     x, mixed = _gate_inputs(X, Ve, t, N, c, FROM_X, C)
@@ -1161,34 +1032,29 @@ def _gate_launch(ve, w_out, paired):
 
 
 def head_gates(x, ve, w_ve, w_out, paired):
-    """gates (1 or 2, N, H): the results of `head_gates_ref` in one tensor. The caller has checked the arguments."""
+    """gates (1 or 2, N, H): the results of `head_gates_ref` in one tensor."""
     N = x.size(0)
-    gates = x.new_empty(1 if ve is None else 2, N, w_out.size(0))
+    gates = x.new_empty(1 if ve is None else 2, N, len(w_out))
     _head_gates_kernel[(triton.cdiv(N, GATE_LAUNCH["BLOCK"]),)](
         _strided(x), _strided(ve), w_ve, w_out, gates, N, **_gate_launch(ve, w_out, paired))
     return gates
 
 
 def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, of_ve=None, of_out=None):
-    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, None where their parts (see `rows`) get it.
-    The caller has checked the arguments."""
-    N, dtype = x.size(0), dict(dtype=torch.float32)
-    parts, gathered = [], []
-    for w, of_w in (w_ve, of_ve), (w_out, of_out):
-        shape = triton.cdiv(N, GATE_LAUNCH["BLOCK"]), *w_out.shape
-        part = None if w is None else _part(of_w, x, *shape)
-        gathered.append(part is not None)
-        parts.append(part if part is not None or w is None else x.new_empty(shape, **dtype))
-    _head_gates_grad_kernel[(len(parts[1]),)](
+    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `rows`)."""
+    N, shape = len(x), (triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), *w_out.shape)
+    given = [None if w is None else _part(of_w, x, *shape) for w, of_w in ((w_ve, of_ve), (w_out, of_out))]
+    own = [x.new_empty(shape, dtype=torch.float32) if w is not None and part is None else None
+           for w, part in zip((w_ve, w_out), given)]
+    parts = [part if mine is None else mine for part, mine in zip(given, own)]
+    _head_gates_grad_kernel[shape[:1]](
         dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, N,
         **_gate_launch(ve, w_out, paired))
-    return [None if part is None or beside else part.sum(0).to(w_out.dtype) for part, beside in zip(parts, gathered)]
+    return [None if mine is None else mine.sum(0).to(w_out.dtype) for mine in own]
 
 
 # ---- Exclusive attention ---------------------------------------------------------------------------------------------
 
-VALUE_FLOOR = 1e-8  # least v · v
-_VALUE_FLOOR = tl.constexpr(VALUE_FLOOR)
 HEADS_LAUNCH = dict(BLOCK=32, num_warps=4)  # heads of tokens
 
 
@@ -1207,7 +1073,7 @@ def _tanh_of_heads(Share, r, rows, H):
 
 
 @triton.jit
-def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: tl.constexpr, BLOCK: tl.constexpr):
+def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: constexpr, BLOCK: constexpr):
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, D)
     y, v = _tile(Y, r, d, rows, D), _tile(V, r, d, rows, D)
@@ -1216,7 +1082,7 @@ def _exclude_values_kernel(Y, V, Share, Z, rows, H, D: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D: tl.constexpr, BLOCK: tl.constexpr):
+def _output_grad_kernel(dZ, Y, V, Share, Gate, dY, dV, dShare, dGate, rows, H, D: constexpr, BLOCK: constexpr):
     # Gradients of y, v and share, and of the output gate, which has multiplied y. Without Share, dY is dZ.
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, D)
@@ -1246,7 +1112,7 @@ def _share_of_heads(share):
 
 
 def exclude_values(y, v, share):
-    """exclude_values_ref. The caller has checked the arguments."""
+    """exclude_values_ref."""
     (N, H, d), z, block = y.shape, torch.empty_like(y), HEADS_LAUNCH["BLOCK"]
     _exclude_values_kernel[(triton.cdiv(N * H, block),)](y, v, _share_of_heads(share), z, N * H, H, d, **HEADS_LAUNCH)
     return z
@@ -1254,8 +1120,7 @@ def exclude_values(y, v, share):
 
 def output_grad(dz, y, v, share, gate, of_share=None):
     """(dy, dv, dshare, dgate), dgate (N, H) fp32 the gradient of the output gate (N, H); share None: the output of the
-    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient. The
-    caller has checked the arguments."""
+    block is y, so dy is dz, and dv and dshare are None. of_share: the parts of share, which then get its gradient."""
     (N, H, d), block, dz = y.shape, HEADS_LAUNCH["BLOCK"], dz.reshape(y.shape).contiguous()
     dy, dv, dshare, part = dz, None, None, None
     if share is not None:
@@ -1285,10 +1150,7 @@ def head_sizes(weight, rotary, narrow):
 
 
 def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=None):
-    """q, k and v as attention takes them before the view of paired layers.
-
-    With codes (ProjectionCodes) all is in fp32 between the product and the rounding of q, k and v, as in the kernels.
-    """
+    """q, k and v as attention takes them before the view of paired layers. With codes they are fp32 until rounded."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     qkv = F.linear(x, weight) if codes is None else _ProductOfCodes.apply(x, weight, *codes)
     q, k, v = qkv.split((H * width, H * width, H * d), 1)
@@ -1307,7 +1169,7 @@ def project_ref(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, co
 
 
 @triton.jit
-def _rotated(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rotated(x, Rotary, row, inside, part, WIDTH, BLOCK):
     """x (BLOCK, WIDTH) with its adjacent pairs rotated by the angles of `row` (BLOCK,); tiles of v (part 2) stay."""
     c = tl.arange(0, WIDTH)[None, :]
     table = tl.load(Rotary + row[:, None] * WIDTH + c, mask=inside & (part < 2), other=0.0).to(tl.float32)
@@ -1318,7 +1180,7 @@ def _rotated(x, Rotary, row, inside, part, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _heads_of_tile(tile, H: tl.constexpr, NARROW: tl.constexpr):
+def _heads_of_tile(tile, H, NARROW):
     """(part, head) twice, for the lower and the upper half of the columns of a tile; part 0, 1, 2: q, k, v. Only tiles
     of q and k in narrow layers have two heads; with an odd H, one tile has the last of q and the first of k."""
     if NARROW:
@@ -1334,7 +1196,7 @@ def _heads_of_tile(tile, H: tl.constexpr, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _head_rstd(squares, Rstd, part, h, t, N, H: tl.constexpr, D: tl.constexpr):
+def _head_rstd(squares, Rstd, part, h, t, N, H, D):
     """1 / rms (BLOCK, 1) of a head of D channels from its sum of squares (BLOCK,), stored for q and k; 1 for v."""
     rstd = tl.rsqrt(squares / D + _RMS_EPS)
     tl.store(Rstd + (part * N + t) * H + h, rstd, mask=(t < N) & (part < 2))
@@ -1342,24 +1204,17 @@ def _head_rstd(squares, Rstd, part, h, t, N, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _angle_row(t, h, PAIRED: tl.constexpr):
-    """The row of the rotary table of the heads h of the tokens t."""
-    return 2 * t + h % 2 if PAIRED else t
-
-
-@triton.jit
-def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: tl.constexpr, PAIRED: tl.constexpr,
-                    OFFSET: tl.constexpr, NARROW: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-                    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr, PAIRED: constexpr, OFFSET: constexpr,
+                    NARROW: constexpr, H: constexpr, D: constexpr, BLOCK_M: constexpr, BLOCK_K: constexpr):
     # X and W are codes if there are scales. Qk and Ve: a pointer and a stride.
     qk, stride_part = Qk
-    HALF: tl.constexpr = D // 2
+    HALF: constexpr = D // 2
     c = tl.arange(0, HALF)[None, :]
     if Scales is not None:
         scale = tl.load(Scales[0]) * tl.load(Scales[1])
-    TILES: tl.constexpr = 2 * H if NARROW else 3 * H
-    # In launch order, first the heads of a row block: programs that run together share rows of x in L2. One loop over
-    # tiles and K, so that the first loads of a tile are under way while the tile before is finished.
+    TILES: constexpr = 2 * H if NARROW else 3 * H
+    # First the heads of a row block: programs that run together share rows of x in L2. One loop over tiles and K, so
+    # that the first loads of a tile are under way while the tile before is finished.
     for i in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_M) * TILES, tl.num_programs(0), flatten=True):
         first = i // TILES * BLOCK_M
         tile = i % TILES
@@ -1370,20 +1225,19 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: tl.conste
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if Scales is not None:
             acc *= scale
-        # From here on, operations of q and k alone, or of v alone, are masked. A branch on `part` would keep Triton
-        # from joining the loop over tiles and the loop over K into one pipelined loop.
+        # Masks instead of branches on `part`, which would keep Triton from joining both loops into one pipelined loop.
         part, h, next_part, next_h = _heads_of_tile(tile, H, NARROW)
         t = first + tl.arange(0, BLOCK_M)
         token = t.to(tl.int64)[:, None]
         inside = (t < N)[:, None]
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1)))
-        row = _angle_row(t, h, PAIRED)
+        row = 2 * t + h % 2 if PAIRED else t  # of the rotary table
         if NARROW:
             rstd = _head_rstd(tl.sum(lo * lo, 1), Rstd, part, h, t, N, H, HALF)
             next_rstd = _head_rstd(tl.sum(hi * hi, 1), Rstd, next_part, next_h, t, N, H, HALF)
             lo = _rotated(lo * rstd, Rotary, row, inside, part, HALF, BLOCK_M)
             # In unpaired layers `hi` turns by the angles of `lo`. Its row is written differently, so that the compiler
-            # loads the angles again and does not keep them in registers: it spills 16 instead of 136 bytes (sm_90).
+            # loads the angles again: it spills 16 instead of 136 bytes (sm_90).
             row = 2 * t + 1 if PAIRED else tl.where(part < 2, t, 0)
             hi = _rotated(hi * next_rstd, Rotary, row, inside, part, HALF, BLOCK_M)
         else:
@@ -1410,11 +1264,9 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: tl.conste
 
 
 @triton.jit
-def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST: tl.constexpr, D: tl.constexpr):
-    """Store dx (BLOCK, D), heads h of tokens t, to the columns of dQkv from FIRST on.
-
-    dQkv is a tuple: a matrix, None, None; or codes, transposed codes, scale. For codes all h are the same.
-    """
+def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST, D):
+    """Store dx (BLOCK, D), heads h of tokens t, to the columns of dQkv from FIRST on. dQkv: (matrix, None, None), or
+    (codes, transposed codes, scale); for codes all h are the same."""
     out, out_t, scale = dQkv
     c = tl.arange(0, D)
     ptrs = out + FIRST + t[:, None].to(tl.int64) * stride + ((h * D)[:, None] + c[None, :])
@@ -1424,23 +1276,17 @@ def _store_qkv_grad(dx, dQkv, t, h, N, stride, FIRST: tl.constexpr, D: tl.conste
         dx = dx.to(tl.float32)
         codes = _saturate(dx * tl.div_rn(1.0, tl.load(scale)), out.dtype.element_ty)
         tl.store(ptrs, codes, mask=(t < N)[:, None])
-        # The kernel makes the codes twice. If it made them once and stored them in both layouts, the assembler of CUDA
-        # 12.8 would read every second byte of e5m2 before the byte is computed. The compiler cannot merge the two
-        # computations, because each loads the scale.
+        # The codes are made twice. Of one result stored twice, the assembler of CUDA 12.8 would read every second byte
+        # of e5m2 before it is computed. The compiler cannot merge the two, because each loads the scale.
         codes_t = _saturate(tl.trans(dx) * tl.div_rn(1.0, tl.load(scale)), out_t.dtype.element_ty)
         ptrs = out_t + (FIRST + (h * D)[None, :] + c[:, None]).to(tl.int64) * N + t[None, :]
         tl.store(ptrs, codes_t, mask=(t < N)[None, :])
 
 
 @triton.jit
-def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST: tl.constexpr, PAIRED: tl.constexpr,
-                      OFFSET: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-                      BLOCK: tl.constexpr):
-    """Gradient of the projection from the gradient dY of the normed and rotated Y, each (N, H, D), for q or k; see
-    _store_qkv_grad. dY is a tuple of a pointer and the stride of a row.
-
-    The first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads.
-    """
+def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED, OFFSET, TURNED, H, D, BLOCK):
+    """Stores the gradient of the projection to q or k, from the gradient dY, a pointer and the stride of a row, of the
+    normed Y (N, H, D), whose first TURNED channels are rotated. t and h (BLOCK,) are tokens and heads."""
     dy_ptr, stride_dy = dY
     c = tl.arange(0, D)[None, :]
     column = (h * D)[:, None] + c
@@ -1454,8 +1300,7 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST: tl.cons
         dy += tl.load(dy_ptr + column, mask=(t == 0)[:, None] & (c >= D // 2), other=0.0).to(tl.float32)
     rstd = tl.load(Rstd + t * H + h, mask=t < N, other=0.0)
     mean = tl.sum(dy * y, 1) / D
-
-    row = _angle_row(t, h, PAIRED)
+    row = 2 * t + h % 2 if PAIRED else t
     table = tl.load(Rotary + row[:, None] * TURNED + c, mask=inside & (c < TURNED), other=0.0)
     table = tl.where(c < TURNED, table.to(tl.float32), 1.0 - c % 2)  # cosine 1, sine 0: the other channels do not turn
     cos, sin = tl.split(tl.reshape(table, (BLOCK, D // 2, 2)))
@@ -1469,7 +1314,7 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST: tl.cons
 
 
 @triton.jit
-def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H: tl.constexpr, D: tl.constexpr):
+def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H, D):
     """Gradients of the value embeddings Ve, a pointer and a stride, and of their gate from dv (BLOCK, D)."""
     token = t.to(tl.int64)[:, None]
     column = (h * D)[:, None] + tl.arange(0, D)[None, :]
@@ -1481,9 +1326,9 @@ def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H: tl.constexpr, D: tl.conste
 
 
 @triton.jit
-def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: tl.constexpr,
-                         OFFSET: tl.constexpr, NARROW: tl.constexpr, COPY: tl.constexpr, H: tl.constexpr,
-                         D: tl.constexpr, BLOCK: tl.constexpr):
+def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: constexpr,
+                         OFFSET: constexpr, NARROW: constexpr, COPY: constexpr, H: constexpr, D: constexpr,
+                         BLOCK: constexpr):
     # dQ, dK, dV and Ve: a pointer and the stride of a row; dQkv: see _store_qkv_grad. Grid axis 0: q, k or v. The rows
     # are on axes 1 and 2, because either axis is limited to 65535 programs.
     part = tl.program_id(0)
@@ -1493,8 +1338,8 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
         t, h = row // H, row % H
     else:  # tokens of one head, whose transposed codes are contiguous
         t, h = block // H * BLOCK + tl.arange(0, BLOCK), tl.full((BLOCK,), block % H, tl.int32)
-    WIDTH: tl.constexpr = D // 2 if NARROW else D  # of the heads of q and k
-    stride: tl.constexpr = H * (2 * WIDTH + D)  # of dQkv
+    WIDTH: constexpr = D // 2 if NARROW else D  # of the heads of q and k
+    stride: constexpr = H * (2 * WIDTH + D)  # of dQkv
     if part == 0:
         _norm_rotary_grad(dQ, Q, dQkv, Rstd, Rotary, t, h, N, stride, 0, PAIRED, False, D // 2, H, WIDTH, BLOCK)
     elif part == 1:
@@ -1511,10 +1356,7 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
     """qk (2, N + 1, H, w), whose planes [:N] are q and k; v (N, H, d); 1 / rms of each head of q and k (2, N, H) fp32.
-
-    codes: those of x and weight, which are then not read, and their scales; or none. The caller has checked the
-    arguments.
-    """
+    codes: those of x and weight, which are then not read, and their scales; or none."""
     N, (H, width, d) = x.size(0), head_sizes(weight, rotary, narrow)
     a, b, *scales = codes or (x, weight)
     launch = PROJECT_LAUNCH[a.dtype]
@@ -1531,10 +1373,7 @@ def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=
 
 def project_backward(dq, dk, dv, qk, rstd, rotary, ve, ve_gate, paired, offset, dqkv, dqkv_t=None, scale=None):
     """Fills dqkv (N, 2 H w + H d); returns the gradients of ve and ve_gate, or (None, None) without ve.
-
-    dv may be its part of dqkv already, then the kernel does not copy dv. With dqkv_t (2 H w + H d, N), both are filled
-    with codes; scale is their 0-D scale. The caller has checked the arguments.
-    """
+    dv may be its part of dqkv already. With dqkv_t (2 H w + H d, N), both are filled with codes of the 0-D scale."""
     N, H, d = dv.shape
     value, copy = ve is not None, dv.data_ptr() != dqkv[:, -H * d:].data_ptr()
     dve, dgate = (ve_gate.new_empty(N, H * d), torch.empty_like(ve_gate)) if value else (None, None)
@@ -1552,10 +1391,9 @@ def _pair_heads(qk, v, paired):
     return (u.view(2 * u.size(0), u.size(1) // 2, u.size(2)) for u in (q, k, v)) if paired else (q, k, v)
 
 
-class _AttentionBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset, narrow,
-                *codes):
+class _AttentionBlock(_Function):
+    def forward(ctx, first, share, x, weight, rotary, ve, w_ve, w_out, start, end, window, scale, paired, offset,
+                narrow, *codes):
         ctx.settings, ctx.parts = (window, scale, paired, offset), _parts(share, weight, w_ve, w_out)
         if codes:  # of x, only the columns of the gates are read; of the weight, only the shape
             x, weight = x[:, :w_out.size(1)].contiguous() if first is None else first, codes[1]
@@ -1569,8 +1407,6 @@ class _AttentionBlock(torch.autograd.Function):
                               *codes[3:])
         return y if share is None else exclude_values(y, v, share)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dz):
         share, x, weight, rotary, ve, w_ve, w_out, start, end, y, v, lse, qk, rstd, gates, *codes = ctx.saved_tensors
         window, scale, paired, offset = ctx.settings
@@ -1613,9 +1449,7 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
 BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
 
 
-def _check_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
-                 codes=None, first=None, share=None, documents=None):
-    """What the texts of the contract cannot say: the first fault in words, or None."""
+def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
     if D * x.element_size() % 16:
@@ -1658,7 +1492,6 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 
 # ======================================================================================================================
 # 4  FP8 codes
-#
 #   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; mix makes codes where it makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
@@ -1668,29 +1501,26 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 # stays NaN. Operands of the forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the
 # summed axis, so a tensor that enters two products is stored in both layouts.
 # A scale is static (a constant), exact (the largest weight of a matrix / 448, after every update), or delayed (from the
-# largest value of the last step, section 5). The static scale of gradients carries loss_scale, because the loss is a
-# sum over tokens times loss_scale.
-# Transposing the codes of (49152, 768) takes 33 µs, 75 % of the copy rate.
-# ======================================================================================================================
+# largest value of the last step, section 5). The static scale of gradients contains loss_scale, as the loss does.
 
 G8_SCALE = 2.0**-6  # static, of the gradient of an output; times loss_scale
-WEIGHT_FLOOR = 1e-12  # least exact scale; it keeps the division by a scale finite
-_WEIGHT_FLOOR = tl.constexpr(WEIGHT_FLOOR)
-
-# A program reads its tile in lines of 128 bytes. It writes the transposed codes in lines of 128 bytes, and the codes in
-# the layout of the matrix in lines of 64 bytes.
+# A program reads its tile and writes the transposed codes in lines of 128 bytes; it writes the codes in lines of 64.
 QUANTISE_WEIGHTS_LAUNCH = dict(BLOCK_M=128, BLOCK_N=64, num_warps=8)
 
 
 def x8_scale(D) -> float:
-    """Static scale of the codes of an RMS-normed stream of D channels: the least power of two whose 448-fold is not
-    below √D, the largest possible value (D = 768: 27.7 and 448 · 2⁻⁴ = 28)."""
+    """Static scale of codes of an RMS-normed stream of D channels: the least power of two with 448 scale >= √D."""
     return 2.0**math.ceil(math.log2(D**0.5 / E4M3_MAX))
 
 
 def transposed(codes):
     """A new tensor (N, M), the transpose of codes (M, N)."""
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
+
+
+def _new_codes(x):
+    """Empty e4m3 codes like x (..., M, N), and for their transpose."""
+    return [torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT)]
 
 
 def both_layouts(x, scale, dtype):
@@ -1714,9 +1544,9 @@ def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16, out
     return torch._scaled_mm(a, b.mT, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
-def _saturated(x, DTYPE: tl.constexpr):
+def _saturated(x, DTYPE):
     """x as e4m3 or e5m2, bounded to its largest value."""
-    MAX: tl.constexpr = _E4M3_MAX if DTYPE == tl.float8e4nv else _E5M2_MAX
+    MAX: constexpr = _E4M3_MAX if DTYPE == tl.float8e4nv else _E5M2_MAX
     return tl.clamp(x, -MAX, MAX, propagate_nan=NAN_STAYS).to(DTYPE)
 
 
@@ -1724,8 +1554,7 @@ _saturate, _saturate_hopper = triton.jit(_saturated), gluon.jit(_saturated)
 
 
 def quantise_weights_ref(x, scales=None):
-    """(scales (matrices,) fp32, e4m3 codes (matrices, M, N), codes_t (matrices, N, M)) of matrices x (matrices, M, N).
-    scales None: exact scales."""
+    """(scales (n,) fp32, e4m3 codes (n, M, N), codes_t (n, N, M)) of x (n, M, N). scales None: exact scales."""
     if scales is None:
         largest = torch.linalg.vector_norm(x, math.inf, (-2, -1)).float()
         scales = (largest / E4M3_MAX).clamp(min=WEIGHT_FLOOR)
@@ -1733,10 +1562,9 @@ def quantise_weights_ref(x, scales=None):
 
 
 @triton.jit
-def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, stride_i, stride_j,
-                             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One tile of one matrix. Largest: the largest |x| of every matrix; then Scales (matrices / columns, columns) is a
-    result."""
+def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, stride_i, stride_j, BLOCK_M: constexpr,
+                             BLOCK_N: constexpr):
+    # One tile of one matrix. With Largest, the largest |x| of every matrix, Scales (n / columns, columns) is a result.
     matrix = tl.program_id(1)
     Scales += matrix // columns * stride_i + matrix % columns * stride_j
     if Largest is None:
@@ -1771,8 +1599,7 @@ WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
-    """quantise_weights_ref in place. scales (layers, matrices of a layer), in the order of the matrices; static: the
-    scales are given, not made."""
+    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given."""
     given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
     _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
@@ -1785,7 +1612,6 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 
 
 # ---- The projection of the attention block ---------------------------------------------------------------------------
-#
 #   product            operands (scale)                              result
 #   qkv = x Wᵀ         x e4m3 (static), W e4m3 (exact, times factor)    fp32, for norm and rotation in the kernel
 #   dx = dqkv W        dqkv e5m2 (static), W                         bf16, then the gradients of the gates are added
@@ -1793,13 +1619,10 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
 #
 #   N, D and the rows of W are multiples of 16.
 # attention_block takes the bf16 weight only to give it a gradient. `scaled_weights` makes the gradient of the factor.
-# The kernel that undoes norm and rotation writes the codes of dqkv in both layouts, so dqkv never exists in bf16.
-# Layers that share an input also share its codes.
 
 
 class ProjectionCodes(NamedTuple):
     """Codes of x and weight of attention_block, and 0-D fp32 scales, in the order of the op's arguments."""
-
     x8: Tensor  # (N, D) e4m3
     w8: Tensor  # (rows, D) e4m3
     x_scale: Tensor
@@ -1810,17 +1633,12 @@ class ProjectionCodes(NamedTuple):
     dw_scale: Tensor  # of x in the gradient of the weight, which the factor multiplies
 
 
-class _ProductOfCodes(torch.autograd.Function):
-    """x Wᵀ (N, rows) fp32 from ProjectionCodes, with the gradients of x and W."""
-
-    @staticmethod
+class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
     def forward(ctx, x, weight, x8, w8, x_scale, w_scale, *others):
         ctx.save_for_backward(w_scale, *others)
         ctx.dtype = x.dtype
         return x8.float() @ w8.float().mT * (x_scale * w_scale)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         w_scale, x8_t, w8_t, grad_scale, dw_scale = ctx.saved_tensors
         g, g_t = both_layouts(grad, grad_scale, E5M2)
@@ -1830,21 +1648,16 @@ class _ProductOfCodes(torch.autograd.Function):
 
 class Fp8Projections:
     """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), scales): the ProjectionCodes of x and of a factor
-    times the projection of a layer; scales: `factored(factors)[layer]`. No gradient goes through codes; x is detached.
-
-    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w.
-    loss_scale: the factor of the sum over tokens in the loss. Call `refresh` after every change of the weights. All
-    tensors keep their addresses, because CUDA graphs read them.
-    """
-
+    times the projection of a layer; scales: `factored(factors)[layer]`. x is detached.
+    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w. Call
+    `refresh` after every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
     def __init__(self, weights, loss_scale):
         self.weights, self.kinds, self.layers = weights, [], {}
         for layers, weight in weights():
-            (n, rows, D), device = weight.shape, weight.device
-            codes, codes_t = (torch.empty(n, *shape, dtype=E4M3, device=device) for shape in ((rows, D), (D, rows)))
-            self.kinds.append((codes, codes_t))
-            self.layers |= zip(layers, zip(codes, codes_t))
-        self.x_scale, self.grad_scale = (torch.tensor(x, device=device) for x in (x8_scale(D), G8_SCALE * loss_scale))
+            self.kinds.append(_new_codes(weight))
+            self.layers |= zip(layers, zip(*self.kinds[-1]))
+        self.x_scale, self.grad_scale = (
+            torch.tensor(x, device=weight.device) for x in (x8_scale(weight.size(2)), G8_SCALE * loss_scale))
         # Of the weights, and of x, for each layer, 16 bytes apart, as in Fp8Mlps.
         self.pairs = self.x_scale.expand(len(self.layers), 2, 4).clone()
         self.refresh()
@@ -1867,35 +1680,24 @@ class Fp8Projections:
 
 # ======================================================================================================================
 # 5  ReLU² MLP, in bf16 and in FP8
-#
 #   y = mlp(x, W1, W2)      post = relu(x W1ᵀ)²,  y = post W2          replaces F.linear(x, W1).relu().square() @ W2
 #   its gradient            dpre = 2 (g W2ᵀ) relu(x W1ᵀ)
 #                           dx = dpre W1,  dW1 = dpreᵀ x,  dW2 = postᵀ g
 #
 # Each product is rounded to the dtype, then post and dpre are rounded once more: the bits of mlp_ref except for the
-# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ, which saves passes
-# over (N, F) tensors. The library computes the other four products. The forward pass keeps x and post: for p = relu(x
-# W1ᵀ), bf16(√post) is p bit for bit. Rounding p² moves its root by at most 0.71 of half the spacing of bf16 at p, so
-# the root is rounded back to p, and may itself be off by a relative 8e-4. Not recovered: p < 2⁻⁶³ and p > 2⁶⁴, whose
-# squares leave the range of bf16.
-# With F = 3072, relu(x W1ᵀ)² takes 394 µs, 74 % of the product rate (product and compiled pass: 523), and dpre 455 µs,
-# 64 % (620). In FP8, with codes in both layouts, they take 226 µs, 67 %, and 251 µs, 65 % (the library's products
-# alone, without codes: 216 each).
-#
+# order of the sums. The square and its derivative are the epilogues of the products x W1ᵀ and g W2ᵀ; the library
+# computes the other four products. The forward pass keeps x and post: for p = relu(x W1ᵀ), bf16(√post) is p bit for
+# bit, as long as p² is in the range of bf16. With F = 3072, relu(x W1ᵀ)² takes 394 µs (product and compiled pass: 523).
 # ReLU²: So et al., arXiv 2109.08668. Fusing with a persistent product: andrewbriand8 and Joshrav21, PR 197. Saving
 # post alone: cong_ml (Recursive), PR 322. Warp groups that take turns: the ping-pong schedule of NVIDIA's CUTLASS.
-# ======================================================================================================================
 
-# Hopper: one warp fetches, and two warp groups take turns tile by tile. One warp group multiplies while the other
-# finishes its tile, so the tensor cores do not wait for roots and stores. 128x128 fp32 sums take 128 registers per
-# thread; 256 columns would take too many. A stage of both operands is 32 KiB, 128 bytes of each row. 5 stages, and 32
-# KiB for each warp group, take 224 of the 227 KiB of an SM. In bf16 these 32 KiB hold post and then the result; in FP8
-# one half holds post and then the codes, the other half the transposed codes. num_warps is that of one warp group.
+# Hopper: one warp fetches, and two warp groups take turns tile by tile: one multiplies while the other finishes its
+# tile. 5 stages of 32 KiB, and 32 KiB for each warp group, take 224 of the 227 KiB of an SM. The latter hold post and
+# then the result, in FP8 half of them each for the codes and the transposed codes. num_warps is that of a warp group.
 MLP_HOPPER = {torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, STAGES=5, num_warps=4),
               E4M3: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=128, STAGES=5, num_warps=4)}
 
-# On other GPUs, in Triton's interpreter, and for fp32, which exists for tests: plain tiles. 4 stages of 16 KiB fit
-# every GPU that has bf16 units, and with the tile that is transposed also the 99 KiB of sm_89 and sm_120.
+# On other GPUs, and for fp32, which exists for tests: plain tiles, which fit the 99 KiB of sm_89 and sm_120.
 MLP_LAUNCH = {
     torch.bfloat16: dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=32, num_warps=8, num_stages=4),
     torch.float32: dict(BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, num_warps=4, num_stages=2),
@@ -1908,7 +1710,7 @@ def mlp_ref(x, W1, W2):
     return F.linear(x, W1).relu().square() @ W2
 
 
-def _post_or_dpre(acc, post, scale, DTYPE: tl.constexpr):
+def _post_or_dpre(acc, post, scale, DTYPE):
     """relu(acc)² of a tile acc, or with the tile post 2 acc √post, in DTYPE. With a scale, which is that of acc, in
     fp32 and without the factor `unit` of `_scale_and_unit`."""
     if scale is None:
@@ -1942,8 +1744,8 @@ _tile_scales, _tile_scales_hopper = triton.jit(_scale_and_unit), gluon.jit(_scal
 
 
 @triton.jit
-def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                BLOCK_K: tl.constexpr):
+def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: constexpr, BLOCK_N: constexpr,
+                BLOCK_K: constexpr):
     """Out (M, N) = relu(A Bᵀ)², or with Post (M, N): 2 (A Bᵀ) √Post. A (M, K), B (N, K). With Scales A, B and Post are
     codes, Out and OutT get codes, and Largest, fp32 seen as int32, is raised to the largest absolute value."""
     columns = tl.cdiv(N, BLOCK_N)
@@ -1955,7 +1757,7 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: tl.con
     m, n = m0.to(tl.int64) + tl.arange(0, BLOCK_M), n0.to(tl.int64) + tl.arange(0, BLOCK_N)
     place, in_tile = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
     if Post is None:
-        post: tl.constexpr = None
+        post: constexpr = None
     else:
         post = tl.load(Post + place, mask=in_tile, other=0.0)
     if OutT is None:
@@ -1974,55 +1776,36 @@ def _mlp_kernel(A, B, Post, Out, OutT, Scales, Largest, M, N, K, BLOCK_M: tl.con
 
 # The Hopper kernel. Every program walks over tiles of Out; its warp groups 0 and 1 take the tiles by turns. The
 # fetching warp copies the operands of all tiles, step by step, into a ring of STAGES stages in shared memory.
-#
 # Its arguments travel as one tuple `args`:
-#   A, B, Post, Out   TMA descriptors of the tensors; Post is None in the forward pass
-#   OutT, Scales, Largest   see _mlp_kernel; OutT is a descriptor
-#   a_ring, b_ring    (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
-#   full, free        (STAGES,) barriers of the stages
-#   posts, turn       (2,) barriers, one per warp group
-#   tiles             (2, BLOCK_M, BLOCK_N) shared memory: post and then the result, one tile per warp group
-#   tiles_t           (2, BLOCK_N, BLOCK_M): the transposed codes; None without codes. A warp group writes its tile byte
-#                     by byte, 128 bytes per thread: the lanes of a warp write 8 neighbouring bytes of 4 rows, which the
-#                     swizzle puts into different banks.
+#   A, B, Post, Out, OutT   TMA descriptors of the tensors; for None and the other arguments see _mlp_kernel
+#   a_ring, b_ring          (STAGES, BLOCK_M or BLOCK_N, BLOCK_K) shared memory: the operands of one step per stage
+#   tiles, tiles_t          (2, BLOCK_M, BLOCK_N) and transposed: post and then the result of each warp group
+#   full, free, posts, turn barriers: of the stages the first two, of the warp groups the others
 #
-#   barrier   who arrives                            who waits                        what the barrier protects
-#   full      the copy engine, when both operands    the warp group whose step        operands in a stage: no product
-#             of the stage are complete              uses the stage                   reads them too early
-#   free      the warp group, when its product has   the fetching warp, before it     operands in a stage: no copy
-#             read the stage                         fills the stage again            overwrites them too early
-#   turn      the other warp group, when it has      a warp group, before the         the order of the tiles: the stages
-#             issued the products of its tile        products of its tile             are used in the order of filling
-#   posts     the copy engine, when the tile of      the warp group that asked for    the tile of post: no root is taken
-#             post is complete                       the tile                         of it too early
-#
-# A barrier counts phases 0, 1, 2, ... and keeps only the last bit of the number, the parity. A wait for a parity
-# returns when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at
-# once.
-
-@gluon.jit
-def _parity(uses, OPEN: gl.constexpr):
-    """Parity to wait for at use number `uses` (0, 1, ...) of a barrier.
-
-    OPEN = 0: use n waits for phase n. OPEN = 1: use n waits for phase n - 1, so the first use does not wait.
-    """
-    return uses & 1 ^ OPEN
-
+#   barrier   who arrives                                             who waits, and why
+#   full      the copy engine: both operands of the stage are there   the warp group whose step uses the stage, to read
+#   free      the warp group: its product has read the stage          the fetching warp, to fill the stage again
+#   turn      the other warp group: the products of its tile are      a warp group, to use the stages in the order in
+#             under way                                               which they are filled
+#   posts     the copy engine: the tile of post is there              the warp group that asked for it, to take the root
+# A barrier counts phases 0, 1, 2, ... and keeps the last bit of the number, the parity. A wait for a parity returns
+# when the phase of this parity is complete. A new barrier is in phase 0, so a wait for parity 1 returns at once. Use n
+# (0, 1, ...) of a barrier waits for phase n, n & 1, or where the first use must not wait for phase n - 1, n & 1 ^ 1.
 
 @gluon.jit
 def _mlp_fetch(args):
     """The fetching warp: copies the operands of every step of every tile of this program into the ring."""
     A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
-    BLOCK_M: gl.constexpr = a_ring.shape[1]
-    BLOCK_N: gl.constexpr = b_ring.shape[1]
-    BLOCK_K: gl.constexpr = a_ring.shape[2]
-    STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_M: constexpr = a_ring.shape[1]
+    BLOCK_N: constexpr = b_ring.shape[1]
+    BLOCK_K: constexpr = a_ring.shape[2]
+    STAGES: constexpr = a_ring.shape[0]
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(Out.shape[0], BLOCK_M) * columns, gl.num_programs(0)):
         for k in range(0, A.shape[1], BLOCK_K):
             stage = step % STAGES
-            mbarrier.wait(free.index(stage), _parity(step // STAGES, 1))
+            mbarrier.wait(free.index(stage), step // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(stage), A.block_type.nbytes + B.block_type.nbytes)
             tma.async_copy_global_to_shared(A, [tile // columns * BLOCK_M, k], full.index(stage), a_ring.index(stage))
             tma.async_copy_global_to_shared(B, [tile % columns * BLOCK_N, k], full.index(stage), b_ring.index(stage))
@@ -2030,44 +1813,18 @@ def _mlp_fetch(args):
 
 
 @gluon.jit
-def _mlp_sums(args, step, count, ME: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sum of the products of one tile. step: number of its first step; count: number of this tile among those of
-    warp group ME."""
-    A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
-    BLOCK_M: gl.constexpr = a_ring.shape[1]
-    BLOCK_N: gl.constexpr = b_ring.shape[1]
-    STAGES: gl.constexpr = a_ring.shape[0]
-    # Turns are also needed for correctness. Without them, a warp group could wait for the next round of a stage while
-    # the stage is one round behind. Both rounds have the same parity, so the wait would end too early. Warp group 0 has
-    # the first turn.
-    mbarrier.wait(turn.index(ME), _parity(count, 1 - ME))
-    acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-    for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), _parity(step // STAGES, 0))
-        b = b_ring.index(stage).permute((1, 0))
-        acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
-    mbarrier.arrive(turn.index(1 - ME))
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
-    return acc
-
-
-@gluon.jit
-def _mlp_multiply(args, ME: gl.constexpr):
+def _mlp_multiply(args, ME):
     """Warp group ME (0 or 1): products and epilogue of every second tile of this program."""
     A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t = args
-    BLOCK_M: gl.constexpr = a_ring.shape[1]
-    BLOCK_N: gl.constexpr = b_ring.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
+    BLOCK_M: constexpr = a_ring.shape[1]
+    BLOCK_N: constexpr = b_ring.shape[1]
+    STAGES: constexpr = a_ring.shape[0]
+    LAYOUT: constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 256 // A.dtype.primitive_bitwidth])
     columns = gl.cdiv(Out.shape[1], BLOCK_N)
     steps = gl.cdiv(A.shape[1], a_ring.shape[2])
     buffer = tiles.index(ME)
     if OutT is None:
-        scale: gl.constexpr = None
+        scale: constexpr = None
     else:
         buffer_t = tiles_t.index(ME)
         scale, unit, to_code = _tile_scales_hopper(Scales)
@@ -2082,12 +1839,27 @@ def _mlp_multiply(args, ME: gl.constexpr):
             tma.store_wait(0)
             mbarrier.expect(posts.index(ME), Post.block_type.nbytes)
             tma.async_copy_global_to_shared(Post, [m, n], posts.index(ME), buffer)
-        acc = _mlp_sums(args, step, count, ME, LAYOUT)
+        now = step
+        # Without turns, a warp group could wait for the next round of a stage while the stage is one round behind. Both
+        # rounds have the same parity, so the wait would end too early. Warp group 0 has the first turn.
+        mbarrier.wait(turn.index(ME), count & 1 ^ (1 - ME))
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+        for k in range(gl.cdiv(A.shape[1], a_ring.shape[2])):
+            stage = now % STAGES
+            mbarrier.wait(full.index(stage), now // STAGES & 1)
+            b = b_ring.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a_ring.index(stage), b, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])  # the product of the previous step has read its stage
+            mbarrier.arrive(free.index((now + STAGES - 1) % STAGES), pred=k > 0)
+            now += 1
+        mbarrier.arrive(turn.index(1 - ME))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index((now + STAGES - 1) % STAGES))
         if Post is None:
             result = _tile_result_hopper(acc, None, scale, Out.dtype)
             tma.store_wait(0)
         else:
-            mbarrier.wait(posts.index(ME), _parity(count, 0))
+            mbarrier.wait(posts.index(ME), count & 1)
             post = buffer.load(LAYOUT)
             if OutT is not None:
                 post = post.to(gl.float8e4nv, bitcast=True)
@@ -2110,8 +1882,16 @@ def _mlp_multiply(args, ME: gl.constexpr):
 
 
 @gluon.jit
-def _mlp_barriers(STAGES: gl.constexpr):
-    """full, free, posts, turn, ready for use."""
+def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: constexpr, BLOCK_N: constexpr,
+                       BLOCK_K: constexpr, STAGES: constexpr):
+    """Computes the same as _mlp_kernel, from descriptors of blocks of the matrices."""
+    a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
+    b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
+    tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
+    if OutT is None:
+        tiles_t: constexpr = None
+    else:
+        tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     posts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -2123,71 +1903,48 @@ def _mlp_barriers(STAGES: gl.constexpr):
         mbarrier.init(posts.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
-    return full, free, posts, turn
-
-
-@gluon.jit
-def _mlp_hopper_kernel(A, B, Post, Out, OutT, Scales, Largest, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """Computes the same as _mlp_kernel, from descriptors of blocks of the matrices."""
-    a_ring = gl.allocate_shared_memory(A.dtype, [STAGES, BLOCK_M, BLOCK_K], A.layout)
-    b_ring = gl.allocate_shared_memory(B.dtype, [STAGES, BLOCK_N, BLOCK_K], B.layout)
-    tiles = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_M, BLOCK_N], Out.layout)
-    if OutT is None:
-        tiles_t: gl.constexpr = None
-    else:
-        tiles_t = gl.allocate_shared_memory(Out.dtype, [2, BLOCK_N, BLOCK_M], OutT.layout)
-    full, free, posts, turn = _mlp_barriers(STAGES)
     args = (A, B, Post, Out, OutT, Scales, Largest, a_ring, b_ring, full, free, posts, turn, tiles, tiles_t)
     # Registers per thread of warp group 1 and of the fetching warp; warp group 0 gets the remaining 240.
     gl.warp_specialize([(_mlp_multiply, (args, 0)), (_mlp_multiply, (args, 1)), (_mlp_fetch, (args,))], [4, 1],
                        [240, 24])
 
 
-def _tma_blocks(launch, tensor, rows, columns):
-    """TMA descriptor of tiles of these launch parameters; None for no tensor."""
-    if tensor is None:
-        return None
-    swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=2)
-    return GluonDescriptor.from_tensor(tensor, [launch[rows], launch[columns]], swizzle)
-
-
 def _launch_mlp(a, b, post, out, out_t=None, scales=None, largest=None):
-    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N) and, for codes, (N, M) matrices."""
+    """Launch the kernel of this GPU on (M, K), (N, K), (M, N) or None, (M, N), for codes (N, M). Returns out."""
     (M, N), K, dtype = out.shape, a.size(1), E4M3 if scales else a.dtype
     hopper = dtype in MLP_HOPPER and _is_hopper(a.device)
     launch = (MLP_HOPPER if hopper else MLP_LAUNCH)[dtype]
     tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
     if not hopper:
         _mlp_kernel[(tiles,)](a, b, post, out, out_t, scales, largest, M, N, K, **launch)
-        return
+        return out
     if any(t.data_ptr() % 16 for t in (a, b)):
         raise ValueError("mlp: operands must start at multiples of 16 bytes, as the tensor memory accelerator requires")
     if scales and post is not None:
         post = post.view(out.dtype)  # because its tiles share memory with those of the result; the kernel reads e4m3
-    blocks = functools.partial(_tma_blocks, launch)
+
+    def blocks(x, rows, columns):
+        swizzle = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=2)
+        return GluonDescriptor.from_tensor(x, [launch[rows], launch[columns]], swizzle)
     _mlp_hopper_kernel[(min(tiles, _sm_count(a.device)),)](
-        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"), blocks(post, "BLOCK_M", "BLOCK_N"),
-        blocks(out, "BLOCK_M", "BLOCK_N"), blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
+        blocks(a, "BLOCK_M", "BLOCK_K"), blocks(b, "BLOCK_N", "BLOCK_K"),
+        None if post is None else blocks(post, "BLOCK_M", "BLOCK_N"), blocks(out, "BLOCK_M", "BLOCK_N"),
+        None if out_t is None else blocks(out_t, "BLOCK_N", "BLOCK_M"), scales, largest, **launch)
+    return out
 
 
 def _relu_square(a, b, post=None):
     """a (M, K), b (N, K) -> relu(a bᵀ)² (M, N); with post (M, N) -> 2 (a bᵀ) √post."""
-    out = a.new_empty(len(a), len(b))
-    _launch_mlp(a, b, post, out)
-    return out
+    return _launch_mlp(a, b, post, a.new_empty(len(a), len(b)))
 
 
-class _Mlp(torch.autograd.Function):
-    @staticmethod
+class _Mlp(_Function):
     def forward(ctx, x, W1, W2):
         post = _relu_square(x, W1)
         ctx.save_for_backward(x, W1, W2, post)
         ctx.parts = _parts(W1, W2)
         return post @ W2
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         (x, W1, W2, post), grad = ctx.saved_tensors, grad.contiguous()
         dW1, dW2 = (_part(of_w, x, *W1.shape) for of_w in ctx.parts)
@@ -2197,20 +1954,15 @@ class _Mlp(torch.autograd.Function):
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
-def _check_mlp(x, W1, W2):
-    if x.size(0) == 0 or any(size * x.element_size() % 16 for size in W1.shape):
-        return (f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
-                f" (F, D) = {tuple(W1.shape)}")
-
-
-@operation(mlp_ref, check=_check_mlp, x="N D: bf16 fp32", W1="F D", W2="F D")
+@operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x, W1, **others: (
+    len(x) == 0 or any(size * x.element_size() % 16 for size in W1.shape)) and (
+    f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
+    f" (F, D) = {tuple(W1.shape)}"))
 def mlp(x, W1, W2):
-    """`mlp_ref` with the square and its derivative inside the products; x (N, D), W1 and W2 (F, D), result (N, D)."""
     return _Mlp.apply(x, W1, W2)
 
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
-#
 #   y = Fp8Mlps(bank, loss_scale)(i, x, W1, W2, scales)     replaces mlp(x, W1, factor · W2); scales contain the factor
 #
 #   product           operands (scale)                         result
@@ -2224,12 +1976,10 @@ def mlp(x, W1, W2):
 #   N, D and F are multiples of 16; x is RMS-normed; W1 and W2 are the matrices i of the bank. Gradient of the factor:
 #   see `scaled_weights`.
 #
-# Sums are in fp32, of which Hopper keeps about 14 bits, in the library only with fast accumulation. That is enough for
-# post and dpre, because their sums have only D terms and are then rounded to codes of 3 or 4 significant bits. The
-# epilogues write both layouts of post and dpre, which never exist in bf16; nor do x and g: `mix` makes their codes.
+# Hopper sums FP8 products with about 14 bits, the library only with fast accumulation. That is enough for post and
+# dpre, whose sums have only D terms. The epilogues write both layouts of post and dpre; `mix` makes the codes of x, g.
 # The scales of post and dpre come from their maxima over all micro-steps of the last step, times HEADROOM. A scale
 # stays as it is if its maximum is zero or not finite: W2 may start at 0, and then dpre is 0.
-#
 # FP8 in all six products, static scales and static e5m2 gradients, post stored in FP8 alone, codes of both layouts from
 # the epilogue: PR 349 (ANVIL) and record 92. Delayed scales: PR 344 (Glitchfix); maxima in the pass of the kernel:
 # PR 363 (Warpscale).
@@ -2239,11 +1989,8 @@ POST_FLOOR, DPRE_FLOOR = 1e-6, 1e-12  # least delayed scales
 
 
 def relu_square_codes_ref(a, b, scale_a, scale_b, scale_out, largest, post=None, scale_post=None):
-    """Codes (M, N) and (N, M) of relu(a bᵀ)², e4m3, or with the codes `post` (M, N) of 2 (a bᵀ) √post, e5m2.
-
-    a (M, K) and b (N, K) are codes, scales are 0-D. Raises `largest` (0-D) to the largest absolute value before the
-    rounding to codes.
-    """
+    """Codes (M, N) and (N, M) of relu(a bᵀ)², e4m3, or with the codes `post` (M, N) of 2 (a bᵀ) √post, e5m2. a (M, K)
+    and b (N, K) are codes, scales are 0-D. Raises `largest` (0-D) to the largest absolute value before the rounding."""
     acc, scale = a.float() @ b.float().mT, scale_a * scale_b
     if post is None:
         value, unit = (acc * scale).relu().to(torch.bfloat16).float().square(), torch.ones_like(scale)
@@ -2269,8 +2016,7 @@ def relu_square_codes(a, *others):
     return (relu_square_codes_ref if _takes_ref(a) else _relu_square_codes)(a, *others)
 
 
-class _MlpFp8(torch.autograd.Function):
-    @staticmethod
+class _MlpFp8(_Function):
     def forward(ctx, x, W1, W2, factored, mlps, i, x_codes, grad_codes):
         """factored: the scales of W2 and of g with the factor; x_codes: of x, or None."""
         (w2_scale, dw2_scale), (w1, _), (_, w2_t) = factored, mlps.codes[i], mlps.codes_t[i]
@@ -2283,8 +2029,6 @@ class _MlpFp8(torch.autograd.Function):
         ctx.dpre_max = mlps.dpre_max  # not saved: the backward pass of a later layer changes it in between
         return scaled_product(post, w2_t, post_scale, w2_scale, fast=True)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         w2_scale, dw2_scale, x8_t, post, post_t, codes, codes_t, scales = ctx.saved_tensors
         x_scale, w1_scale, _, post_scale, g_scale, dpre_scale = scales[ctx.i, :, 0]
@@ -2301,20 +2045,17 @@ class Fp8Mlps:
     """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
     with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
     the gradient of y comes as codes, see `mix`.
-
-    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. loss_scale: the
-    factor of the sum over tokens in the loss. Call `refresh` after every change of the bank, and after every
-    optimizer step. All tensors keep their addresses, because CUDA graphs read them.
-    """
-
+    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` after
+    every change of the bank and every optimizer step. Tensors keep their addresses, because CUDA graphs read them."""
     contract = _contract(x="?N D", W1="F D", W2="F D")
 
     def __init__(self, bank, loss_scale):
         self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
-        self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=device) for x in (self.bank, self.bank.mT))
+        self.codes, self.codes_t = _new_codes(self.bank)
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
-        self.post_max, self.dpre_max = (torch.zeros(count, device=device) for _ in range(2))
+        self.maxima = torch.zeros(2, count, device=device)
+        self.post_max, self.dpre_max = self.maxima
         # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
         self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
         self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
@@ -2326,26 +2067,22 @@ class Fp8Mlps:
                 "loss_scale": self.loss_scale}
 
     def load_state_dict(self, state=None):
-        """Load delayed scales (None: those before the first step), and quantise the bank, which must be loaded before.
-        With another number of ranks, the loss has another scale."""
+        """Load delayed scales (None: those before the first step), and quantise the bank, loaded before."""
         state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
-        ratio = self.loss_scale / state["loss_scale"]
+        ratio = self.loss_scale / state["loss_scale"]  # with another number of ranks, the loss has another scale
         for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]),
                               (4, G8_SCALE * self.loss_scale), (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
-        self.post_max.zero_()
-        self.dpre_max.zero_()
+        self.maxima.zero_()
         self.refresh()
 
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):
         """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
-        maxima = torch.stack((self.post_max, self.dpre_max))
-        max_over_ranks(maxima)
-        scales, usable = self.scales[:, 3::2, 0].mT, (maxima > 0) & (maxima < math.inf)
-        scales.copy_(torch.where(usable, (maxima * self.per_maximum).maximum(self.floors), scales))
-        self.post_max.zero_()
-        self.dpre_max.zero_()
+        max_over_ranks(self.maxima)
+        scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
+        scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
+        self.maxima.zero_()
         quantise_weights(self.bank.flatten(0, 1), self.scales[:, 1:3, 0], self.codes.flatten(0, 1),
                          self.codes_t.flatten(0, 1))
 
@@ -2368,7 +2105,6 @@ class Fp8Mlps:
 
 # ======================================================================================================================
 # 6  Pointer: how much attention falls on earlier copies of the target
-#
 #   mass, sink_mass = pointer(q, k, sink, tokens, start, end, window, scale, targets)
 #
 #   attn_t  = softmax over [sink_t, scale · q_t · k_s]  of the earlier tokens s of t's document, t - window <= s < t
@@ -2378,33 +2114,15 @@ class Fp8Mlps:
 #   d a power of two >= 16; sink: the score of a place that copies nothing; start, end: of document_of_tokens; targets:
 #   token ids, J >= 1, -1 = no target; mass (N, J) and sink_mass (N,) fp32. Differentiable in q, k and sink.
 # Replaces attention with a (N, N) mask per column. It is attention whose value is a comparison: there is no (N, d)
-# output, only J sums per row. Column j serves the target j tokens further on: it copies the token j places behind the
-# key. The running maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
-# The pointer reads the earlier tokens of the same document, in a validation, too. It reads no other document.
-#
+# output, only J sums per row. The maximum begins at the sink's score, so a row without keys gives sink_mass = 1.
 # Backward, with g = Σ_j dmass_j [hit_j] and D = Σ_j dmass_j mass_j + dsink_mass · sink_mass:
 #   dscore = attn (g - D),  dsink = sink_mass (dsink_mass - D),  dq = scale dscore k,  dk = scale dscoreᵀ q
-# One launch, half of its programs for dq and half for dk, as in section 2; no atomics.
-# The forward pass takes 81 µs, the backward pass 348 µs: 12 and 8 % of the product rate, because comparisons and
-# exponentials limit them.
-#
+# One launch, half of its programs for dq and half for dk, as in section 2. The passes take 81 and 348 µs.
 # Merity et al. mixed a pointer with a sentinel into a language model (arXiv 1609.07843). NathanGodey and yoavartzi made
 # the pointer a head of the track's model (PR 379).
-# ======================================================================================================================
 
-class Point(NamedTuple):
-    """The arguments of `pointer` that do not depend on the targets."""
-
-    q: Tensor
-    k: Tensor
-    sink: Tensor
-    tokens: Tensor
-    start: Tensor
-    end: Tensor
-    window: int
-    scale: float
-
-
+# The arguments of `pointer` that do not depend on the targets.
+Point = collections.namedtuple("Point", "q k sink tokens start end window scale")
 POINTER_LAUNCH = {torch.bfloat16: dict(BLOCK=64, num_warps=4, num_stages=2),
                   torch.float32: dict(BLOCK=32, num_warps=4, num_stages=2)}  # for tests: no tensor cores
 
@@ -2436,16 +2154,10 @@ def pointer_ref(q, k, sink, tokens, start, end, window, scale, targets):
 
 
 @triton.jit
-def _target(Targets, t, N, j: tl.constexpr):
+def _target(Targets, t, N, j):
     """targets[t, j] (BLOCK,) as int32; -1, which no token is, beyond N. Targets: a pointer and two strides."""
     targets, stride_n, stride_j = Targets
     return tl.load(targets + t.to(tl.int64) * stride_n + j * stride_j, mask=t < N, other=-1).to(tl.int32)
-
-
-@triton.jit
-def _token(Tokens, s, N):
-    """tokens[s] (BLOCK,); any number beyond N."""
-    return tl.load(Tokens + s, mask=s < N, other=0)
 
 
 @triton.jit
@@ -2456,8 +2168,8 @@ def _mask_later(x, low, s, t):
 
 
 @triton.jit(do_not_specialize=["window"])
-def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, COUNT: tl.constexpr,
-                    D: tl.constexpr, BLOCK: tl.constexpr):
+def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, window, scale, COUNT: constexpr,
+                    D: constexpr, BLOCK: constexpr):
     m0 = tl.program_id(0) * BLOCK
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
@@ -2466,9 +2178,8 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
     sink = tl.load(Sink + t, mask=t < N, other=0.0) * LOG2_E
     top = sink  # the largest score so far
     total = tl.full((BLOCK,), 1.0, dtype=tl.float32)
-    sums, targets = (), ()  # one tensor (BLOCK,) for each column
+    sums, targets = (tl.zeros((BLOCK,), dtype=tl.float32),) * COUNT, ()  # one tensor (BLOCK,) for each column
     for j in tl.static_range(COUNT):
-        sums += (tl.zeros((BLOCK,), dtype=tl.float32),)
         targets += (_target(Targets, t, N, j),)
     for n0 in range(first, last + 1, BLOCK):
         s = n0 + tl.arange(0, BLOCK)
@@ -2481,7 +2192,8 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
         total = total * fade + tl.sum(p, 1)
         new_sums = ()
         for j in tl.static_range(COUNT):
-            hit = (_token(Tokens, s + j, N)[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
+            copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
+            hit = (copied[None, :] == targets[j][:, None]) & ((s + j)[None, :] <= t[:, None])
             new_sums += (sums[j] * fade + tl.sum(tl.where(hit, p, 0.0), 1),)
         sums = new_sums
         top = higher
@@ -2492,23 +2204,22 @@ def _pointer_kernel(Q, K, Sink, Tokens, Targets, Start, Mass, SinkMass, Lse, N, 
 
 
 @triton.jit
-def _pointer_score_grad(x, lse, dot, dMass, Tokens, Targets, s, t, N, COUNT: tl.constexpr):
-    """Gradient of the scores x in powers of two, -inf where masked: attn (Σ_j dmass_j [hit_j] - D).
-
-    lse, dot and the queries t lie along one axis of x, the keys s along the other.
-    """
+def _pointer_score_grad(x, lse, dot, hits, s, t, N, COUNT):
+    """Gradient of the scores x in powers of two, -inf where masked: attn (Σ_j dmass_j [hit_j] - D). lse, dot and the
+    queries t lie along one axis of x, the keys s along the other. hits: (Tokens, Targets, dMass)."""
+    Tokens, Targets, dMass = hits
     grad = -dot
     for j in tl.static_range(COUNT):
-        hit = (_token(Tokens, s + j, N) == _target(Targets, t, N, j)) & (s + j <= t)
+        copied = tl.load(Tokens + (s + j), mask=s + j < N, other=0)
+        hit = (copied == _target(Targets, t, N, j)) & (s + j <= t)
         dmass = tl.load(dMass + t.to(tl.int64) * COUNT + j, mask=t < N, other=0.0)
         grad = grad + tl.where(hit, dmass, 0.0)
     return tl.exp2(x - lse) * grad
 
 
 @triton.jit
-def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, COUNT: tl.constexpr,
-                     D: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradient of the queries m0 ... m0 + BLOCK - 1."""
+def _pointer_dq_tile(m0, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK):
+    """Gradient of the queries m0 ... m0 + BLOCK - 1. hits: see _pointer_score_grad."""
     t = m0 + tl.arange(0, BLOCK)
     low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
     q = _load_tile((Q, D, D), 0, m0, N, BLOCK, D)
@@ -2520,15 +2231,13 @@ def _pointer_dq_tile(m0, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ
         k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
         x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
         x = _mask_later(x, low, s, t)
-        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], dMass, Tokens, Targets, s[None, :], t[:, None], N,
-                                   COUNT)
+        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
         dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
     _store_tile((dQ, D), dq * scale, 0, m0, N, BLOCK, D)
 
 
 @triton.jit
-def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, COUNT: tl.constexpr,
-                     D: tl.constexpr, BLOCK: tl.constexpr):
+def _pointer_dk_tile(n0, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK):
     """Gradient of the keys n0 ... n0 + BLOCK - 1. Keys lie along the rows, queries along the columns."""
     s = n0 + tl.arange(0, BLOCK)
     high, last, _ = _queries_of_keys(End, n0, N, window, BLOCK)
@@ -2542,26 +2251,23 @@ def _pointer_dk_tile(n0, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, 
         x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
         # s < t <= high in one comparison
         x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], dMass, Tokens, Targets, s[:, None], t[None, :], N,
-                                   COUNT)
+        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], hits, s[:, None], t[None, :], N, COUNT)
         dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
     _store_tile((dK, D), dk * scale, 0, n0, N, BLOCK, D)
 
 
 @triton.jit(do_not_specialize=["window"])
 def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window,
-                             scale, COUNT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+                             scale, COUNT: constexpr, D: constexpr, BLOCK: constexpr):
+    hits = Tokens, Targets, dMass
     first = tl.program_id(0) // 2 * BLOCK
     if tl.program_id(0) % 2 == 0:
-        _pointer_dk_tile(first, q_tiles, K, Tokens, Targets, End, Lse, Dot, dMass, dK, N, window, scale, COUNT, D,
-                         BLOCK)
+        _pointer_dk_tile(first, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK)
     else:
-        _pointer_dq_tile(first, Q, k_tiles, Tokens, Targets, Start, Lse, Dot, dMass, dQ, N, window, scale, COUNT, D,
-                         BLOCK)
+        _pointer_dq_tile(first, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK)
 
 
-class _Pointer(torch.autograd.Function):
-    @staticmethod
+class _Pointer(_Function):
     def forward(ctx, q, k, sink, tokens, start, end, window, scale, targets):
         (N, D), count, launch = q.shape, targets.size(1), POINTER_LAUNCH[q.dtype]
         mass, sink_mass, lse = sink.new_empty((N, count)), torch.empty_like(sink), torch.empty_like(sink)
@@ -2572,8 +2278,6 @@ class _Pointer(torch.autograd.Function):
         ctx.window, ctx.scale = window, scale
         return mass, sink_mass
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dmass, dsink_mass):
         q, k, tokens, targets, start, end, mass, sink_mass, lse = ctx.saved_tensors
         dot = (dmass * mass).sum(1) + dsink_mass * sink_mass
@@ -2585,21 +2289,17 @@ class _Pointer(torch.autograd.Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
-def _check_pointer(q, k, sink, tokens, start, end, window, scale, targets):
-    if q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1):
-        return ("d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
-                f" {tuple(q.shape)} and {tuple(targets.shape)}")
-
-
-@operation(pointer_ref, check=_check_pointer, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32",
-           start="N: int32", end="N: int32", targets="N J: int64 strided")
+@operation(pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
+           end="N: int32", targets="N J: int64 strided", check=lambda q, targets, **others: (
+               q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1)) and (
+               "d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
+               f" {tuple(q.shape)} and {tuple(targets.shape)}"))
 def pointer(q, k, sink, tokens, start, end, window, scale, targets):
     """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
     return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
 
 
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
-#
 #   q, k, sink = pointer_inputs(projected, gain, weights, start)
 #
 #   projected (N, 3d): of a token its query q', its key k', and n', which it adds to the key of the next token of its
@@ -2641,7 +2341,7 @@ def _unit_grad(dy, y, rstd, D):
 
 
 @triton.jit
-def _pointer_inputs_kernel(Projected, Gain, Weights, Start, Q, K, Sink, N, scale, D: tl.constexpr, BLOCK: tl.constexpr):
+def _pointer_inputs_kernel(Projected, Gain, Weights, Start, Q, K, Sink, N, scale, D: constexpr, BLOCK: constexpr):
     n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     q, _ = _unit(_tile(Projected, n, d, N, 3 * D), D)
     q = (tl.load(Gain) * q).to(Q.dtype.element_ty)
@@ -2654,7 +2354,7 @@ def _pointer_inputs_kernel(Projected, Gain, Weights, Start, Q, K, Sink, N, scale
 
 @triton.jit
 def _pointer_inputs_grad_kernel(dQ, dK, dSink, Projected, Gain, Weights, Start, dProjected, Parts, N, scale,
-                                D: tl.constexpr, BLOCK: tl.constexpr):
+                                D: constexpr, BLOCK: constexpr):
     # Parts (programs, D + 1): the gradients of Weights and of Gain from these tokens.
     n, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     parts = Parts + tl.program_id(0) * (D + 1)
@@ -2672,37 +2372,30 @@ def _pointer_inputs_grad_kernel(dQ, dK, dSink, Projected, Gain, Weights, Start, 
     _store(dProjected, tl.where(has_previous[:, None], dk, 0.0), previous, 2 * D + d, N, 3 * D)
 
 
-class _PointerInputs(torch.autograd.Function):
-    @staticmethod
+class _PointerInputs(_Function):
     def forward(ctx, projected, gain, weights, start):
         ctx.save_for_backward(projected, gain, weights, start)
-        (N, d), launch = (len(projected), projected.size(1) // 3), POINTER_INPUTS_LAUNCH
+        N, d = len(projected), projected.size(1) // 3
         q, k, sink = projected.new_empty(N, d), projected.new_empty(N, d), weights.new_empty(N)
-        _pointer_inputs_kernel[(triton.cdiv(N, launch["BLOCK"]),)](
-            projected, gain, weights, start, q, k, sink, N, d**-0.5, D=d, **launch)
+        _pointer_inputs_kernel[(triton.cdiv(N, POINTER_INPUTS_LAUNCH["BLOCK"]),)](
+            projected, gain, weights, start, q, k, sink, N, d**-0.5, D=d, **POINTER_INPUTS_LAUNCH)
         return q, k, sink
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dq, dk, dsink):
         projected, gain, weights, start = ctx.saved_tensors
-        (N, d), launch, dprojected = dq.shape, POINTER_INPUTS_LAUNCH, torch.empty_like(projected)
-        programs = triton.cdiv(N, launch["BLOCK"])
-        parts = weights.new_empty(programs, d + 1)
-        _pointer_inputs_grad_kernel[(programs,)](
+        (N, d), dprojected = dq.shape, torch.empty_like(projected)
+        parts = weights.new_empty(triton.cdiv(N, POINTER_INPUTS_LAUNCH["BLOCK"]), d + 1)
+        _pointer_inputs_grad_kernel[(len(parts),)](
             dq.contiguous(), dk.contiguous(), dsink.contiguous(), projected, gain, weights, start, dprojected, parts, N,
-            d**-0.5, D=d, **launch)
+            d**-0.5, D=d, **POINTER_INPUTS_LAUNCH)
         dweights, dgain = parts.sum(0).split([d, 1])
         return dprojected, dgain, dweights, None
 
 
-def _check_inputs(projected, gain, weights, start):
-    if projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1):
-        return f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"
-
-
-@operation(pointer_inputs_ref, any_dtype=True, check=_check_inputs, projected="N E: bf16 fp32", gain="1: fp32",
-           weights="d: fp32", start="N: int32")
+@operation(pointer_inputs_ref, any_dtype=True, projected="N E: bf16 fp32", gain="1: fp32", weights="d: fp32",
+           start="N: int32", check=lambda projected, weights, **others: (
+               projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1)) and (
+               f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"))
 def pointer_inputs(projected, gain, weights, start):
     """q, k (N, d) and sink (N,) fp32 for `pointer`; differentiable in projected, gain and weights. See above."""
     return _PointerInputs.apply(projected, gain, weights, start)
@@ -2710,7 +2403,6 @@ def pointer_inputs(projected, gain, weights, start):
 
 # ======================================================================================================================
 # 7  Head and loss: softcapped multi-token cross-entropy of h (N, D) under the head weight W (D, V), V classes
-#
 #   ℓ = h W,  u = σ((ℓ + 5) / 7.5),  z = 23 u,  lse_t = ln Σ_v exp z
 #   Loss    = loss_scale Σ_t Σ_k w_k (lse_t - z[t, target[t + k]]),  k = 0..K-1, terms with t + k >= N dropped
 #             (K1: document borders are ignored)
@@ -2720,38 +2412,27 @@ def pointer_inputs(projected, gain, weights, start):
 # Pointer head: no token has the class c, the gate. Section 6 gives mass and sink_mass. The term k of the loss becomes
 #   -w_k ln p',  α = exp(z_c - lse),  p = exp(z_target - lse),
 #   p' = p (1 + α sink_mass / (1 - α)) + α mass_k
-# The gate's class has the probability α, but no token has this class. So α goes to the copies (α mass_k), and the part
-# of α that the sink takes goes to the other classes in proportion: 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its
-# gradient:
+# So α goes to the copies (α mass_k), and the part of α that the sink takes goes to the other classes in proportion:
+# 1 - α + α sink_mass + α (1 - sink_mass) = 1. Its gradient:
 #   -∂ln p'/∂z_v = (A + B) exp(z_v - lse) - [v = target] A - [v = c] B,
 #   A = p (1 + α sink_mass / (1 - α)) / p',  B = α (p sink_mass / (1 - α)² + mass_k) / p',
 #   -∂ln p'/∂mass_k = -α / p',  -∂ln p'/∂sink_mass = -α p / (1 - α) / p'
 # The code calls w_k A `pull` and Σ_k w_k B `push`.
-#
 # Sampled softmax: a micro-batch may replace the V classes by P candidates, its distinct targets and some of the other
-# classes. The sum over v is then too small. A factor that would make it right on average costs more than it gains
-# (records/2026-11-22_sampled_softmax).
-#
-# The FP8 head multiplies e4m3 codes of h and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static. `mix` makes the codes
-# of h.
-# HeadLoss replaces the product h W and a loss in plain PyTorch. The forward pass takes one block of rows after another
-# and computes its logits, their loss and their gradient. The (N, V) logits never exist as a whole, the gradient does
-# (2.5 GB of codes at N = 49152). Without FP8 the gradient overwrites the logits in their own dtype. The backward pass
-# transposes the gradient and computes two products over all rows. Their scale contains the upstream gradient.
-# With 50304 classes, forward and backward pass take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a
-# compiled loss. cross_entropy takes 985 µs for 16384 rows, 84 % of the copy rate (compiled: 2700).
-#
+# classes. The sum over v is then too small; records/2026-11-22_sampled_softmax says why no factor corrects it.
+# The FP8 head multiplies e4m3 codes of h (from `mix`) and W and e5m2 codes of ∂Loss/∂ℓ; all scales are static.
+# HeadLoss computes logits, loss and gradient of one block of rows after another. The (N, V) logits never exist as a
+# whole, the gradient does (2.5 GB of codes at N = 49152). Without FP8 it overwrites the logits in their own dtype. The
+# backward pass transposes the gradient and computes two products over all rows, scaled by the upstream gradient.
+# With 50304 classes, both passes take 13.4 ms in FP8, 19.2 ms in bf16, and 27.9 ms in bf16 with a compiled loss.
 # FP8 head after Andrew Briand (PR 207), its tiled transposes after samacqua (PR 240); multi-token loss in one pass over
 # the logits after Soren Dunn (PR 199); loss and gradient in one kernel and the fixed maximum: Andrew Briand (PR 251).
 # Sampled softmax: devenpzak (PR 360). Pointer head: NathanGodey, yoavartzi (PR 379).
-# ======================================================================================================================
 
 CAP, CAP_SHIFT, CAP_SCALE = 23.0, 5.0, 7.5
-# Real value = code · scale; for the gradient, real value = code · GRAD_SCALE · loss_scale. The constants are those of
-# record 74 (PR 207). A normed h is at most √D, so 100 is out of reach up to 10000 channels. Weights beyond ±W_LIMIT
-# saturate, and the log counts them; they begin with a standard deviation of .005. .75 is about 23 / 7.5 / 4, the
-# largest gradient that one term of the loss can have. The codes of the gradient were e4m3 at first, whence the 448;
-# e5m2 reaches 128 times as far.
+# Scales of record 74 (PR 207); the scale of the gradient is GRAD_SCALE · loss_scale. A normed h is at most √D, so 100
+# is out of reach up to 10000 channels. Weights beyond ±W_LIMIT saturate, and the log counts them. .75 is about
+# 23 / 7.5 / 4, the largest gradient that one term of the loss can have; e5m2 codes reach 128 times as far as 448.
 W_LIMIT = 1.6
 X_SCALE, W_SCALE, GRAD_SCALE = 100 / E4M3_MAX, W_LIMIT / E4M3_MAX, 0.75 / E4M3_MAX
 
@@ -2767,7 +2448,6 @@ def multi_token_targets(targets, count):
 
 
 # ---- Cross-entropy of some rows --------------------------------------------------------------------------------------
-#
 #   losses = cross_entropy(logits, targets, weights, loss_scale, code_scale, grad, copies, next_losses)
 #
 #   targets  columns of logits, < C (not verified), -1 = no target
@@ -2775,26 +2455,22 @@ def multi_token_targets(targets, count):
 #   copies   None or Copies; with a gradient, copies.dmass and copies.dsink_mass get theirs
 #   next_losses  None, or gets loss_scale times the loss of the first target alone, without its weight
 #
-# One program per row reads the row once, 2 bytes per logit, and writes 1 byte. After memory, the next limit is the
+# One program per row reads the row once, and writes the gradient once. After memory, the next limit is the
 # special-function unit, 16 results per clock and SM. exp, 1/x and exp would be three results per logit; two logits
 # share a reciprocal (1/a = b · 1/(ab)), which makes 2.5. z < 23, so exp(z - 23) needs no running maximum.
 # The gradient is e u (1 - u) times the factor loss_scale S / Σ. The first pass makes e u (1 - u), but Σ is known only
-# after this pass. Until then, each register holds two of these products as fp16 numbers. So 512 threads take 50
-# registers each, and two programs fit an SM: one reads while the other computes.
+# after this pass. Until then, each register holds two of these products as fp16 numbers, so two programs of 512 threads
+# fit an SM: one reads while the other computes.
 # No column is compared with a target: after the row is written, the <= K columns that are targets are overwritten.
 
-# (limit in columns, launch parameters); the first entry that fits is used. Few columns fit the registers of 256
-# threads.
+# (limit in columns, launch parameters); the first entry that fits is used.
 CE_LAUNCH = ((16384, dict(SEGMENT=2048, num_warps=8, maxnreg=64)),
              (math.inf, dict(SEGMENT=2048, num_warps=16, maxnreg=64)))
-
-
 LEAST_REST = 1e-6  # of 1 - α, which fp32 rounds to 0 when the gate takes all
 
 
 class Copies(NamedTuple):
     """What the loss takes from the pointer head; all tensors fp32."""
-
     mass: Tensor  # (n, K)
     sink_mass: Tensor  # (n,)
     gate: int  # column of the gate's class; never a target
@@ -2839,16 +2515,13 @@ def cross_entropy_ref(logits, targets, weights, loss_scale, code_scale=1.0, grad
 
 
 # e u (1 - u) <= 0.0154: times 2^21, fp16 holds it in full precision down to 2.9e-11 and at all down to 2.8e-14.
-LIFT = tl.constexpr(21.0)
-_CAP, _CAP_SHIFT, _CAP_SCALE, _LEAST_REST = map(tl.constexpr, (CAP, CAP_SHIFT, CAP_SCALE, LEAST_REST))
+LIFT = constexpr(21.0)
+_CAP, _CAP_SHIFT, _CAP_SCALE, _LEAST_REST = map(constexpr, (CAP, CAP_SHIFT, CAP_SCALE, LEAST_REST))
 
 
 @triton.jit
 def _exponent(x):
-    """-(x + 5) / 7.5 / ln 2, so that u = 1 / (1 + 2^exponent).
-
-    At most 60, so that the product of two denominators fits fp32 (u = 1e-18).
-    """
+    """-(x + 5) / 7.5 / ln 2, so that u = 1 / (1 + 2^exponent); at most 60: products of two denominators fit fp32."""
     return tl.minimum(x.to(tl.float32) * (-LOG2_E / _CAP_SCALE) - _CAP_SHIFT * LOG2_E / _CAP_SCALE, 60.0,
                       propagate_nan=NAN_STAYS)
 
@@ -2860,7 +2533,7 @@ def _lifted_exp(u):
 
 
 @triton.jit
-def _read_row(Row, C: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr):
+def _read_row(Row, C, SEGMENT, KEEP):
     """(2^LIFT Σ exp(z - 23), with KEEP the unscaled gradient e u (1 - u) · 2^LIFT of every segment) of C logits. The
     two columns of a pair, which share a reciprocal, have the suffixes a (even column) and b (odd column)."""
     col = tl.arange(0, SEGMENT)
@@ -2875,8 +2548,7 @@ def _read_row(Row, C: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr):
         xa, xb = tl.split(tl.reshape(x, (SEGMENT // 2, 2)))
         da = 1.0 + tl.exp2(_exponent(xa))
         db = 1.0 + tl.exp2(_exponent(xb))
-        # 1 / (da db) as a squared rsqrt: Triton's 1/x guards against overflow with several instructions, the square is
-        # one.
+        # 1 / (da db) as a squared rsqrt, because Triton's 1/x is several instructions.
         r = tl.rsqrt(da * db)
         r = r * r
         ua = r * db
@@ -2902,21 +2574,6 @@ def _read_row(Row, C: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr):
 
 
 @triton.jit
-def _write_row(Row, unscaled, factor, C: tl.constexpr, SEGMENT: tl.constexpr, HALF: tl.constexpr):
-    """Row = factor times the unscaled gradient; HALF: it is packed in fp16."""
-    col = tl.arange(0, SEGMENT)
-    for start in tl.static_range(0, C, SEGMENT):
-        if HALF:
-            pair = unscaled[start // SEGMENT]
-            ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            gb = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        else:
-            ga, gb = unscaled[start // SEGMENT]
-        g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
-        tl.store(Row + start + col, g.to(Row.dtype.element_ty), mask=start + col < C)
-
-
-@triton.jit
 def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, loss_scale):
     """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses
     to dMasses, if given. The letters are those of the section's banner."""
@@ -2938,12 +2595,11 @@ def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, los
 
 @triton.jit(do_not_specialize=["count", "gate"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
-                          code_scale, count, C: tl.constexpr, BLOCK_K: tl.constexpr, SEGMENT: tl.constexpr):
+                          code_scale, count, C: constexpr, BLOCK_K: constexpr, SEGMENT: constexpr):
     # Logits, Targets and Grad: a pointer and strides.
     row = tl.program_id(0).to(tl.int64)
     logits = Logits[0] + row * Logits[1]
     total, unscaled = _read_row(logits, C, SEGMENT, Grad is not None)
-
     # The loss, from the logits of the targets.
     k = tl.arange(0, BLOCK_K)
     target = tl.load(Targets[0] + row * Targets[1] + k * Targets[2], mask=k < count, other=-1)
@@ -2975,7 +2631,16 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         # Coinciding targets: each gets the sum of their pulls, so the order of the stores does not matter.
         summed = tl.sum(tl.where(target[:, None] == target[None, :], pull[None, :], 0.0), axis=1)
         at_target = (factor * _lifted_exp(u) - unit * summed) * (u - u * u)
-        _write_row(grad, unscaled, factor, C, SEGMENT, logits.dtype.element_ty.primitive_bitwidth == 16)
+        col = tl.arange(0, SEGMENT)
+        for start in tl.static_range(0, C, SEGMENT):
+            if logits.dtype.element_ty.primitive_bitwidth == 16:  # packed in fp16
+                pair = unscaled[start // SEGMENT]
+                ga = (pair & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+                gb = (pair >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+            else:
+                ga, gb = unscaled[start // SEGMENT]
+            g = tl.reshape(tl.join(factor * ga, factor * gb), (SEGMENT,))
+            tl.store(grad + start + col, g.to(dtype), mask=start + col < C)
         tl.debug_barrier()  # all threads must have written the row
         tl.store(grad + target, at_target.to(dtype), mask=is_target)
         if Masses is not None:
@@ -3009,11 +2674,7 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
     return losses
 
 
-# ---- The head --------------------------------------------------------------------------------------------------------
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
+class _HeadLoss(_Function):
     def forward(ctx, h, weight, head, targets, weights, loss_scale, candidates, codes, mass, sink_mass):
         ctx.head, ctx.loss_scale, sampled = head, loss_scale, candidates is not None
         columns = len(candidates) if sampled else weight.size(1)
@@ -3025,15 +2686,11 @@ class _HeadLoss(torch.autograd.Function):
             if sampled:  # PyTorch cannot select rows of FP8; D is a multiple of 8
                 codes_t = codes_t.view(torch.int64).index_select(0, candidates).view(E4M3)
             operands = x_t, codes_t if sampled else head.codes
-
-            def logits(rows):
-                return scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, True, head.dtype)
+            logits = lambda rows: scaled_product(x[rows], codes_t, head.scale_x, head.scale_w, True, head.dtype)
         else:
             W = (weight.index_select(1, candidates) if sampled else weight).to(head.dtype)
             operands = h, W
-
-            def logits(rows):
-                return torch.mm(h[rows], W, out=grad[rows])
+            logits = lambda rows: torch.mm(h[rows], W, out=grad[rows])
         copies = None
         if mass is not None:
             copies = Copies(mass, sink_mass, 0 if sampled else head.gate, *map(torch.empty_like, (mass, sink_mass)))
@@ -3044,8 +2701,6 @@ class _HeadLoss(torch.autograd.Function):
         head.next_loss += next_losses.sum()
         return loss
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, upstream):
         head = ctx.head
         grad, x, w, candidates, dmass, dsink_mass = ctx.saved_tensors
@@ -3054,16 +2709,13 @@ class _HeadLoss(torch.autograd.Function):
             scale_g = upstream * (GRAD_SCALE * ctx.loss_scale)
             grad_t, w = transposed(grad), transposed(w) if sampled else w
             grad_h = scaled_product(grad, w, scale_g, head.scale_w, dtype=head.dtype)
-            if sampled:
-                grad_w = scaled_product(grad_t, x, scale_g, head.scale_x, dtype=head.dtype)
-            else:
-                grad_w = scaled_product(x, grad_t, head.scale_x, scale_g, dtype=head.dtype)
+            operands = (grad_t, x, scale_g, head.scale_x) if sampled else (x, grad_t, head.scale_x, scale_g)
+            grad_w = scaled_product(*operands, dtype=head.dtype)
         else:
             grad_h = upstream * (grad @ w.t())
             grad_w = upstream * (grad.t() @ x if sampled else x.t() @ grad)
         grad_w = grad_w.to(head.weight.dtype)
-        if sampled:  # (P, D), rows of the tied embedding
-            # No two candidates are equal, so each row is written once. index_add_ would add with atomics.
+        if sampled:  # (P, D), rows of the tied embedding; each is written once, because no two candidates are equal
             head.embedding.grad[candidates] += grad_w
             grad_w = None
         if dmass is not None:
@@ -3078,30 +2730,21 @@ def head_rows(classes):
 
 class HeadLoss:
     """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (K,) fp32.
-
-    weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight: the FP8 codes
-    are made once per update, not once per micro-step. `exact=True` takes the unquantised weight (validation).
-    cross_entropy: the function of that name or cross_entropy_ref, compiled or not.
-
+    weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight, which makes
+    the FP8 codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
+    exact: take the unquantised weight (validation). codes: None, or both_layouts(h, X_SCALE, E4M3).
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
-    The gradient is added to rows of embedding.grad, embedding (V, D), where each row is contiguous. So this works only
-    while embedding and head are tied: the optimizer then adds the transpose of embedding.grad to the head's gradient.
-
-    codes: None, or both layouts of h in FP8, as `both_layouts(h, X_SCALE, E4M3)` makes them.
-    point: None, or a Point for the pointer head, whose gate is the class `gate`; the first of the candidates is then
-    this class. pointer: the function of that name or pointer_ref.
-
-    next_loss: 0-D fp32, to which each call, other than an exact one, adds its loss of the next tokens alone, with
-    weight 1. It stays at its address.
-    """
-
+    The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
+    embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
+    first candidate. next_loss: 0-D fp32, to which each call that is not exact adds its loss of the next tokens alone,
+    with weight 1; it stays at its address."""
     def __init__(self, weight, dtype, fp8, cross_entropy=cross_entropy, embedding=None, pointer=pointer, gate=None):
         self.weight, self.dtype, self.fp8, self.cross_entropy = weight, dtype, fp8, cross_entropy
         self.embedding, self.pointer, self.gate = embedding, pointer, gate
         self.block, self.next_loss = head_rows(weight.size(1)), torch.zeros((), device=weight.device)
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
-            self.codes, self.codes_t = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (weight, weight.mT))
+            self.codes, self.codes_t = _new_codes(weight)
             self.refresh()
 
     def refresh(self):
@@ -3136,12 +2779,8 @@ class HeadLoss:
         return self.blockwise(lambda rows: h[rows] @ W, shifted, weights, 1.0, copies=copies)
 
     def blockwise(self, logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
-        """Losses (N,) fp32 of targets (N, K), one block of rows at a time; `logits(rows)` returns the logits of a slice
-        of rows.
-
-        Fills `grad`, which has the shape of all logits, with the gradient of the logits / code_scale, and next_losses
-        (N,).
-        """
+        """Losses (N,) fp32 of targets (N, K), one block of rows at a time; `logits(rows)`: those of a slice of rows.
+        Fills `grad`, of the shape of all logits, with the gradient of the logits / code_scale, and next_losses (N,)."""
         blocks = (slice(start, start + self.block) for start in range(0, len(targets), self.block))
         return torch.cat([self.cross_entropy(logits(rows), targets[rows], weights, loss_scale, code_scale,
                                              None if grad is None else grad[rows],
@@ -3151,41 +2790,32 @@ class HeadLoss:
 
 # ======================================================================================================================
 # 8  Symmetric products
-#
 #   XXT(X, out, scale)                     out = s² X Xᵀ                    replaces X @ X.mT
 #   XTX(X, out, scale)                     out = s² Xᵀ X                    replaces X.mT @ X
 #   ba_plus_cAA(P, c, b, out, a, scale)    out = s (c P Pᵀ + b P + a I)     replaces torch.baddbmm; P symmetric
 #
 # scale: s (n,) fp32, or None for 1. The batch dimension may be absent. fp32 accumulation, one rounding, `out` exactly
 # symmetric. Rows of the input are contiguous and begin at multiples of 16 bytes, as the copy engine requires.
-# scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product: an addend costs the library a
-# copy of X.
+# scale normalises X without a pass over X. a makes aX + (bP + cPP)X one plain product, without a copy of X.
 # Only the tiles on and below the diagonal are launched (21 of 36 at M = 768 with 128-tiles). A tile below the diagonal
-# is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. So the
-# result is symmetric by construction. If P is not quite symmetric, ba_plus_cAA mirrors the result of the lower half of
-# P. XTX is the same code with tiles read across and transposed on chip: there is no copy, and tall matrices keep the
-# small (K, K) product. tests/lesson.py builds this kernel in four steps.
-# For 40 matrices of 768 x 768, XXT takes 62 µs, 51 % of the copy rate (bmm: 61), and ba_plus_cAA 66 µs, 48 % (baddbmm:
-# 115). For 22 of 3072 x 768, XTX takes 89 µs, 65 % of the product rate (bmm: 106).
-#
+# is stored twice, the second time transposed; a tile on the diagonal gets its upper half from its lower half. XTX is
+# the same code with tiles read across and transposed on chip. tests/lesson.py builds this kernel in four steps. For 40
+# matrices of 768 x 768, ba_plus_cAA takes 66 µs (baddbmm: 115).
 # Computing half of the symmetric products of Muon and mirroring it: byronxu99, PR 109. Loading along the contiguous
 # axis and transposing on chip: EmmettBicker (Aster), PR 217. The tall form: ChrisJMcCormick, PR 233.
-# ======================================================================================================================
 
 # (limit in programs per SM, launch parameters); the first entry that fits is used. Tiles are square, so that the
-# diagonal runs through whole tiles. A program keeps num_stages · 2 · BLOCK · BLOCK_K operands in shared memory, 227
-# KiB per SM. It waits for memory at its start and at its end, so an SM wants two programs, or deep pipelining where
-# there are too few programs.
+# diagonal runs through whole tiles. An SM wants two programs, or deep pipelining where there are too few.
 GRAM_LAUNCH = {
     torch.bfloat16: (
-        # 8 GPUs. 16 KiB per stage; as many stages as let two or three programs share an SM, all resident at once.
+        # 8 GPUs: as many stages as let two or three programs share an SM.
         (2, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=6)),
         (3, dict(BLOCK=64, BLOCK_K=64, num_warps=4, num_stages=4)),
-        # 4 GPUs, if an SM has that much shared memory. 32 KiB per stage, one program per SM.
+        # 4 GPUs, if an SM has that much shared memory: one program per SM.
         (1, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=6)),
-        # 1 or 2 GPUs: two programs per SM, 128 registers per thread.
+        # 1 or 2 GPUs: two programs per SM.
         (math.inf, dict(BLOCK=128, BLOCK_K=64, num_warps=8, num_stages=3, maxnreg=128))),
-    # Exact fp32 has no tensor cores and exists for tests: tiles small enough for registers and shared memory.
+    # Exact fp32 has no tensor cores and exists for tests.
     torch.float32: ((math.inf, dict(BLOCK=64, BLOCK_K=32, num_warps=4, num_stages=2)),),
 }
 
@@ -3211,17 +2841,16 @@ def XTX_ref(X, out, scale=None):
 
 
 def ba_plus_cAA_ref(P, c, b, out, a=0.0, scale=None):
-    """out = s (c P Pᵀ + b P + a I); returns out."""
+    """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     P = _at_least_fp32(P)
     eye = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
     return _mirror_lower(_per_matrix(scale) * (c * (P @ P.mT) + b * P + a * eye), out)
 
 
 @triton.jit
-def _gram_tile(X, batch, m, k, M, K, ACROSS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of the
-    transpose of X (n, K, M); zeros beyond the edges. X: a descriptor, or a pointer and the strides of matrices and
-    rows."""
+def _gram_tile(X, batch, m, k, M, K, ACROSS, BLOCK, BLOCK_K):
+    """(BLOCK, BLOCK_K) tile from row m and column k on of matrix `batch` of X (n, M, K), or with ACROSS of Xᵀ, X (n, K,
+    M); zeros beyond the edges. X: a descriptor, or a pointer and the strides of matrices and rows."""
     if isinstance(X, tl.tensor_descriptor):
         if ACROSS:
             return X.load([batch, k, m]).reshape(BLOCK_K, BLOCK).T
@@ -3236,8 +2865,8 @@ def _gram_tile(X, batch, m, k, M, K, ACROSS: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: tl.constexpr, ADDEND: tl.constexpr, BLOCK: tl.constexpr,
-                 BLOCK_K: tl.constexpr):
+def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: constexpr, ADDEND: constexpr, BLOCK: constexpr,
+                 BLOCK_K: constexpr):
     # Program t of the triangle 0 | 1 2 | 3 4 5 | ... computes tile (row, col), col <= row. The first tile of a row
     # has 8t + 1 = (2 row + 1)², the tile before it 8 less. So 8t + 4 is 3 above this square for the one and 5 below it
     # for the other, and rounding of the root does not change the row.
@@ -3245,7 +2874,6 @@ def _gram_kernel(Tiles, X, Out, Scale, M, K, c, b, a, ACROSS: tl.constexpr, ADDE
     row = ((tl.sqrt((8 * t + 4).to(tl.float32)) - 1) / 2).to(tl.int32)
     col = t - row * (row + 1) // 2
     batch = tl.program_id(1)
-
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         left = _gram_tile(Tiles, batch, row * BLOCK, k, M, K, ACROSS, BLOCK, BLOCK_K)
@@ -3303,8 +2931,8 @@ def _launch_gram(name, X, axis, out, scale, c=1.0, b=0.0, a=0.0, addend=False):
 
 def _separate(target, source):
     """A check that no tensor is given twice, because the kernel reads `source` while it writes `target`."""
-    def check(*args, **options):
-        tensors = [id(x) for x in (*args, *options.values()) if isinstance(x, Tensor)]
+    def check(**given):
+        tensors = [id(x) for x in given.values() if isinstance(x, Tensor)]
         if len({*tensors}) < len(tensors):
             return f"{target} must not be {source}, which is read while {target} is written"
     return check
@@ -3315,26 +2943,22 @@ _out_is_new = _separate("out", "the input")
 
 @operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
 def XXT(X, out, scale=None):
-    """out = s² X Xᵀ; returns out."""
     return _launch_gram("XXT", X, -2, out, scale)
 
 
 @operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
 def XTX(X, out, scale=None):
-    """out = s² Xᵀ X; returns out."""
     return _launch_gram("XTX", X, -1, out, scale)
 
 
 @operation(ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided",
            scale="?...: fp32")
 def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
-    """out = s (c P Pᵀ + b P + a I) for symmetric P, which is not verified; returns out."""
     return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
 
 
 # ======================================================================================================================
 # 9  The updates: NorMuon around the products of section 8, and Adam
-#
 #   X, scale = fused_momentum(grad, momentum, mu, safety, slow, decay, slow_rate, slow_share)
 #       m     ← m + (1 − decay)(g − m)                           in place
 #       s     ← s + slow_rate (g − s)                            in place, if there is a slow average s
@@ -3354,23 +2978,19 @@ def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
 #       m ← beta1 m + (1 − beta1) g;  v ← beta2 v + (1 − beta2) g²;  u = step_size m / (√v + eps)
 #       w ← w − u − [u w > 0] w weight_decay;  average as above
 #   replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps)
-#       the same with numbers of its own for every weight: lr' = lr lr_mul, step_size = lr' √(1 − beta2ᵗ) / (1 − beta1ᵗ),
-#       weight_decay = lr'² adam_wd wd_mul
+#       the same with numbers of its own for every weight:
+#       lr' = lr lr_mul,  step_size = lr' √(1 − beta2ᵗ) / (1 − beta1ᵗ),  weight_decay = lr'² adam_wd wd_mul
 #
 #   grad, y (n, R, C) bf16 or fp32; momentum, slow, average (n, R, C) fp32; scale (n,), v (n, R, 1), matrix_lr (n, 1, 1)
 #   fp32; p_bits, mantissa (n, R, C) int16: upper and lower halves of the fp32 weights w, truncated. Adam: p, grad bf16
 #   or fp32; m, v, average, beta1, beta2, lr_mul, wd_mul fp32, all of one shape. Numbers that change from step to step
 #   may be 0-D tensors.
 # Each weight is read and written once; the norms of normuon_update take one more pass over y. Sums over a matrix are
-# partial sums in a fixed order, without atomics. At 22 x 2560 x 768 (H200, median of a graph's replays) fused_momentum
-# with a slow average takes 212 µs, 97 % of the copy rate (compiled PyTorch: 233), normuon_update 130 µs, 95 % (169).
-#
+# partial sums in a fixed order. For 22 x 2560 x 768 (H200) normuon_update takes 130 µs (compiled PyTorch: 169).
 # Slow average: PR 339 and the optimizer ANVIL of record 92. NorMuon: Li et al., arXiv 2510.05491. Cautious decay:
 # varunneal, PR 154. Rates per matrix (K9): PR 168. Master weights in two halves: classiclarryd and YouJiacheng, PR 190.
-# ======================================================================================================================
 
-# Elements of a program; NorMuon's programs have whole rows. Short programs: nothing is reused, so more of them in
-# flight hide the memory's latency better.
+# Elements of a program; NorMuon's programs have whole rows. Many short programs hide the memory's latency.
 MOMENTUM_LAUNCH = dict(BLOCK=1024, num_warps=4)
 NORMUON_LAUNCH = dict(ELEMENTS=4096, num_warps=4)
 ADAM_LAUNCH = dict(BLOCK=1024, num_warps=4)
@@ -3389,7 +3009,7 @@ def fused_momentum_ref(grad, momentum, mu, safety, slow=None, decay=None, slow_r
 
 
 @triton.jit
-def _momentum_kernel(Grad, M, Slow, X, Squares, size, mu, decay, slow_rate, slow_share, BLOCK: tl.constexpr):
+def _momentum_kernel(Grad, M, Slow, X, Squares, size, mu, decay, slow_rate, slow_share, BLOCK: constexpr):
     # Program (b, n): block b of matrix n. Squares (n, blocks): sums of the squares of the rounded X.
     mu, decay, slow_rate, slow_share = _number(mu), _number(decay), _number(slow_rate), _number(slow_share)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -3411,7 +3031,7 @@ def _momentum_kernel(Grad, M, Slow, X, Squares, size, mu, decay, slow_rate, slow
 
 
 @triton.jit
-def _momentum_scale_kernel(Squares, Scale, blocks, safety, BLOCK: tl.constexpr):
+def _momentum_scale_kernel(Squares, Scale, blocks, safety, BLOCK: constexpr):
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, blocks, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -3421,7 +3041,6 @@ def _momentum_scale_kernel(Squares, Scale, blocks, safety, BLOCK: tl.constexpr):
 
 @operation(fused_momentum_ref, any_dtype=True, grad="n R C: bf16 fp32", momentum="n R C: fp32", slow="?n R C: fp32")
 def fused_momentum(grad, momentum, mu, safety, slow=None, decay=None, slow_rate=0.0, slow_share=0.0):
-    """`fused_momentum_ref` as a kernel."""
     n, size = len(grad), grad.shape[1:].numel()
     blocks = triton.cdiv(size, MOMENTUM_LAUNCH["BLOCK"])
     X, squares, scale = torch.empty_like(grad), momentum.new_empty(n, blocks), momentum.new_empty(n)
@@ -3454,7 +3073,7 @@ def normuon_update_ref(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta
 
 
 @triton.jit
-def _row_norms_kernel(Y, V, Sums, R, C, beta2, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _row_norms_kernel(Y, V, Sums, R, C, beta2, ROWS: constexpr, COLUMNS: constexpr):
     # Program (b, n): block b of the rows of matrix n. Sums (n, blocks, 2): of q and of q r² over these rows.
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = row < R
@@ -3471,8 +3090,8 @@ def _row_norms_kernel(Y, V, Sums, R, C, beta2, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _normuon_kernel(P, Mantissa, V, Y, Average, Sums, MatrixLr, lr, weight_decay, average_rate, R, C,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr):
+def _normuon_kernel(P, Mantissa, V, Y, Average, Sums, MatrixLr, lr, weight_decay, average_rate, R, C, ROWS: constexpr,
+                    COLUMNS: constexpr, BLOCKS: constexpr):
     # The grid of _row_norms_kernel. Every program adds up the sums of its matrix.
     lr = _number(lr) * tl.load(MatrixLr + tl.program_id(1))
     decay = _number(weight_decay) * lr
@@ -3502,7 +3121,6 @@ def _normuon_kernel(P, Mantissa, V, Y, Average, Sums, MatrixLr, lr, weight_decay
 @operation(normuon_update_ref, any_dtype=True, p_bits="n R C: int16", mantissa="n R C: int16", v="n R 1: fp32",
            y="n R C: bf16 fp32", matrix_lr="n 1 1: fp32", average="?n R C: fp32")
 def normuon_update(p_bits, mantissa, v, y, lr, matrix_lr, weight_decay, beta2, average=None, average_rate=0.0):
-    """`normuon_update_ref` as two kernels."""
     (n, R, C), columns = y.shape, triton.next_power_of_2(y.size(2))
     rows = max(1, NORMUON_LAUNCH["ELEMENTS"] // columns)
     blocks = triton.cdiv(R, rows)
@@ -3526,8 +3144,7 @@ def adam_update_ref(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, a
 
 
 def adam_step_size(lr, t, beta1, beta2):
-    """The factor of m / sqrt(v) in update number t, from 1: the rate, and what corrects the zeros that both moments
-    begin with."""
+    """The factor of m / sqrt(v) in update number t, from 1: the rate, corrected for moments that begin at zero."""
     return lr * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
 
 
@@ -3539,7 +3156,7 @@ def replicated_update_ref(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, ad
 
 @triton.jit(do_not_specialize=["t"])
 def _adam_kernel(P, M, V, Grad, Average, size, step_size, weight_decay, beta1, beta2, eps, average_rate, t, LrMul,
-                 WdMul, BLOCK: tl.constexpr):
+                 WdMul, BLOCK: constexpr):
     # With LrMul, beta1 and beta2 are pointers, too, step_size is the rate, and weight_decay that of all weights.
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -3572,14 +3189,12 @@ def _launch_adam(p, m, v, grad, average, *numbers):
 @operation(adam_update_ref, any_dtype=True, p="...: bf16 fp32", m="...: fp32", v="...: fp32", grad="...: bf16 fp32",
            average="?...: fp32")
 def adam_update(p, m, v, grad, step_size, weight_decay, beta1, beta2, eps, average=None, average_rate=0.0):
-    """`adam_update_ref` as a kernel."""
     _launch_adam(p, m, v, grad, average, step_size, weight_decay, beta1, beta2, eps, average_rate, 0, None, None)
 
 
 @operation(replicated_update_ref, any_dtype=True, p="N: bf16 fp32", m="N: fp32", v="N: fp32", grad="N: bf16 fp32",
            beta1="N: fp32", beta2="N: fp32", lr_mul="N: fp32", wd_mul="N: fp32")
 def replicated_update(p, m, v, grad, lr, t, beta1, beta2, lr_mul, wd_mul, adam_wd, eps):
-    """`replicated_update_ref` as a kernel."""
     _launch_adam(p, m, v, grad, None, lr, adam_wd, beta1, beta2, eps, 0.0, t, lr_mul, wd_mul)
 
 
@@ -3604,9 +3219,7 @@ POLAR_SAFETY = 1.02
 
 def polar_express(X, scale, ops, steps=5):
     """Approximate polar factor of every matrix scale · X, as (n, R, C). steps: a key of POLAR_EXPRESS.
-
-    X (n, R, C) is overwritten. scale (n,) fp32 makes all Frobenius norms < 1; the first products apply scale.
-    """
+    X (n, R, C) is overwritten. scale (n,) fp32 makes all Frobenius norms < 1; the first products apply scale."""
     tall = X.size(1) > X.size(2)
     side = min(X.size(1), X.size(2))
     P, Q = (torch.empty(X.size(0), side, side, dtype=X.dtype, device=X.device) for _ in range(2))
@@ -3621,7 +3234,6 @@ def polar_express(X, scale, ops, steps=5):
 
 # ======================================================================================================================
 # 10  Sums of streams, their norm and its FP8 codes
-#
 #   mixed = mix(terms, reader, added, grad_codes)
 #       x      = f₁ s₁ + f₂ s₂ + ... + Σ added, rounded once   terms: pairs (f, s)
 #       normed = x / rms(x), and its codes as in section 4     if the stream has a reader
@@ -3634,36 +3246,27 @@ def polar_express(X, scale, ops, steps=5):
 #   f = token_gate(first, w, λ) = λ σ(first wᵀ)                a factor for each token
 #
 #   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
-# A residual network is sums between products, and each sum that is an operation of its own reads and writes (N, D). mix
-# reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
-# layouts in its place.
-#
-# Many layers add the same streams (token and n-gram embeddings). Autograd would write a gradient of each stream for each
-# layer and sum these. add_later hands every layer a sum that has no memory: mix reads its streams, and its gradient is
-# g, which mix writes anyway. One kernel then makes the gradients of all these sums. It runs when the last of the places
-# has its g, so the places between two networks that make factors are one call.
-#
-# A gradient ds = f g of a stream that another mix has made is not written: its mix reads g and f.
-#
+# mix reads every stream once, and writes x and what its reader needs: the normed stream, or with FP8 its codes in both
+# layouts in its place. Where another mix has made a stream, ds = f g is not written: that mix reads g and f.
+# Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
+# mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
+# kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
 # rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
 # token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
-#
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
-# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded: an edit that reads one gets
-# NaN losses.
-# ======================================================================================================================
+# codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded; who reads it, gets NaN
+# losses.
 
 MIX_STREAMS = _contract(stream="N D")
-# Transposed codes are written in lines of BLOCK_N bytes. Without codes, fewer rows on chip leave more programs in flight.
 MIX_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=4), "plain": dict(BLOCK_N=8, BLOCK_D=128, num_warps=4)}
 MIX_GRAD_LAUNCH = {"codes": dict(BLOCK_N=32, BLOCK_D=128, num_warps=8),
                    "plain": dict(BLOCK_N=8, BLOCK_D=256, num_warps=8)}
 ADDED_GRAD_LAUNCH = dict(BLOCK_N=4, BLOCK_D=128, num_warps=4)  # few rows: each place and stream has a register
+TOKEN_GATE_LAUNCH = dict(BLOCK=512, num_warps=4)
 
 
 class Reader(NamedTuple):
     """What reads the norm of a stream."""
-
     scale: float | None = None  # static scale of the FP8 codes that it reads; None: it reads the normed stream
     channels: int = 0  # it reads a copy of so many first channels of the normed stream
     whole: bool = False  # with codes: it also reads the normed stream
@@ -3674,7 +3277,6 @@ READERS = 4  # so many gradients of a stream come to mix by themselves; autograd
 
 class _Beside:
     """What one backward pass leaves for another beside autograd."""
-
     left = None
 
     def take(self):
@@ -3682,24 +3284,15 @@ class _Beside:
         return left
 
 
-class _Product(_Beside):
-    """The gradient of a stream for one reader, which is a mix: (gradient, factor) in place of their product."""
-
-
 class GradCodes(_Beside):
-    """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N), for the one operation that made the
-    stream."""
-
+    """Where mix leaves the gradient of a stream as e5m2 codes (N, D) and (D, N) of a static scale, for its maker."""
     def __init__(self, scale):
-        self.scale = scale  # static
+        self.scale = scale
 
 
 class _Parts(_Beside):
     """Gradients of the pieces of a tensor, which backward passes write here in place of returning them.
-
-    new(like, *shape): the memory, for a piece that needs `shape`; pieces(memory): its pieces.
-    """
-
+    new(like, *shape): the memory, for a piece that needs `shape`; pieces(memory): its pieces."""
     def __init__(self, new, pieces=lambda memory: memory):
         self.new, self.pieces, self.given = new, pieces, set()
 
@@ -3732,25 +3325,19 @@ def _as_pieces(tensors, parts):
 class Mixed(NamedTuple):
     """The result of mix: a stream, and what its reader reads; see `Reader`. Each use of x or normed gets a gradient of
     its own, which mix sums with the others."""
-
     xs: list[Tensor]  # one stream (N, D), for each use
     reader: Reader | None = None
     normeds: list[Tensor] | None = None  # likewise (N, D)
     first: Tensor | None = None  # (N, channels)
     codes: tuple[Tensor, Tensor] | None = None  # e4m3, (N, D) and (D, N)
 
-    @property
-    def x(self):
-        return self.xs.pop() if len(self.xs) > 1 else self.xs[0]
-
-    @property
-    def normed(self):
-        return self.normeds and (self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0])
+    x = property(lambda self: self.xs.pop() if len(self.xs) > 1 else self.xs[0])
+    normed = property(lambda self: self.normeds and (
+        self.normeds.pop() if len(self.normeds) > 1 else self.normeds[0]))
 
 
 class Added(NamedTuple):
     """A sum of streams for one place. mix reads the streams; the gradient goes through `token`."""
-
     token: Tensor | None  # (N, D), without memory; None: the gradient goes through streams and factors
     streams: list[Tensor]  # (N, D)
     factors: list  # as in mix
@@ -3794,11 +3381,6 @@ def columns_ref(matrix, sizes):
     return tuple(piece.mT for piece in matrix.split(sizes))
 
 
-def first_channels_ref(x, channels):
-    """(x, its first channels)."""
-    return x, x[:, :channels]
-
-
 @triton.jit
 def _times(Factor, x, n, N):
     """x (tokens n, channels) times a factor; see _per_token."""
@@ -3812,15 +3394,6 @@ def _times(Factor, x, n, N):
 
 
 @triton.jit
-def _stream_tile(X, n, d, N, D, PREVIOUS: tl.constexpr):
-    """Tile of a stream; PREVIOUS: token n takes the row before."""
-    if PREVIOUS:
-        return _tile(X, tl.where(n == 0, N, n - 1), d, N, D)
-    else:
-        return _tile(X, n, d, N, D)
-
-
-@triton.jit
 def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
     """Codes of x (tokens n, channels d), which is rounded to bf16 before, in both layouts."""
     codes = _saturate(x.to(tl.bfloat16).to(tl.float32) * inverse_scale, Codes.dtype.element_ty)
@@ -3830,8 +3403,8 @@ def _store_codes(Codes, CodesT, x, inverse_scale, n, d, N, D):
 
 
 @triton.jit
-def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: tl.constexpr,
-                D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inverse_scale, PREVIOUS: constexpr,
+                D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
     # A program has whole rows, which stay on chip between the sum and the norm. PREVIOUS: a bit for each stream, set if
     # token n takes row n - 1.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -3840,7 +3413,8 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
         d = start + tl.arange(0, BLOCK_D)
         total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for k in tl.static_range(len(Streams)):
-            total += _times(Factors[k], _stream_tile(Streams[k], n, d, N, D, PREVIOUS >> k & 1), n, N)
+            row = tl.where(n == 0, N, n - 1) if PREVIOUS >> k & 1 else n
+            total += _times(Factors[k], _tile(Streams[k], row, d, N, D), n, N)
         x = total.to(X.dtype.element_ty)
         _store(X, x, n, d, N, D)
         chunks = chunks + (x,)
@@ -3860,7 +3434,7 @@ def _mix_kernel(Streams, Factors, X, Normed, First, Codes, CodesT, Rstd, N, inve
 
 
 @triton.jit
-def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START, BLOCK_N, BLOCK_D):
     """Gradient of the normed stream (tokens n, channels from START on), summed over its readers."""
     d = START + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -3873,21 +3447,17 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START: tl.constexpr, BLOCK_
 
 @triton.jit
 def _add_dot(Dots, dot, n, N):
-    """Add to the gradient per token of a factor, because a number may be a factor of many sums. The program does not
-    wait for what an atomic addition finds, and no two programs add to one token, so the order of sums is fixed."""
+    """Add to the gradient per token of a factor; no two programs of a launch add to one token, so sums repeat."""
     tl.atomic_add(Dots + n, dot, mask=n < N, sem="relaxed")
 
 
 @triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
-                     inverse_scale, D: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr,
-                     BLOCK_D: tl.constexpr):
+                     inverse_scale, D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
     # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
     # and dStreams: of the terms whose gradient is written.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dots = ()
-    for _ in tl.static_range(len(Streams)):
-        dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * len(Streams)
     if X is not None:
         rstd, dot = tl.load(Rstd + n, mask=n < N, other=0.0), tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for start in tl.static_range(0, D, BLOCK_D):
@@ -3917,24 +3487,20 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
 
 
 @triton.jit
-def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVIOUS: tl.constexpr, D: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVIOUS: constexpr, D: constexpr,
+                       BLOCK_N: constexpr, BLOCK_D: constexpr):
     # Factors and Dots: of every place, for every stream; None: the place does not add the stream. Passed: what other
     # readers add to dStreams. Token m adds the rows n of the streams.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = n + PREVIOUS
-    dots = ()
-    for _ in tl.static_range(len(Grads) * len(Streams)):
-        dots = dots + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
+    dots = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),) * (len(Grads) * len(Streams))
     for start in tl.static_range(0, D, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
         streams, totals = (), ()
         for k in tl.static_range(len(Streams)):
-            streams = streams + (_tile(Streams[k], n, d, N, D),)
-            if Passed[k] is None:
-                totals = totals + (tl.zeros((BLOCK_N, BLOCK_D), tl.float32),)
-            else:
-                totals = totals + (_tile(Passed[k], n, d, N, D),)
+            zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+            streams += (_tile(Streams[k], n, d, N, D),)
+            totals += (zeros if Passed[k] is None else _tile(Passed[k], n, d, N, D),)
         sums = ()
         for place in tl.static_range(len(Grads)):
             g, new = _tile(Grads[place], m, d, N, D), ()
@@ -3961,8 +3527,7 @@ def _per_token(factors):
 
 
 def _dots(factors, like):
-    """Where the gradients per token of learned factors go, each (N,) or (N, 1) fp32: to the parts of `rows` and
-    `columns`, else to zeros."""
+    """Where gradients per token of learned factors go, fp32: to the parts of `rows` and `columns`, else to zeros."""
     own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
     return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
 
@@ -3981,10 +3546,6 @@ def _detached(factor):
     return plain
 
 
-def _bits(flags):
-    return sum(bool(flag) << k for k, flag in enumerate(flags))
-
-
 def _block_d(D, launch):
     """The launch, with chunks that divide the stream."""
     return launch | {"BLOCK_D": max(16, min(launch["BLOCK_D"], D & -D))}
@@ -3995,15 +3556,12 @@ def apart(vector):
     return F.pad(vector[:, None], (0, 16 // vector.element_size() - 1))[:, 0]
 
 
-class _Pieces(torch.autograd.Function):
-    @staticmethod
+class _Pieces(_Function):
     def forward(ctx, tensor, parts, of_rows):
         ctx.parts, ctx.of_rows, ctx.like = parts, of_rows, tensor.detach()
         ctx.set_materialize_grads(False)
         return parts.pieces(tensor) if not of_rows else (apart(tensor) if tensor.ndim == 1 else tensor).unbind(0)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         left, like = ctx.parts.take(), ctx.like
         total = torch.zeros_like(like) if left is None else (left.sum(1) if ctx.of_rows else left).to(like.dtype)
@@ -4022,16 +3580,16 @@ def rows(bank):
 
 def columns(matrix, sizes):
     """As `columns_ref`."""
-    shape = matrix.shape
-    parts = _Parts(lambda like, *_: like.new_zeros(shape, dtype=torch.float32), functools.partial(columns_ref, sizes=sizes))
+    parts = _Parts(lambda like, *_: like.new_zeros(matrix.shape, dtype=torch.float32),
+                   functools.partial(columns_ref, sizes=sizes))
     return _as_pieces(_Pieces.apply(matrix, parts, False), parts)
 
 
-class _Mix(torch.autograd.Function):
-    @staticmethod
+class _Mix(_Function):
     def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms, without gradients; products: a _Product or None for each use of x, then for each
-        stream. tensors: the streams, the tokens of `added`, then what autograd knows of the factors."""
+        """factors: of the terms, without gradients; products, for each use of x, then for each stream: None, or a
+        _Beside for a reader that is a mix, which leaves (gradient, factor) in place of their product. tensors: the
+        streams, the tokens of `added`, then what autograd knows of the factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
@@ -4046,8 +3604,8 @@ class _Mix(torch.autograd.Function):
         launch = _block_d(D, MIX_LAUNCH["plain" if codes[0] is None else "codes"])
         _mix_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(s for _, s, _ in terms), _per_token(f for f, _, _ in terms), x, normed, first, *codes, rstd, N,
-            1 / reader.scale if reader and reader.scale else 1.0, _bits(previous for _, _, previous in terms), D,
-            reader.channels if reader else 0, **launch)
+            1 / reader.scale if reader and reader.scale else 1.0,
+            sum(previous << k for k, (*_, previous) in enumerate(terms)), D, reader.channels if reader else 0, **launch)
         ctx.learned = [i for i, f in enumerate(factors) if isinstance(f, Tensor)]
         ctx.save_for_backward(x if reader else None, rstd, *(streams[i] for i in ctx.learned))
         ctx.factors, ctx.grad_codes, ctx.products = factors, grad_codes, products
@@ -4059,8 +3617,6 @@ class _Mix(torch.autograd.Function):
         return (*(x.view_as(x) for _ in range(READERS)),
                 *(normed if normed is None else normed.view_as(normed) for _ in range(READERS)), first, *codes)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         x, rstd, *streams = ctx.saved_tensors
         factors, learned, channel, dfirst = ctx.factors, ctx.learned, ctx.grad_codes, grads[2 * READERS]
@@ -4070,15 +3626,14 @@ class _Mix(torch.autograd.Function):
                 pairs.append(product and product.take() or (u, None))
                 if pairs[-1][0] is not u and u.data_ptr() != _nan(u.device, u.dtype).data_ptr():
                     raise RuntimeError("mix: two readers took one x; each must take its own")
-        dxs, dnormeds = [u.contiguous() for u, _ in pairs], [
-            u.contiguous() for u in grads[READERS:2 * READERS] if u is not None]
+        dxs = [u.contiguous() for u, _ in pairs]
+        dnormeds = [u.contiguous() for u in grads[READERS:2 * READERS] if u is not None]
         if not dxs and not dnormeds and dfirst is None:
             return (None,) * (5 + len(factors) + ctx.tokens + len(learned))
         if dfirst is None and not dnormeds:
             x = rstd = None
-        given = (*dxs, *dnormeds, x)[0]
+        given, of_streams = (*dxs, *dnormeds, x)[0], ctx.products[READERS:]
         (N, D), new = given.shape, given.new_empty
-        of_streams = ctx.products[READERS:]
         left = [i for i, f in enumerate(factors) if f is not None and of_streams[i]]
         written = {i: new(N, D) for i, f in enumerate(factors) if i not in left and f is not None}
         learned_factors = [factors[i] for i in learned]
@@ -4108,10 +3663,8 @@ class _Mix(torch.autograd.Function):
 
 def mix(terms, reader=None, added=(), grad_codes=None):
     """Mixed; differentiable in the streams, in the factors that are learned, and in what `added` sums.
-
     terms: pairs (factor, stream); reader: Reader or None; added: sums of add_later, each for this place. grad_codes: a
-    GradCodes, which gets the gradient of the last stream; the factor of that stream is None.
-    """
+    GradCodes, which gets the gradient of the last stream; its factor is None."""
     factors, streams = zip(*terms)
     sizes, (dtype, device) = {}, (streams[0].dtype, streams[0].device)
     for stream in (*streams, *(stream for part in added for stream in part.streams)):
@@ -4120,7 +3673,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
         raise ValueError("mix: the stream whose gradient becomes codes has a factor")
     if _takes_ref(*streams, any_dtype=True):
         return mix_ref(terms, reader, added)
-    products = [None, *(_Product() for _ in range(READERS - 1))]  # many may read the first one
+    products = [None, *(_Beside() for _ in range(READERS - 1))]  # many may read the first one
     results = _Mix.apply([*map(_detached, factors)], reader, added, grad_codes,
                          [*products, *(getattr(s, "product", None) for s in streams)], *streams,
                          *(part.token for part in added), *(f for f in factors if isinstance(f, Tensor)))
@@ -4131,8 +3684,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
                  tuple(codes) if codes[0] is not None else None)
 
 
-class _AddLater(torch.autograd.Function):
-    @staticmethod
+class _AddLater(_Function):
     def forward(ctx, factors, previous, owners, *tensors):
         """factors: of each place for each stream, without gradients; owners: of the streams, see _FirstChannels.
         tensors: the streams, then what autograd knows of the factors."""
@@ -4142,19 +3694,15 @@ class _AddLater(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         streams, count = ctx.saved_tensors, len(ctx.saved_tensors)
         passed, used = grads[:count], [p for p, g in enumerate(grads[count:]) if g is not None]
         if not used:
             return None, None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
         (N, D), factors = streams[0].shape, [ctx.factors[p] for p in used]
-        dstreams = [torch.empty_like(s) for s in streams]
-        flat = [f for row in factors for f in row if f is not None]
-        dots = _dots(flat, streams[0])
+        dstreams, flat = [*map(torch.empty_like, streams)], [f for row in factors for f in row if f is not None]
+        dots, launch = _dots(flat, streams[0]), _block_d(D, ADDED_GRAD_LAUNCH)
         pointers = iter(dots)
-        launch = _block_d(D, ADDED_GRAD_LAUNCH)
         _added_grad_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
             tuple(grads[count + p].contiguous() for p in used), streams, tuple(map(_per_token, factors)),
             tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams),
@@ -4169,12 +3717,9 @@ class _AddLater(torch.autograd.Function):
 
 
 def add_later(streams, factors, previous=False):
-    """(the streams for later readers, [Added]), one for each place.
-
-    streams (N, D); factors: for each place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that
-    the place does not add. Each Added goes into one mix. previous: token n adds row n - 1 of the streams, the first
-    token nothing.
-    """
+    """(the streams for later readers, [Added]), one for each place, for one mix. streams (N, D); factors: for each
+    place a 0-D tensor or a column (N, 1) for each stream, or None for a stream that the place does not add. previous:
+    token n adds row n - 1 of the streams, the first token nothing."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
     plain = [[*map(_detached, row)] for row in factors]
@@ -4185,15 +3730,12 @@ def add_later(streams, factors, previous=False):
         Added(token, kept, row, previous) for token, row in zip(results[len(streams):], plain)]
 
 
-class _FirstChannels(torch.autograd.Function):
-    @staticmethod
+class _FirstChannels(_Function):
     def forward(ctx, x, channels, owner):
         ctx.channels, ctx.owner = channels, owner
         ctx.set_materialize_grads(False)
         return x.view_as(x), x[:, :channels].contiguous()
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dx, dfirst):
         own = ctx.owner.take()
         if dx is None or dfirst is None:
@@ -4217,9 +3759,6 @@ def token_gate_ref(first, weight, factor):
     return factor * torch.sigmoid(F.linear(first, weight))
 
 
-TOKEN_GATE_LAUNCH = dict(BLOCK=512, num_warps=4)
-
-
 @triton.jit
 def _gate_of_tokens(First, Weight, n, c, N, C):
     x, w = _tile(First, n, c, N, C), tl.load(Weight + c, mask=c < C, other=0.0).to(tl.float32)
@@ -4227,15 +3766,15 @@ def _gate_of_tokens(First, Weight, n, c, N, C):
 
 
 @triton.jit
-def _token_gate_kernel(First, Weight, Factor, Gate, N, C: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
+def _token_gate_kernel(First, Weight, Factor, Gate, N, C: constexpr, CHANNELS: constexpr, BLOCK: constexpr):
     n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
     _, _, gate = _gate_of_tokens(First, Weight, n, c, N, C)
     tl.store(Gate + n, tl.load(Factor) * gate, mask=n < N)
 
 
 @triton.jit
-def _token_gate_grad_kernel(dGate, First, Weight, Factor, dFirst, Parts, N, C: tl.constexpr, CHANNELS: tl.constexpr,
-                            BLOCK: tl.constexpr):
+def _token_gate_grad_kernel(dGate, First, Weight, Factor, dFirst, Parts, N, C: constexpr, CHANNELS: constexpr,
+                            BLOCK: constexpr):
     # Parts (programs, C + 1): the gradients of Weight and of Factor from these tokens.
     n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHANNELS)
     x, w, gate = _gate_of_tokens(First, Weight, n, c, N, C)
@@ -4247,8 +3786,7 @@ def _token_gate_grad_kernel(dGate, First, Weight, Factor, dFirst, Parts, N, C: t
     tl.store(parts + C, tl.sum(dgate * gate, 0))
 
 
-class _TokenGate(torch.autograd.Function):
-    @staticmethod
+class _TokenGate(_Function):
     def forward(ctx, first, weight, factor):
         (N, C), gate = first.shape, first.new_empty(len(first), 1, dtype=torch.float32)
         ctx.save_for_backward(first, weight, factor)
@@ -4256,8 +3794,6 @@ class _TokenGate(torch.autograd.Function):
         _token_gate_kernel[(triton.cdiv(N, TOKEN_GATE_LAUNCH["BLOCK"]),)](first, weight, factor, gate, **ctx.sizes)
         return gate
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, dgate):
         first, weight, factor = ctx.saved_tensors
         (N, C), dfirst = first.shape, torch.empty_like(first)
@@ -4275,12 +3811,11 @@ def token_gate(first, weight, factor):
 
 
 # ---- Weights times factors -------------------------------------------------------------------------------------------
-#
 #   [matrices of a layer, ...] = scaled_weights(bank, factors, in_codes)
 #
-#   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of such
-#   a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as in the bank, and the
-#   gradient dW that it gets contains the factor.
+#   bank (L, P, R, K), contiguous but for its first axis; factors of the first layers. The last of the P matrices of
+#   such a layer is times its factor, rounded once. With in_codes, FP8 codes contain the factors, so this matrix is as
+#   in the bank, and its gradient dW contains the factor.
 #   dbank = factor · dW, with in_codes dW;   dfactor = Σ W · dW, with in_codes over the factor
 # To scale weights is cheaper than to scale x (PR 166). One launch has all layers, and so has the backward pass.
 
@@ -4298,8 +3833,8 @@ def scaled_weights_ref(bank, factors, in_codes=False):
 
 
 @triton.jit
-def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: tl.constexpr):
-    # Grid axis 1: matrices of K elements. A, Scaled and B: a pointer and the stride of a matrix. Dots (matrices,
+def _scale_weights_kernel(A, Factors, Scaled, B, Dots, K, BLOCK: constexpr):
+    # Grid axis 1: matrices of K elements. A, Scaled, B: a pointer and the stride of a matrix. Dots (matrices,
     # programs).
     i, k = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A[0] + i * A[1] + k, mask=k < K, other=0.0).to(tl.float32)
@@ -4332,8 +3867,7 @@ def _scale_weights(a, factors, scaled=None, b=None):
     return None if dots is None else dots.sum(1)
 
 
-class _ScaledWeights(torch.autograd.Function):
-    @staticmethod
+class _ScaledWeights(_Function):
     def forward(ctx, bank, factors, in_codes, parts):
         ctx.save_for_backward(bank, factors)
         ctx.in_codes, ctx.parts = in_codes, parts
@@ -4345,8 +3879,6 @@ class _ScaledWeights(torch.autograd.Function):
             matrices[-1][:len(factors)] = scaled.unbind(0)
         return tuple(m for row in zip(*matrices) for m in row)
 
-    @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         (bank, factors), left = ctx.saved_tensors, ctx.parts.take()
         in_place = left is not None and all(u.data_ptr() == v.data_ptr() for u, v in zip(grads, left))
@@ -4364,28 +3896,22 @@ def scaled_weights(bank, factors, in_codes=False):
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
 
-# One choice for all of these.
 mix.rows, mix.columns, mix.first_channels = rows, columns, first_channels
 mix.add_later, mix.token_gate, mix.scaled_weights = add_later, token_gate, scaled_weights
-mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, first_channels_ref
+mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
 mix_ref.add_later, mix_ref.token_gate, mix_ref.scaled_weights = add_later_ref, token_gate_ref, scaled_weights_ref
 IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 
 
 # ======================================================================================================================
 # 11  Transposes
-#
 #   transpose_copy(src, dst)   dst = srcᵀ         1-, 2- or 4-byte dtype, bit exact   replaces dst.copy_(src.mT)
 #   transpose_add(src, dst)    dst = dst + srcᵀ   bf16, fp16 or fp32, rounded once    replaces dst.add_(src.mT)
 #
 #   src (M, N), dst (N, M), any strides. Traffic: 2 passes for the copy, 3 for the add.
-#   A generic elementwise copy walks over one side with a stride. This kernel reads a tile along src, transposes it on
-#   chip and writes it along dst.
-# A copy of 768 x 50304 in bf16 takes 60 µs, 85 % of the copy rate (library: 299), an addition 85 µs, 88 % (341). A copy
-# of 49152 x 50304 bytes takes 1770 µs, 93 % (18400).
-#
+#   A generic elementwise copy walks over one side with a stride. This kernel transposes tiles on chip.
+# A copy of 768 x 50304 in bf16 takes 60 µs (library: 299), an addition 85 µs (341).
 # ChrisJMcCormick used transposes on the tied head (PR 233); samacqua made their tiles larger (PR 240).
-# ======================================================================================================================
 
 TRANSPOSE_LAUNCH = dict(BLOCK_M=64, BLOCK_N=128, num_warps=8)  # for all dtypes; bytes are written in lines of 64
 
@@ -4401,7 +3927,7 @@ def transpose_add_ref(src, dst):
 
 
 @triton.jit
-def _transpose_kernel(Src, Dst, M, N, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _transpose_kernel(Src, Dst, M, N, ADD: constexpr, BLOCK_M: constexpr, BLOCK_N: constexpr):
     # Src and Dst: a pointer and two strides. Neighbouring programs go down the rows of Src, and write contiguously.
     src, src_m, src_n = Src
     dst, dst_n, dst_m = Dst
@@ -4428,27 +3954,22 @@ def _launch_transpose(src, dst, add):
 @operation(transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
            src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")
 def transpose_copy(src, dst):
-    """dst = srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=False)
 
 
 @operation(transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
            dst="N M: strided")
 def transpose_add(src, dst):
-    """dst += srcᵀ; returns dst."""
     return _launch_transpose(src, dst, add=True)
 
 
 # ======================================================================================================================
 # The choice of implementation, made once at start
-# ======================================================================================================================
 
 def choose_ops(device, wanted="auto"):
     """One implementation per operation -> (namespace of callables, {operation: name of the choice}).
-
     wanted: "auto" (the first listed on CUDA, torch elsewhere), "torch" (references only), or "op:name,op:name" for
-    some. Raises a ValueError if a wanted implementation is unknown or cannot run on the device.
-    """
+    some. Raises a ValueError if a wanted implementation is unknown or cannot run on the device."""
     names = {op: next(iter(table)) if device.type == "cuda" and wanted != "torch" else "torch"
              for op, table in IMPLEMENTATIONS.items()}
     if NO_TRITON and device.type == "cuda":
