@@ -311,45 +311,17 @@ def test_mlp_against_the_definition(N, D, F, factor, device):
         assert maxima[0] == 0 and maxima[1].item() == pytest.approx(value.item(), rel=1e-2)
 
 
-def test_error_bounds(device):
-    """Every element is as near to the exact MLP as the formats allow: bounds go through the products like intervals."""
+def test_error_of_the_formats(device):
+    """The MLP in FP8 is near the exact one, so no scale is missing. Seen: .05 to .12 of the exact norm."""
     bank, x, g, factor = inputs(80, 48, 144, device)
     mlps = tk.Fp8Mlps(bank, LOSS_SCALE)
     settle(mlps, 0, x, g, factor)
-    (W1, W2), p = bank[0].double(), factor.double()
-    x, g, scales = x.double(), g.double(), mlps.scales[0, :, 0].double()
-
-    def code_error(value, scale, dtype):
-        """Half the distance of two codes; below the smallest normal value the distance is constant."""
-        bits, smallest, limit = FORMATS[dtype]
-        assert value.abs().max() <= 1.001 * limit * scale
-        return value.abs() * 2.0**-(bits + 1) + scale * 2.0**(smallest - bits - 1)
-
-    def product_error(a, a_error, b, b_error):
-        return a.abs() @ b_error + a_error @ b.abs() + a_error @ b_error
-
-    x_error, w1_error, w2_error = (code_error(t, scales[i], E4M3) for i, t in enumerate((x, W1, W2)))
-    g_error = code_error(g, scales[4], E5M2)
-    pre = (x @ W1.T)
-    pre_error = product_error(x, x_error, W1.T, w1_error.T)
-    pre_error += (pre.abs() + pre_error) * 2.0**-8
-    pre = pre.relu()
-    post_error = 2 * pre * pre_error + pre_error**2
-    post_error += ((pre + pre_error)**2) * 2.0**-4 + scales[3] * 2.0**-10
-    root_error = pre_error + (pre + pre_error) * 2.0**-4 + (scales[3] * 2.0**-10).sqrt()
-    dpost_error = product_error(g, g_error, p * W2.T, p * w2_error.T)
-    dpost = p * g @ W2.T
-    dpre = 2 * dpost * pre
-    dpre_error = 2 * (dpost.abs() * root_error + dpost_error * pre + dpost_error * root_error)
-    dpre_error += (dpre.abs() + dpre_error) * 2.0**-3 + scales[5] * 2.0**-17
-    bounds = (product_error(pre**2, post_error, p * W2, p * w2_error), product_error(dpre, dpre_error, W1, w1_error),
-              product_error(dpre.T, dpre_error.T, x, x_error), p * product_error((pre**2).T, post_error.T, g, g_error))
-    exact = p * pre**2 @ W2, dpre @ W1, dpre.T @ x, p * (pre**2).T @ g
-    for name, a, b, bound in zip(NAMES, run(mlps, 0, x.to(BF16), g.to(BF16), factor), exact, bounds):
-        error, allowed = (a.double() - b).abs(), bound + (b.abs() + bound) * 2.0**-7
-        # Errors of many terms cancel, so the norm is much smaller. Seen: .05 to .12 of the exact norm.
-        print(f"{name}: {(error / allowed).max():.3f} of the bound, {error.norm() / b.norm():.3f} of the norm")
-        assert (error <= allowed).all() and error.norm() <= 0.15 * b.norm(), name
+    results = run(mlps, 0, x, g, factor)
+    (W1, W2), p, x, g = bank[0].double(), factor.double(), x.double(), g.double()
+    pre = (x @ W1.T).relu()
+    dpre = 2 * p * (g @ W2.T) * pre
+    for name, a, b in zip(NAMES, results, (p * pre**2 @ W2, dpre @ W1, dpre.T @ x, p * (pre**2).T @ g)):
+        assert (a.double() - b).norm() <= 0.15 * b.norm(), name
 
 
 @pytest.mark.parametrize("references", [True, False])
@@ -448,17 +420,6 @@ def test_refresh(device):
     assert torch.equal(mlps.scales[:, 1:3, 0], (2 * largest / 448).clamp(min=1e-12))
     assert addresses == [t.data_ptr() for t in (mlps.codes, mlps.codes_t, mlps.scales, mlps.post_max, mlps.dpre_max)]
     assert all(scale.data_ptr() % 16 == 0 for row in mlps.scales[..., 0] for scale in row)
-
-
-def test_scale_of_an_unused_value_stays_out_of_the_way(device):
-    """W2 = 0, as at the start: y, dx and dW1 are zero, dW2 is not, and no scale of dpre comes of it."""
-    bank, x, g, factor = inputs(16, 32, 48, device)
-    bank[:, 1] = 0
-    mlps = tk.Fp8Mlps(bank, LOSS_SCALE)
-    y, dx, dW1, dW2, dfactor = run(mlps, 0, x, g, factor)
-    assert not y.any() and not dx.any() and not dW1.any() and not dfactor and dW2.any()
-    mlps.refresh()
-    assert mlps.scales[0, 5, 0] == LOSS_SCALE / 64 and mlps.scales[0, 3, 0] < 1
 
 
 def test_checkpoint_and_reset(device):

@@ -89,12 +89,10 @@ def test_fits_follow_the_measured_runs(tmp_path, monkeypatch, capsys):
     ("--preset=short", True), ("--preset=short --train_tokens=1e8", True), ("--minutes=1", False),
     ("--preset=single", False), ("--preset=single --train_tokens=1e8", True), ("--preset=single --minutes=0", False),
     ("--preset=single --train_tokens=0", False), ("--preset=short --minutes=0", True),
-    ("--preset=short --scheduled_steps=9", True),
-    ("--preset=record --train_tokens=1e8", False), ("--preset=short --model_dim=768", False),
-    ("--preset=record --minutes=1", False), ("--preset=cpu --minutes=1", False),
-    ("--preset=short --minutes=1 --model_dim=768", False), ("--preset=short --minutes=1 --num_heads=8", False),
-    ("--preset=short --minutes=1 --depth=8", False), ("--preset=short --minutes=1 --device=cpu", False),
-    ("--preset=short --minutes=1 --resume=x.pt", False)])
+    ("--preset=record --train_tokens=1e8", False), ("--preset=cpu --minutes=1", False),
+    ("--preset=short --model_dim=768", False), ("--preset=short --num_heads=8", False),
+    ("--preset=short --depth=8", False), ("--preset=short --device=cpu", False),
+    ("--preset=short --resume=x.pt", False)])
 def test_when_the_size_is_chosen(args, open):
     assert left_open(args.split(), T.PRESETS)[0] == open
 
@@ -189,7 +187,7 @@ def begin(gpus, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("args, wanted", [
     ("--minutes=0.1", SIZES[0]), ("--minutes=1", SIZES[2]), ("--minutes=500", SIZES[4]), ("--preset=single", None),
-    ("--preset=single --minutes=0", None), ("--model_dim=768", None), ("--minutes=5 --model_dim=768", None)])
+    ("--minutes=5 --model_dim=768", None)])
 def test_a_start_measures_and_chooses(begin, args, wanted):
     """`main` measures the GPU after the ranks have met, and trains the model of the chosen size; where the size is not
     open, it measures nothing."""

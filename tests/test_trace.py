@@ -365,7 +365,6 @@ def test_work_knows_every_kernel():
 
 # ---- Report, errors --------------------------------------------------------------------------------------------------
 
-
 def profiler(content):
     """A stopped profiler whose trace is `content`."""
     return NS(export_chrome_trace=lambda path: Path(path).write_text(content), stop=lambda: None)
@@ -419,7 +418,6 @@ def test_knob(knob, message):
 
 
 # ---- Real runs -------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def small(corpus):  # noqa: F811
