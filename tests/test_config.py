@@ -12,7 +12,7 @@ import torch
 
 import oracles
 import train_gpt as T
-from data.run.config import FIRST, check_config, config_from_dict, flatten, left_open, render
+from data.run.config import FIRST, check_config, config_from_dict, flatten, left_open, parse_value, render
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import UserError
 from data.run.warmup import steps_with_new_keys
@@ -521,6 +521,18 @@ def weights():
     return fresh(3)
 
 
+def test_zeros_and_constants(weights):
+    zeros = "attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "bigram_embed", "x0_lambdas", "smear_lambda"
+    constants = dict.fromkeys(zeros, 0.0) | dict(backout_lambda=0.5, skip_lambda=-1.5, bigram_lambdas=0.05,
+                                                 resid_lambdas=1.1**0.5)
+    for label, value in constants.items():
+        assert torch.equal(weights[label], torch.full_like(weights[label], value)), label
+    post = torch.ones(11, 2, 2)
+    post[7:, 0, 1] = 1.5
+    assert torch.equal(weights["post_lambdas"], post) and weights["sa_lambdas"].tolist() == [[0.5, 1.0]] * 11
+    assert not weights["mlp_bank"][:, 1].any() and torch.equal(weights["embed"], weights["lm_head"].T)
+
+
 def uniform(x, bound):
     """Largest value, spread and the share in the inner half, to 5 standard errors (bf16 rounds by up to 2^-9)."""
     x, n = x.double().flatten(), x.numel()
@@ -568,12 +580,18 @@ def test_values_are_those_of_whole_matrices():
         assert torch.equal(found[f"{name}qk_bank"], heads)
 
 
+WIRED = (
+    "narrow paired dynamic", "narrow value_embed xsa", "narrow value_embed paired", "long xsa", "narrow xsa dynamic",
+    "narrow paired", "attention=False skip_from=3", "narrow xsa", "narrow value_embed xsa input_from=7",
+    "narrow value_embed paired input_from=7", "value_embed long xsa input_from=7 dynamic mix")
+
+
 def test_wiring():
-    """At depth 11 it is what records/2026-11-22_model found, which test_guard.py holds; `record` and `single` are
-    without the mixtures. Other depths keep its shape."""
+    """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other
+    depths keep its shape."""
     short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
                       for name in ("short", "record", "single"))
-    assert T.wire(11) == T.LAYERS == short
+    assert T.wire(11) == T.LAYERS == short == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)
     assert others == 2 * [(*short[:-1], dataclasses.replace(short[-1], mix=False))]
     assert not T.parse_config(["--preset=single", "--depth=8"]).model.layers_with("mix")
     for depth in range(3, 25):
