@@ -31,10 +31,8 @@ FP8_ONLY = {"_quantise_weights_kernel"}  # 8.9 and up
 
 
 def pretend_gpu(arch):
-    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU.
-
-    Returns the list to which each launch adds (name, compiled kernel, launch parameters).
-    """
+    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU. Returns the
+    list to which each launch adds (name, compiled kernel, launch parameters)."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -121,10 +119,8 @@ def make_trainer(folder, *args):
 
 
 def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200.
-
-    sizes: arguments that choose the size of the model.
-    """
+    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200. sizes: arguments that
+    choose the size of the model."""
     _, trainer = make_trainer(folder, "--preset=short", "--fp8=false", *sizes)
     import train_gpt as T
     import triton_kernels as tk

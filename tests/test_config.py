@@ -172,6 +172,9 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
        for knob in ("train_tokens", "scheduled_steps", "extension_steps")},
     "--preset=short --train_tokens=1e14": "^--scheduled_steps=[0-9]+: a run has at most 999999 steps, the ext",
     "--train_tokens=many": "^--train_tokens=many: expected a number",
+    "--profile=20": "^--profile=20: must be START:COUNT", "--profile=3:0": "^--profile=3:0: must be START:COUNT",
+    "--preset=cpu --profile=1758:3": "^--profile=1758:3: .*steps 0 to 1759",
+    "--preset=cpu --profile=438:4": "^--profile=438:4: .*a validation .* in between.*--val_every=440",
     # several processes
     ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
     ("", 12): "^--stage1.batch_tokens=131072: .* 16 . --micro_batches=12, one for each of 12 processes; .*"}

@@ -32,10 +32,8 @@ SOME = 30  # candidates of 128 classes; a row of 64 tokens has more targets
 
 
 def random_shard(rng, documents, headless=False):
-    """Documents of 1 to 60 tokens with their separator, a tenth only a separator.
-
-    headless: the shard starts inside a document.
-    """
+    """Documents of 1 to 60 tokens with their separator, a tenth only a separator. headless: the shard starts inside a
+    document."""
     parts = [rng.integers(0, SEP, 10)] if headless else []
     for length in rng.integers(0, 60, documents) * (rng.random(documents) > 0.1):
         parts += [[SEP], rng.integers(0, SEP, length)]
@@ -44,9 +42,7 @@ def random_shard(rng, documents, headless=False):
 
 class Corpus:
     """Shards on disk, and the oracle's micro-batches. spec: (tokens of a micro-batch, max_doc_len) of every step.
-
-    candidates: classes in the loss of a micro-batch, 0: all.
-    """
+    candidates: classes in the loss of a micro-batch, 0: all."""
 
     def __init__(self, folder, shards, spec, micro_batches=8, candidates=0, **data):
         self.shards, self.spec, self.micro_batches, self.candidates = shards, spec, micro_batches, candidates

@@ -36,10 +36,8 @@ def unrounded(monkeypatch):
 
 
 def block_inputs(kind, N, device, dtype):
-    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes).
-
-    weight is FACTOR times that of layer 1.
-    """
+    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes). weight is FACTOR times that of
+    layer 1."""
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
     D = H * d
