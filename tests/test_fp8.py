@@ -194,7 +194,8 @@ def test_overflow_and_nan_of_a_product(dtype, product, device, either_kernel):
 @gpu
 @pytest.mark.parametrize("N", [1008, 16384, 49152])
 def test_codes_of_products(N, device, either_kernel):
-    """Random values: the codes of the reference, but for sums that round to the other side."""
+    """Random values: the codes of the reference, but for sums that round to the other side. A race would change what
+    comes again."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
     x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
@@ -204,6 +205,11 @@ def test_codes_of_products(N, device, either_kernel):
     for args in (x8, w1), (g8, w2, post, scalar(0.02, device)):
         largest = torch.zeros(2, device=device)
         got, got_t = tk._relu_square_codes(*args[:2], *scales, largest[0], *args[2:])
+        for _ in range(50):
+            largest[1] = 0
+            again = tk._relu_square_codes(*args[:2], *scales, largest[1], *args[2:])
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(again, (got, got_t))) and largest[0] == largest[1]
+        largest[1] = 0
         wanted, _ = tk.relu_square_codes_ref(*args[:2], *scales, largest[1], *args[2:])
         assert torch.equal(bits(got_t), bits(got).mT)
         torch.testing.assert_close(largest[0], largest[1], rtol=2e-2, atol=0)  # one step of bf16, squared
@@ -214,24 +220,6 @@ def test_codes_of_products(N, device, either_kernel):
         step = 2.0 ** -FORMATS[got.dtype][0]  # to the next code, at most
         torch.testing.assert_close(got.double(), wanted.double(), rtol=1.01 * step,
                                    atol=2e-3 * wanted.double().abs().max().item())
-
-
-@gpu
-def test_repeats(device):
-    """A race would change a result."""
-    x, g, w = (torch.randn(shape, device=device).to(dtype)
-               for shape, dtype in (((16384, 768), E4M3), ((16384, 768), E5M2), ((3072, 768), E4M3)))
-    one, largest = scalar(1.0, device), torch.zeros(2, device=device)
-
-    def run():
-        largest.zero_()
-        post = tk._relu_square_codes(x, w, one, one, one, largest[0])
-        return [bits(t) for t in (*post, *tk._relu_square_codes(g, w, one, one, one, largest[1], post[0], one))] + [
-            largest.clone()]
-
-    first = run()
-    for _ in range(50):
-        assert all(map(torch.equal, run(), first))
 
 
 # ---- The whole MLP ---------------------------------------------------------------------------------------------------
@@ -345,19 +333,6 @@ def test_mlp_of_small_integers(factor, references, device, monkeypatch):
     for name, a, b in zip(NAMES, got, wanted):
         assert torch.equal(a.cpu(), b.to(a.dtype)), name
     assert mlps.post_max.item() == pre.max()**2 and mlps.dpre_max.item() == dpre.abs().max()
-
-
-def test_mlps_one_after_another(device):
-    """The backward passes of a step raise the maxima of all MLPs in place, whatever was saved before."""
-    bank, x, g, _ = inputs(16, 32, 48, device)
-    mlps, apart = (tk.Fp8Mlps(bank, LOSS_SCALE) for _ in range(2))
-    x.requires_grad_()
-    together, = torch.autograd.grad(mlps(1, torch.tanh(mlps(0, x, *bank[0])), *bank[1]), x, g)
-    inner = torch.tanh(apart(0, x, *bank[0]))
-    leaf = inner.detach().requires_grad_()
-    assert torch.equal(together, *torch.autograd.grad(inner, x, torch.autograd.grad(apart(1, leaf, *bank[1]), leaf, g)))
-    for name in ("post_max", "dpre_max"):
-        assert torch.equal(getattr(mlps, name), getattr(apart, name)) and (getattr(mlps, name) > 0).all()
 
 
 @gpu

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -198,7 +197,7 @@ def differences(run, other, kinds):
 def test_logged_loss_is_that_of_the_oracle(corpus, runs):
     """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded:
     4.8e-5."""
-    for name in ("one", "four", "pair2"):
+    for name in ("one", "four"):
         assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
 
@@ -410,12 +409,6 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails, monkeypa
     assert re.search(rf"\nstep:2/{STEPS} train_loss:nan\n.*\nerror: the training loss of step 2 is nan.*\n$", text)
 
 
-def test_a_reader_that_has_seen_enough(monkeypatch, capfd):
-    """As head -n 1 does, it closes the pipe."""
-    monkeypatch.setattr("records.check.check_table", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
-    assert T.main(["--preset=cpu", "--check"]) == 1 and capfd.readouterr().err == ""
-
-
 NO_MEMORY = """init = T.Trainer.__init__
 def fails(self, config, *rest):
     if config.system.micro_batches < ENOUGH:
@@ -430,7 +423,7 @@ T.Trainer.__init__ = fails"""
 def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error):
     """With --micro_batches=0, and with twice as many. The second process trains or says the remedy."""
     hook = NO_MEMORY.replace("ENOUGH", str(enough)).replace("MESSAGE", error)
-    _, err, code = finish(start_interpreter(corpus, f"--log_dir={tmp_path}", "--micro_batches=0", hook=hook))
+    _, err, code = finish(start_interpreter(corpus, *SHORT, f"--log_dir={tmp_path}", "--micro_batches=0", hook=hook))
     again = "out of GPU memory with --micro_batches=1: starting again with --micro_batches=2\n"
     remedy = "error: out of GPU memory: .*--micro_batches.*2 GiB.*\n"
     assert code == status and re.fullmatch(again + status * remedy, err), err
