@@ -31,10 +31,8 @@ FP8_ONLY = {"_quantise_weights_kernel"}  # 8.9 and up
 
 
 def pretend_gpu(arch):
-    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU.
-
-    Returns the list to which each launch adds (name, compiled kernel, launch parameters).
-    """
+    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU. Returns the
+    list to which each launch adds (name, compiled kernel, launch parameters)."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -121,10 +119,8 @@ def make_trainer(folder, *args):
 
 
 def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200.
-
-    sizes: arguments that choose the size of the model.
-    """
+    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200. sizes: arguments that
+    choose the size of the model."""
     _, trainer = make_trainer(folder, "--preset=short", "--fp8=false", *sizes)
     import train_gpt as T
     import triton_kernels as tk
@@ -162,6 +158,13 @@ def start_program(*args):
                             stderr=subprocess.PIPE, text=True, env=environment)
 
 
+def printed(program):
+    """The lines of a program that ends well."""
+    out, err = program.communicate()
+    assert program.returncode == 0, err[-2000:]
+    return out.splitlines()
+
+
 @pytest.fixture(scope="module")
 def compilers():
     """One process per compute capability, side by side."""
@@ -170,9 +173,7 @@ def compilers():
 
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_every_kernel_compiles_and_fits(compilers, arch):
-    out, err = compilers[arch].communicate()
-    assert compilers[arch].returncode == 0, err[-2000:]
-    rows = [line.split(maxsplit=2) for line in out.splitlines()]
+    rows = [line.split(maxsplit=2) for line in printed(compilers[arch])]
     nodes = ast.parse((ROOT / "triton_kernels.py").read_text()).body
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.decorator_list]
     kernels = {node.name for node in functions if node.name.endswith("_kernel")}
@@ -187,19 +188,14 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
     "--model_dim=192 --num_heads=3 --depth=3"])
 def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
-    program = start_program("ahead", tmp_path, *sizes.split())
-    out, err = program.communicate()
-    assert program.returncode == 0, err[-2000:]
-    assert out == ""
+    assert printed(start_program("ahead", tmp_path, *sizes.split())) == []
 
 
 @pytest.mark.parametrize("preset", ["short", "record", "record74"])
 def test_variants_of_the_sums(tmp_path, preset):
     """A cold start compiles each variant: the sums of streams of a whole micro-step share a few."""
-    program = start_program("variants", tmp_path, f"--preset={preset}")
-    out, err = program.communicate()
-    assert program.returncode == 0, err[-2000:]
-    variants = {name: int(count) for name, _, count in (line.split() for line in out.splitlines())}
+    lines = printed(start_program("variants", tmp_path, f"--preset={preset}"))
+    variants = {name: int(count) for name, _, count in map(str.split, lines)}
     assert 0 < variants["_mix_kernel"] <= MOST_VARIANTS and 0 < variants["_mix_grad_kernel"] <= MOST_VARIANTS, variants
 
 

@@ -84,12 +84,13 @@ def test_a_plot_at_the_end(corpus, tmp_path, monkeypatch):
         draw(path, groups, target)
     draw = compare.plot
     monkeypatch.setattr(compare, "plot", plot)
-    run = train(corpus, tmp_path / "a", "--plot=true", "--val_every=4")
+    args = "--plot=true", "--val_every=4", "--layers=2", "--backout_layer=none"
+    run = train(corpus, tmp_path / "a", *args)
     picture = run.path.with_suffix(".svg").read_text()
     assert picture.startswith("<svg ") and len(re.search('points="(.*?)"', picture)[1].split()) == len(run.val) == 4
     assert f"\nplot: {published(str(run.path.with_suffix('.svg')))}\n" in run.text
     monkeypatch.setattr(compare, "plot", Mock(side_effect=compare.UserError("no room")))
-    run = train(corpus, tmp_path / "b", "--plot=true", "--val_every=4")
+    run = train(corpus, tmp_path / "b", *args)
     assert "\nwarning: no plot: no room\n" in run.text and "\nfinal_val_loss: " in run.text
 
 
@@ -127,9 +128,8 @@ def exchange(path):
 
 
 EXCHANGES = {  # what happens in the folder of the shards -> what the line says
-    "train_1": (exchange, "train_1.bin has other tokens"), "train_2": (exchange, "train_2.bin has other tokens"),
-    "val_2": (exchange, "val_2.bin has other tokens"),
-    "train_2 gone": (Path.unlink, "train_2.bin is missing"), "val_2 gone": (Path.unlink, "val_2.bin is missing"),
+    "train_2": (exchange, "train_2.bin has other tokens"), "val_2": (exchange, "val_2.bin has other tokens"),
+    "val_2 gone": (Path.unlink, "val_2.bin is missing"),
     "train_1 gone": (Path.unlink, "train_2.bin is in the place of train_1.bin"),
     "train_2 more": (lambda path: shutil.copy(path, path.with_name("train_3.bin")), "train_3.bin is one more"),
     "train_2 renamed": (lambda path: path.rename(path.with_name("train_9.bin")),
@@ -269,22 +269,6 @@ def test_the_length_of_a_run_from_a_checkpoint(base):
     assert 5 < ratio < 11 and longer.schedule.scheduled_steps > 40 and longer.model == saved.model
 
 
-def test_what_a_checkpoint_holds_is_needed(corpus, base, tmp_path):
-    """Without any one part the resumed run is another."""
-    whole = torch.load(base.saved[9], weights_only=True)
-    waiting = {label for label, tensors in whole["optimizer"].items() if "grad" in tensors}
-    assert waiting >= {"embed", "lm_head", "bigram_embed", "sa_lambdas"}
-    assert not any("grad" in tensors for tensors in torch.load(base.saved[10], weights_only=True)["optimizer"].values())
-    for key in "grad", "mantissa", "cursor":
-        state = torch.load(base.saved[9], weights_only=True)
-        state["loader"]["cursor"] *= key != "cursor"
-        for tensors in state["optimizer"].values():
-            tensors.pop(key, None)
-        torch.save(state, tmp_path / "less.pt")
-        run = train(corpus, tmp_path / key, f"--resume={tmp_path / 'less.pt'}", *LAST_ONLY)
-        assert any(name[0] == "p" for name in differing(run.saved[STEPS], base.saved[STEPS])), key
-
-
 def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     """In the middle of Adam's two steps. With Adam at rest weights and losses do not depend on the ranks at all
     (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each)."""
@@ -339,22 +323,24 @@ def test_killed_in_the_middle_of_a_save(corpus, base, tmp_path, fails):
           "000006.pt.tmp is no checkpoint")
 
 
-def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails, monkeypatch):
-    """No file may grow beyond the checkpoint that was there: the next one does, and leaves the older one alone."""
+@pytest.mark.parametrize("step, before", [(4, 2), (STEPS, 10)])
+def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails, monkeypatch, step, before):
+    """From this step on no file may grow as long as a checkpoint. The one before stays; at the end, results do, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     write = write_checkpoint
 
     def limited(state, path, keep):
-        if state["step"] == 4:
+        if state["step"] == step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, hard))
         write(state, path, keep)
     monkeypatch.setattr(T, "write_checkpoint", limited)
     try:
-        fails([*corpus.args, f"--log_dir={tmp_path}", "--save_every=2"],
-              "cannot write .*4.pt: .*File too large.*make room")
+        fails([*corpus.args, f"--log_dir={tmp_path}", "--save_every=2", "--keep=1"],
+              rf"cannot write .*{step}.pt: .*File too large.*make room, or choose another folder")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.glob("*/*")] == ["state_step000002.pt"]
+    assert [path.name for path in tmp_path.glob("*/*")] == [f"state_step{before:06}.pt"]
+    assert ("\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text()) == (step == STEPS)
 
 
 def test_a_changed_byte_is_found(base, tmp_path):
@@ -384,7 +370,6 @@ def test_nothing_half_written_stays(tmp_path):
 
 
 # ---- Refused ---------------------------------------------------------------------------------------------------------
-
 
 def test_another_config_is_refused_with_all_differences(corpus, base, tmp_path, fails):
     """In one line; a knob that does not change what is learned may differ."""
@@ -447,12 +432,15 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, wor
         T.parse_config(["--preset=record74", "--resume=x", "--micro_batches=32"], world)
 
 
-def test_a_resumed_run_has_the_settings_of_its_checkpoint(base):
-    """Whatever the preset says, which may have moved since; a finished run has nothing left to train."""
+def test_a_resumed_run_has_the_settings_of_its_checkpoint(corpus, base, tmp_path, capsys):
+    """Whatever the preset says, which may have moved since; --check shows it. A finished run has nothing left to train.
+    """
     state = torch.load(base.saved[5], weights_only=True)
     config = config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
     assert resumed == with_knobs(config, resume=str(base.saved[5]), val_every=7) and resumed.model.model_dim == 48
+    assert T.main(["--check", *corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}"]) == 0
+    assert re.search(r"^checkpoint +\| .*\n(?:.*\n)*?.*step 5, ", capsys.readouterr().out, re.M)
     with pytest.raises(UserError, match=f"that run is finished, step {STEPS} of {STEPS}: .*earlier checkpoint"):
         T.parse_config([f"--resume={base.saved[STEPS]}"])
 
@@ -504,8 +492,3 @@ def test_files_that_are_no_checkpoints(corpus, base, tmp_path, fails):
                                           "is no checkpoint of this trainer: .+")}.items():
         fails([*corpus.args, f"--log_dir={tmp_path}", f"--resume={tmp_path / name}.pt"], message)
     assert not (Path(__file__).parent / "was_here").exists() and not list(tmp_path.glob("*.txt"))
-
-
-def test_check_shows_the_checkpoint(corpus, base, tmp_path, capsys):
-    assert T.main(["--check", *corpus.args, f"--log_dir={tmp_path}", f"--resume={base.saved[5]}"]) == 0
-    assert re.search(r"^checkpoint +\| .*\n(?:.*\n)*?.*step 5, ", capsys.readouterr().out, re.M)

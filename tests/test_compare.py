@@ -83,7 +83,6 @@ def call(capsys):
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
-
 def test_public_log():
     """The source quotes another log."""
     run = read_run(PUBLIC)
@@ -194,7 +193,6 @@ def test_groups():
 
 # ---- Statistics ------------------------------------------------------------------------------------------------------
 
-
 def student(t, df):
     """P(T ≤ t): the integral of cos(x)^(df − 1) from −π/2 to atan(t/√df), scaled, by Gauss and Legendre."""
     nodes, weights = np.polynomial.legendre.leggauss(200)
@@ -264,7 +262,6 @@ def test_stages_are_the_trainers(shares, scheduled, extension):
 
 
 # ---- Report ----------------------------------------------------------------------------------------------------------
-
 
 def test_report():
     """PR 233's table says p = 0.0601 and 0.0097. The last group has unlike runs, and one that is left out."""
@@ -353,7 +350,6 @@ def test_the_target_of_the_track_is_not_one_for_bytes(capsys):
 
 
 # ---- Exchange of loss for tokens -------------------------------------------------------------------------------------
-
 
 def test_exchange():
     """The rate, an arm and a single run, whose intervals are unknown. Only the lengths of SHORT and LONG may differ."""
@@ -461,7 +457,6 @@ def test_sets_without_effects():
 
 
 # ---- Diff, plot, script ----------------------------------------------------------------------------------------------
-
 
 def test_diff(call, monkeypatch):
     """The command, and what is too wide for a terminal, stand below the table."""

@@ -1,7 +1,6 @@
 """What is decided before anything runs: knobs, schedules, rotary states, the parameter table, the initial weights."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -25,24 +24,14 @@ STEPS = range(1491)  # the last is the final validation
 
 # ---- Command line ----------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("arg, name, value", [
-    ("--val_tokens=2_097_152", "val_tokens", 2097152),
-    ("--adam_eps=1e-8", "adam_eps", 1e-8),
-    ("--run_label=a=b c,d", "run_label", "a=b c,d"),
-    ("--sample_prompt=", "sample_prompt", ""),
-    ("--fp8=False", "fp8", False),
-    ("--save=1", "save", True),
-    ("--muon_momentum=0.9,.99", "muon_momentum", (0.9, 0.99)),
-    ("--stage2.long_window=1_000", "stage2.long_window", 1000),
-    ("--stage1.mtp_start=1,.5,.2", "stage1.mtp_start", (1.0, 0.5, 0.2)),
-])
-def test_values_of_every_type(arg, name, value):
+@pytest.mark.parametrize("knob, text, value", [
+    ("val_tokens", "2_097_152", 2097152), ("adam_eps", "1e-8", 1e-8), ("run_label", "a=b c,d", "a=b c,d"),
+    ("sample_prompt", "", ""), ("fp8", "False", False), ("save", "1", True),
+    ("stage1.mtp_start", "1,.5,.2", (1.0, 0.5, 0.2))])
+def test_values_of_every_type(knob, text, value):
     """Only the named knob changes, and its type stays."""
-    config = T.parse_config([arg])
-    got = flatten(config)[name]
-    assert got == value and type(got) is type(value) is type(flatten(RECORD)[name])
-    assert config == edited(RECORD, name, value)
+    config = T.parse_config([f"--{knob}={text}"])
+    assert config == edited(RECORD, knob, value) and type(flatten(config)[knob]) is type(value)
 
 
 def test_no_arguments_and_several():
@@ -109,7 +98,6 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--learning_rate=3": r"unknown key --learning_rate; here it is --muon_lr and --adam_lr \(see --help\)",
     "--stage5.lr_mul=3": "unknown key --stage5.lr_mul: this run has stages 1 to 4",
     "--stage1=share=2": "unknown key --stage1; the nearest is --stages", "--=5": "unknown key -- ",
-    "--stage4.lr_mull=3": "unknown key --stage4.lr_mull; the nearest is --stage4.lr_mul",
     "--preset=cpu --layer6.attention=true": "unknown key --layer6.attention: this run has layers 0 to 3",
     "tests": r"argument 'tests': write --key=value \(see --help\), or ./run.sh test$",
     "--resume=": "--resume= has no value: is there no checkpoint yet[?] --save=true makes one",
@@ -121,7 +109,7 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--val_every": "'--val_every': write --key=value",
     "--val_every=2.5": "--val_every=2.5: expected int, for example --val_every=250",
     "--muon_lr=nan": "--muon_lr=nan: expected float, a finite number, for example --muon_lr=0.023",
-    "--muon_momentum=0.9,inf": "--muon_momentum=0.9,inf: expected comma-separated numbers",
+    "--muon_momentum=0.9,x": "--muon_momentum=0.9,x: expected comma-separated numbers",
     "--fp8=yes": "expected true or false, for example --fp8=True",
     "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
     # values that would crash later; test_every_number_has_bounds has the bounds of all
@@ -184,6 +172,9 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
        for knob in ("train_tokens", "scheduled_steps", "extension_steps")},
     "--preset=short --train_tokens=1e14": "^--scheduled_steps=[0-9]+: a run has at most 999999 steps, the ext",
     "--train_tokens=many": "^--train_tokens=many: expected a number",
+    "--profile=20": "^--profile=20: must be START:COUNT", "--profile=3:0": "^--profile=3:0: must be START:COUNT",
+    "--preset=cpu --profile=1758:3": "^--profile=1758:3: .*steps 0 to 1759",
+    "--preset=cpu --profile=438:4": "^--profile=438:4: .*a validation .* in between.*--val_every=440",
     # several processes
     ("", 3): "^3 processes do not divide --micro_batches=8: .*$",
     ("", 12): "^--stage1.batch_tokens=131072: .* 16 . --micro_batches=12, one for each of 12 processes; .*"}
@@ -303,16 +294,13 @@ def test_a_preset_is_one_entry(monkeypatch, capsys):
     assert not T.parse_config(["--preset=mine", "--depth=16"]).model.layers[3].xsa and not size_is_open()
     with pytest.raises(UserError, match="--depth=8: the layers of this preset are not those of `wire`"):
         T.parse_config(["--preset=mine", "--depth=8"])
+    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(RECORD, gpus=2))  # for whose batches its size is
+    assert [T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0].batch_tokens
+            for world in (1, 2)] == [98304, 131072]
     for model in deep.model, RECORD.model:  # older checkpoints have a depth, which need not be that of the layers
         tree = dataclasses.asdict(edited(RECORD, "layers", model.layers))
         tree["model"]["depth"] = 11
         assert config_from_dict(T.Config(), tree).model.layers == model.layers
-
-
-def test_batches_of_a_preset_suit_its_gpus(monkeypatch):
-    monkeypatch.setitem(T.PRESETS, "mine", T.Preset(RECORD, gpus=2))
-    assert [T.parse_config(["--preset=mine", "--train_tokens=3.49e8"], world).schedule.stages[0].batch_tokens
-            for world in (1, 2)] == [98304, 131072]
 
 
 def test_help_lists_every_knob(capsys):
@@ -329,7 +317,6 @@ def test_help_lists_every_knob(capsys):
 
 
 # ---- Schedules -------------------------------------------------------------------------------------------------------
-
 
 def test_every_step_of_the_record_against_the_oracle():
     assert stage_starts(RECORD74.schedule) == [0, 483, 967, 1450, 1490]
@@ -423,8 +410,7 @@ def test_rotary_states_against_the_oracle():
     """And in figures: the scale and two frequencies of the last state."""
     states = T.rotary_states(128, WINDOWS)
     for (frequencies, scale), (exact, exact_scale) in zip(states, oracle_states(), strict=True):
-        assert frequencies.dtype == np.float64
-        assert frequencies.tolist() == pytest.approx(exact, rel=1e-12)
+        assert frequencies.dtype == np.float64 and frequencies.tolist() == pytest.approx(exact, rel=1e-12)
         assert scale == pytest.approx(exact_scale, rel=1e-12)
     assert [scale, frequencies[8], frequencies[31]] == pytest.approx([0.131778, 0.073630, 0.000225], abs=6e-7)
     first, second = T.rotary_states(24, [16, 16])  # the window stays, and so does the state
@@ -451,11 +437,8 @@ def test_views_of_the_stages():
         # The angle is an fp32 product of fp32 factors.
         angle = (np.arange(4096, dtype=np.float32)[:, None] * np.array(frequencies, np.float32)).astype(np.float64)
         assert np.abs(view.rotary.numpy() - np.stack((np.cos(angle), np.sin(angle)), -1)).max() < 2e-7
-
-
-def test_view_tables_are_rounded_last():
-    exact, rounded = (T.attention_settings(small_record(), CPU, dtype)[1] for dtype in (FP32, BF16))
-    assert torch.equal(exact.rotary.bfloat16(), rounded.rotary)
+    rounded = T.attention_settings(small_record(), CPU, BF16)[1]  # last
+    assert torch.equal(views[1].rotary.bfloat16(), rounded.rotary)
 
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
@@ -481,15 +464,12 @@ def test_parameter_table():
 
 @pytest.mark.parametrize("label, change, message", [
     ("vo_bank", {"optim": "adam"}, "optim='adam': betas=None: must be two numbers from 0 to below 1, the second one"),
-    ("vo_bank", {"optim": "adam", "betas": (0.9, 1.0)}, "betas=.0.9, 1.0.: must be two numbers"),
     ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam or rows"),
     ("vo_bank", {"sharded": None}, "needs `sharded` and a shape of three numbers or more"),
-    ("vo_bank", {"shape": (48, 48)}, "needs `sharded` and a shape of three numbers or more"),
     ("vo_bank", {"lr_mul": 2.0}, "does not read betas, lr_mul and wd_mul; its factors are matrix_lr"),
     ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
     ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
     ("smear_gate", {"shape": (7.5,)}, "the shape .7.5,. must be a tuple of whole numbers"),
-    ("vo_bank", {"shape": 7}, "the shape 7 must be a tuple of whole numbers"),
     ("smear_gate", {"label": "vo_bank"}, "optim='normuon': another row has this name"),
     ("smear_gate", {"betas": (0.9,)}, "betas=.0.9,.: must be two numbers"),
     ("embed", {"tied_to": "head"}, "tied_to='head': there is no such row")])
@@ -514,13 +494,12 @@ def test_parameters_of_features_that_record74_lacks():
         "dynamic_in": (1, 64, 768), "dynamic_out": (29, 64), "xsa_lambdas": (2, 6), "mix_lambdas": (11,),
         "pointer_weights": (3, 128, 768), "pointer_sink": (128,), "pointer_gain": (1,)}
     assert [row.dtype for row in rows.values()] == [BF16, FP32, FP32, FP32, BF16, FP32, FP32]
-    model = T.GPT(config, None, FP32, CPU)
-    model.init_weights(3)
-    assert uniform(model.dynamic_in.detach(), 768**-0.5)
-    assert all(uniform(weight, 3**0.5 * 0.5 * 768**-0.5) for weight in model.pointer_weights.detach()[:2])
-    assert not torch.equal(*model.pointer_weights[:2]) and not model.pointer_weights[2].any()
-    assert normal(model.pointer_sink.detach(), 128**-0.5) and model.pointer_gain.tolist() == [1.0]
-    assert not any(model.get_parameter(label).any() for label in ("dynamic_out", "xsa_lambdas", "mix_lambdas"))
+    found = fresh(3, config)
+    a, b, zeros = found["pointer_weights"]
+    assert uniform(found["dynamic_in"], 768**-0.5) and not torch.equal(a, b) and not zeros.any()
+    assert all(uniform(weight, 3**0.5 * 0.5 * 768**-0.5) for weight in (a, b))
+    assert normal(found["pointer_sink"], 128**-0.5) and found["pointer_gain"].tolist() == [1.0]
+    assert not any(found[label].any() for label in ("dynamic_out", "xsa_lambdas", "mix_lambdas"))
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------
@@ -533,30 +512,28 @@ def test_parameters_of_the_record():
         assert p.dtype == (FP32 if "lambda" in label else BF16)
 
 
-def small_model(seed):
-    model = T.GPT(T.Model(vocab_size=2000, model_dim=96), None, FP32, CPU)
+def fresh(seed, model=T.Model(vocab_size=2000, model_dim=96)):
+    """{label: weights} of a new model."""
+    model = T.GPT(model, None, FP32, CPU)
     model.init_weights(seed)
-    return model
+    return {label: p.detach() for label, p in model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
 def weights():
-    model = small_model(3)
-    return {label: p.detach() for label, p in model.named_parameters()}
+    return fresh(3)
 
 
 def test_zeros_and_constants(weights):
-    for label in ("attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "bigram_embed", "x0_lambdas"):
-        assert not weights[label].any(), label
-    assert not weights["mlp_bank"][:, 1].any()
+    zeros = "attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "bigram_embed", "x0_lambdas", "smear_lambda"
+    constants = dict.fromkeys(zeros, 0.0) | dict(backout_lambda=0.5, skip_lambda=-1.5, bigram_lambdas=0.05,
+                                                 resid_lambdas=1.1**0.5)
+    for label, value in constants.items():
+        assert torch.equal(weights[label], torch.full_like(weights[label], value)), label
     post = torch.ones(11, 2, 2)
     post[7:, 0, 1] = 1.5
-    assert torch.equal(weights["post_lambdas"], post)
-    assert torch.equal(weights["bigram_lambdas"], torch.full((11,), 0.05))
-    assert torch.equal(weights["resid_lambdas"], torch.full((11, 2), 1.1**0.5))
-    assert weights["sa_lambdas"].tolist() == [[0.5, 1.0]] * 11
-    assert [weights[f"{name}_lambda"].tolist() for name in ("smear", "backout", "skip")] == [[0.0], [0.5], [-1.5]]
-    assert torch.equal(weights["embed"], weights["lm_head"].T)
+    assert torch.equal(weights["post_lambdas"], post) and weights["sa_lambdas"].tolist() == [[0.5, 1.0]] * 11
+    assert not weights["mlp_bank"][:, 1].any() and torch.equal(weights["embed"], weights["lm_head"].T)
 
 
 def uniform(x, bound):
@@ -588,24 +565,22 @@ def test_random_weights(weights):
 
 def test_seed_decides_the_weights(weights):
     torch.rand(3)  # the global generator has no say
-    assert all(torch.equal(p, weights[label]) for label, p in small_model(3).named_parameters())
-    other = small_model(4)
-    assert not torch.equal(other.vo_bank, weights["vo_bank"]) and not torch.equal(other.embed, weights["embed"])
+    assert all(torch.equal(p, weights[label]) for label, p in fresh(3).items())
+    other = fresh(4)
+    assert not any(torch.equal(other[label], weights[label]) for label in ("vo_bank", "embed"))
 
 
 def test_values_are_those_of_whole_matrices():
     """Record 74 draws four matrices for each layer with attention. Three heads take their rows of Q
     and K from them, each as a matrix of its own; narrow heads take the first half."""
-    model = T.GPT(T.parse_config(["--preset=single", "--model_dim=96", "--num_heads=3", "--kernels=torch"]).model,
-                  None, FP32, CPU)
-    model.init_weights(5)
+    found = fresh(5, T.parse_config(["--preset=single", "--model_dim=96", "--num_heads=3", "--kernels=torch"]).model)
     bound, d = 3**0.5 * 0.5 * 96**-0.5, 32
     drawn = torch.empty(10, 4, 96, 96).uniform_(-bound, bound, generator=torch.Generator().manual_seed(5)).bfloat16()
-    assert torch.equal(model.vo_bank, drawn[:, 2:])
+    assert torch.equal(found["vo_bank"], drawn[:, 2:])
     whole, narrow = [3, 9], [0, 1, 2, 4, 5, 6, 7, 8]  # among the layers with attention
     for rows, name, w in (whole, "", 32), (narrow, "narrow_", 16):
         heads = drawn[rows, :2].view(-1, 2, 3, d, 96)[:, :, :, :w]
-        assert torch.equal(model.get_parameter(f"{name}qk_bank"), heads)
+        assert torch.equal(found[f"{name}qk_bank"], heads)
 
 
 WIRED = (
@@ -617,11 +592,10 @@ WIRED = (
 def test_wiring():
     """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other
     depths keep its shape."""
-    parse = functools.partial(parse_value, "layer", kind=T.Layer, example=T.Layer())
     short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
                       for name in ("short", "record", "single"))
-    assert T.wire(11) == T.LAYERS == short == tuple(map(parse, WIRED))
-    assert others == 2 * [tuple(map(parse, (*WIRED[:-1], WIRED[-1].removesuffix(" mix"))))]
+    assert T.wire(11) == T.LAYERS == short == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)
+    assert others == 2 * [(*short[:-1], dataclasses.replace(short[-1], mix=False))]
     assert not T.parse_config(["--preset=single", "--depth=8"]).model.layers_with("mix")
     for depth in range(3, 25):
         for heads in "6", "3":

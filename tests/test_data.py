@@ -5,6 +5,7 @@ import json
 import os
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,10 +32,8 @@ SOME = 30  # candidates of 128 classes; a row of 64 tokens has more targets
 
 
 def random_shard(rng, documents, headless=False):
-    """Documents of 1 to 60 tokens with their separator, a tenth only a separator.
-
-    headless: the shard starts inside a document.
-    """
+    """Documents of 1 to 60 tokens with their separator, a tenth only a separator. headless: the shard starts inside a
+    document."""
     parts = [rng.integers(0, SEP, 10)] if headless else []
     for length in rng.integers(0, 60, documents) * (rng.random(documents) > 0.1):
         parts += [[SEP], rng.integers(0, SEP, length)]
@@ -43,9 +42,7 @@ def random_shard(rng, documents, headless=False):
 
 class Corpus:
     """Shards on disk, and the oracle's micro-batches. spec: (tokens of a micro-batch, max_doc_len) of every step.
-
-    candidates: classes in the loss of a micro-batch, 0: all.
-    """
+    candidates: classes in the loss of a micro-batch, 0: all."""
 
     def __init__(self, folder, shards, spec, micro_batches=8, candidates=0, **data):
         self.shards, self.spec, self.micro_batches, self.candidates = shards, spec, micro_batches, candidates
@@ -164,7 +161,6 @@ def test_pieces_of_large_ids(ids):
 
 # ---- Training batches ------------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("seed, micro_batches, world", [
     *[(seed, 8, world) for seed in range(4) for world in WORLDS], (5, 16, 2), (5, 4, 4), (5, 1, 1)])
 def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batches, world):
@@ -201,20 +197,6 @@ def document(length, first):
     return [SEP, *range(first, first + length - 1)]
 
 
-def test_hand_made_step(tmp_path):
-    """Documents of 4, 3 and 9 tokens, cut at 4, in micro-batches of 5: dropped tokens, ends, K1, K2."""
-    documents = document(4, 1), document(3, 11), document(9, 21), document(2, 31), document(5, 41)
-    shard = np.concatenate([[7, 8], *documents]).astype(np.uint16)
-    corpus = Corpus(tmp_path, [shard], [(5, 4)], micro_batches=2)
-    loader = corpus.loader()
-    for a, b, c, following in (1, 2, 3, 11), (21, 22, 23, 31):
-        batch = loader.next_batch()
-        assert batch.tokens.tolist() == [SEP, a, b, c, SEP] and batch.targets.tolist() == [a, b, c, SEP, following]
-        assert batch.cu_seqlens.tolist() == [0, 4] + [5] * 126
-        hashed, across_the_border = batch.row_ids["bigram_embed"], (36313 * SEP ^ 27191 * c) % (BIGRAM_ROWS - 1)
-        assert hashed[-1] == across_the_border and hashed[0] == BIGRAM_ROWS - 1
-
-
 @pytest.mark.parametrize("small", [0, 1, 2])
 def test_shard_too_small_for_a_row_is_passed_over(tmp_path, small):
     """Micro-batches take 65 or 17 tokens; the small shard fills none of the first and one of the second."""
@@ -227,7 +209,6 @@ def test_shard_too_small_for_a_row_is_passed_over(tmp_path, small):
 
 
 # ---- State -----------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_resumes_after_any_number_of_batches(tmp_path, world):
@@ -268,7 +249,6 @@ def test_resumes_on_another_number_of_ranks(tmp_path, world):
 
 # ---- The end of the data ---------------------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("world", [1, 8])
 def test_nothing_is_read_beyond_the_given_steps(tmp_path, world):
     """If the data ends with the last step, reading ahead does not warn."""
@@ -299,14 +279,11 @@ def test_wrap_warns_once(tmp_path):
     assert len(corpus.warnings) == 1
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_corpus_too_small_for_a_row(tmp_path, shards):
+def test_corpus_too_small_for_a_row(tmp_path):
     """Each shard has one token less than a micro-batch takes."""
-    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * shards, [(32, 100)])
+    corpus = Corpus(tmp_path, [np.array(document(32, 0), np.uint16)] * 3, [(32, 100)])
     with pytest.raises(UserError, match="no training shard fills a row"):
         corpus.loader().next_batch()
-    with pytest.raises(ValueError):
-        corpus.expected()
 
 
 def test_shards_are_used_to_their_last_token(tmp_path):
@@ -327,6 +304,10 @@ def test_too_many_documents(tmp_path):
     batch = Corpus(tmp_path, [shard], [(200, 9)], tokens_per_doc=1).loader().next_batch()
     assert batch.cu_seqlens.tolist() == [*range(201), *[200] * 55]
     Corpus(tmp_path, [shard], [(126, 9)]).assert_served()
+    for tokens, size in (16384, 128), (32768, 128), (49152, 256), (262144, 896):  # those of the record
+        assert L.cu_seqlens_size(tokens, T.Data().tokens_per_doc) == size
+    for tokens in 16, 299, 300, 38399, 38400, 38699, 38700, 76800, 77100:
+        assert L.cu_seqlens_size(tokens, 300) == oracles.cu_capacity(tokens)
 
 
 # ---- Shard files -----------------------------------------------------------------------------------------------------
@@ -334,11 +315,10 @@ def test_too_many_documents(tmp_path):
 TOKENS = np.array([SEP, 1, 2, SEP, 48, 3])
 
 
-@pytest.mark.parametrize("values, vocabulary", [(TOKENS.tolist(), 50), ([65535, 0, 32768], 65536)])
-def test_read_shard(tmp_path, values, vocabulary):
-    path = write_shard(tmp_path / "a.bin", values)
-    tokens = read_shard(path, vocabulary)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == values and read_shard_header(path) == len(values)
+def test_read_shard(tmp_path):
+    path = write_shard(tmp_path / "a.bin", values := [65535, 0, 32768])
+    tokens = read_shard(path, 65536)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == values and read_shard_header(path) == 3
 
 
 def shard_file(tokens=TOKENS, **header):
@@ -349,13 +329,11 @@ def shard_file(tokens=TOKENS, **header):
 
 @pytest.mark.parametrize("content, message", [
     (shard_file(magic=20240521), "magic number 20240521"), (shard_file(version=2), "version 2"),
-    (shard_file(count=7), "promises 7 tokens but the file holds 6"), (shard_file(count=-1), "promises -1 tokens"),
-    (shard_file(count=5), "promises 5 tokens but the file holds 6"), (shard_file(count=-2**31), "promises -2147483648"),
+    (shard_file(count=5), "promises 5 tokens but the file holds 6"), (shard_file(count=-1), "promises -1 tokens"),
     (shard_file()[:-1], "promises 6 tokens but the file holds 5"), (shard_file() + b"x", "promises 6 tokens"),
     (shard_file()[:1000], "promises 6 tokens but the file holds 0"), (shard_file()[:11], "version 1|promises|count"),
-    (shard_file()[:3], "magic number 0"), (b"", "magic number 0"), (bytes(2000), "magic number 0"),
-    (np.random.default_rng(0).bytes(3000), "magic number"), (shard_file([SEP, 50, 1]), "token 50 .*vocabulary of 50"),
-    (shard_file([SEP, 1, 65535]), "token 65535 .*vocabulary"), (shard_file([1, 2, 3]), "no document separator")])
+    (b"", "magic number 0"), (shard_file([SEP, 50, 1]), "token 50 .*vocabulary of 50"),
+    (shard_file([1, 2, 3]), "no document separator")])
 def test_no_damage_gets_past_the_checks(tmp_path, content, message):
     """Every reader names the file in one line, the loader after the batches of the shard before it."""
     write_shard(tmp_path / "a_0.bin", np.resize([SEP, *range(9)], 200))
@@ -392,18 +370,13 @@ def test_what_is_no_file_is_named(tmp_path):
         read_shard(tmp_path / "gone.bin", 50)
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, error):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     path, read = write_shard(tmp_path / "a.bin", TOKENS), np.fromfile
-
-    def fromfile(path, dtype, *args, **kwargs):
-        if dtype == failing:
-            raise error
-        return read(path, dtype, *args, **kwargs)
-
-    monkeypatch.setattr(L.np, "fromfile", fromfile)
     for failing in ("<i4", "<u2"):  # the header, the tokens
-        with pytest.raises(UserError, match=rf"a.bin: cannot be read \({error.strerror}\)"):
+        fails = Mock(side_effect=OSError(5, "Input/output error"))
+        monkeypatch.setattr(L.np, "fromfile", lambda path, dtype, *args, **kwargs: (
+            fails if dtype == failing else read)(path, dtype, *args, **kwargs))
+        with pytest.raises(UserError, match=r"a.bin: cannot be read \(Input/output error\)"):
             read_shard(path, 50)
     monkeypatch.setattr(L.np, "fromfile", lambda *args, **kwargs: read(*args, **kwargs)[:4])  # a short read
     with pytest.raises(UserError, match=r"a.bin: cannot be read \(it ends early\)"):
@@ -553,7 +526,6 @@ def test_where_files_are_looked_for(tmp_path, monkeypatch):
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
 
-
 def validation(folder, files, world, rank=0, pieces=8, n=64):
     for i, tokens in enumerate(files):
         write_shard(folder / f"val_{i}.bin", tokens)
@@ -620,18 +592,9 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
 
 # ---- Vectors ---------------------------------------------------------------------------------------------------------
 
-
-def test_cu_seqlens_size():
-    """The sizes of the record, and the oracle's sizes around the borders."""
-    for tokens, size in (16384, 128), (32768, 128), (49152, 256), (262144, 896):
-        assert L.cu_seqlens_size(tokens, T.Data().tokens_per_doc) == size == oracles.cu_capacity(tokens)
-    for tokens in [16, 299, 300, 38399, 38400, 38699, 38700, 76800, 77100]:
-        assert L.cu_seqlens_size(tokens, 300) == oracles.cu_capacity(tokens)
-    assert L.cu_seqlens_size(1000, 2) == 512 and L.cu_seqlens_size(1000, 7) == 256
-
-
 def test_bigram_rows():
-    """Rows computed by hand; the oracle's rows for ids up to 59138, whose products reach 2^31; larger ids."""
+    """Rows computed by hand, also across a document's border; the oracle's rows for ids up to 59138, whose products
+    reach 2^31; larger ids stay inside the table."""
     rows = T.Model().ngrams[0][1]
     for dtype in (np.uint16, np.int32, np.int64):
         got = L.ngram_hash(np.array([50256, 464, 3290, 0, 0], dtype), 2, rows)
@@ -639,17 +602,15 @@ def test_bigram_rows():
     tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
     tokens[-2:] = 59138
     assert L.ngram_hash(tokens, 2, rows).tolist() == oracles.bigram_hash(tokens, rows)
-    assert L.ngram_hash(tokens[:1], 2, rows).tolist() == [251519]
     tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
     tokens[:4] = 65535
-    for rows in (251520, 327680, 640):  # larger ids stay inside the table
+    for rows in (251520, 327680, 640):
         got = L.ngram_hash(tokens, 2, rows)
         assert got.dtype == np.int32 and got[0] == rows - 1
         assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
 
 
 # ---- Candidates of the sampled softmax -------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("classes, count, tokens, most, rows", [
     (128, 30, 4, 128, 15), (640, 256, 20, 640, 9), (50304, 8192, 16, 50304, 21),
@@ -665,17 +626,12 @@ def test_candidates_sweep_through_all_classes(classes, count, tokens, most, rows
         assert candidates.dtype == positions.dtype == np.int64
         left[candidates] = False
     assert not left.any()
-
-
-def test_as_many_targets_as_candidates():
-    targets = np.array([7, 3, 9, 3])
-    candidates, positions = L.sample_candidates(targets, 128, 3, 5)
-    assert sorted(candidates) == [3, 7, 9] and (candidates[positions] == targets).all()
-    assert L.sample_candidates(targets, 128, 2, 5) is None
+    ids = np.unique(targets)  # as many targets as candidates, and one more
+    assert sorted(L.sample_candidates(targets, classes, len(ids), 5)[0]) == [*ids]
+    assert L.sample_candidates(targets, classes, len(ids) - 1, 5) is None
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies on a side stream need a GPU")
 def test_batches_on_the_gpu(tmp_path):

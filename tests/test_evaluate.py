@@ -66,7 +66,6 @@ def oracle(model, *rows):
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
-
 def continuation(run, ids, count, temperature=0.0, top_k=0, seed=1):
     return list(generate(run.model, with_knobs(run.config, seed=seed), run.attention, ids, count, temperature, top_k))
 
@@ -129,7 +128,6 @@ def test_tokenizers(monkeypatch):
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
-
 
 def evaluate(trained, capsys, *args):
     """{key: value} of what the command prints."""
@@ -244,7 +242,6 @@ def test_errors_are_one_line(trained, tmp_path, monkeypatch, args, message):
 
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
-
 
 def test_export(trained, tmp_path, capsys):
     """All weights, bit for bit, and the config, by the published description of the format."""

@@ -18,7 +18,7 @@ import train_gpt as T
 import triton_kernels as tk
 from data.run.memory import state_bytes
 from oracles import ON_GPU, framed, gpu
-from test_checkpoint import differing, train
+from test_checkpoint import train
 from test_guard import KNOBS, make_corpus
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -48,7 +48,6 @@ def scalar(value, device):
 
 # ---- Codes of both layouts -------------------------------------------------------------------------------------------
 
-
 @both_formats
 def test_formats(dtype):
     """Every finite code keeps its value, and every value between two codes goes to the nearest, ties to even."""
@@ -61,16 +60,16 @@ def test_formats(dtype):
 
 
 @both_formats
-@pytest.mark.parametrize("shape", [(1, 16), (70, 130), (3, 70, 48)])
-def test_reference_of_the_codes(shape, dtype):
+@pytest.mark.parametrize("shape, scale", [((1, 16), None), ((70, 130), 2.0**-6 / 3), ((3, 70, 48), None)])
+def test_reference_of_the_codes(shape, scale, dtype, device):
     """The codes of the exact quotient, except where the two roundings of the fp32 quotient meet a tie."""
-    x = (100 * torch.randn(shape)).to(BF16)
+    x = (100 * torch.randn(shape, device=device)).to(BF16)
     x.view(-1)[:4] = torch.tensor([1e6, -math.inf, 0, -0.0])
-    scale = torch.rand(shape[:-2]) + 0.01
+    scale = torch.rand(shape[:-2], device=device) + 0.01 if scale is None else scale
     codes, codes_t = tk.both_layouts(x, scale, dtype)
     assert codes.dtype == codes_t.dtype == dtype and codes_t.is_contiguous() and codes_t.shape == x.mT.shape
     assert torch.equal(bits(codes_t), bits(codes).mT)
-    exact = x.double() / scale.double()[..., None, None]
+    exact = x.double() / torch.as_tensor(scale, device=device).double()[..., None, None]
     near = codes.double() == rounded(exact, dtype)
     slack = [rounded(exact * (1 + sign * 2**-22), dtype) for sign in (-1, 1)]
     assert (near | (codes.double() == slack[0]) | (codes.double() == slack[1])).all() and near.double().mean() > 0.99
@@ -140,7 +139,6 @@ def test_quantise_weights_refuses(change, message):
 
 # ---- Products with codes as results ----------------------------------------------------------------------------------
 
-
 def sparse_signs(rows, columns, count):
     """-1, 0 and 1, at most `count` of them not zero in each row, and the first column zero."""
     signs = torch.zeros(rows, columns)
@@ -150,10 +148,8 @@ def sparse_signs(rows, columns, count):
 @pytest.mark.parametrize("M, N, K", [(1, 3, 5), (70, 136, 40), (16, 16, 16), (208, 144, 144),
                                      *[pytest.param(N, 3072, 768, marks=gpu) for N in (1008, 16384)]])
 def test_products_of_small_integers(M, N, K, device, either_kernel):
-    """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima.
-
-    torch.empty returns NaN. Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2.
-    """
+    """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima. torch.empty
+    returns NaN. Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2."""
     if ON_GPU and either_kernel == "best" and (M % 16 or N % 16 or K % 16):
         pytest.skip("the kernel of Hopper takes rows of whole 16 bytes")
     a, g, b = (sparse_signs(*shape) for shape in ((M, K, 4), (M, K, 2), (N, K, K)))
@@ -198,7 +194,8 @@ def test_overflow_and_nan_of_a_product(dtype, product, device, either_kernel):
 @gpu
 @pytest.mark.parametrize("N", [1008, 16384, 49152])
 def test_codes_of_products(N, device, either_kernel):
-    """Random values: the codes of the reference, but for sums that round to the other side."""
+    """Random values: the codes of the reference, but for sums that round to the other side. A race would change what
+    comes again."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
     x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
@@ -208,6 +205,11 @@ def test_codes_of_products(N, device, either_kernel):
     for args in (x8, w1), (g8, w2, post, scalar(0.02, device)):
         largest = torch.zeros(2, device=device)
         got, got_t = tk._relu_square_codes(*args[:2], *scales, largest[0], *args[2:])
+        for _ in range(50):
+            largest[1] = 0
+            again = tk._relu_square_codes(*args[:2], *scales, largest[1], *args[2:])
+            assert all(torch.equal(bits(a), bits(b)) for a, b in zip(again, (got, got_t))) and largest[0] == largest[1]
+        largest[1] = 0
         wanted, _ = tk.relu_square_codes_ref(*args[:2], *scales, largest[1], *args[2:])
         assert torch.equal(bits(got_t), bits(got).mT)
         torch.testing.assert_close(largest[0], largest[1], rtol=2e-2, atol=0)  # one step of bf16, squared
@@ -218,24 +220,6 @@ def test_codes_of_products(N, device, either_kernel):
         step = 2.0 ** -FORMATS[got.dtype][0]  # to the next code, at most
         torch.testing.assert_close(got.double(), wanted.double(), rtol=1.01 * step,
                                    atol=2e-3 * wanted.double().abs().max().item())
-
-
-@gpu
-def test_repeats(device):
-    """A race would change a result."""
-    x, g, w = (torch.randn(shape, device=device).to(dtype)
-               for shape, dtype in (((16384, 768), E4M3), ((16384, 768), E5M2), ((3072, 768), E4M3)))
-    one, largest = scalar(1.0, device), torch.zeros(2, device=device)
-
-    def run():
-        largest.zero_()
-        post = tk._relu_square_codes(x, w, one, one, one, largest[0])
-        return [bits(t) for t in (*post, *tk._relu_square_codes(g, w, one, one, one, largest[1], post[0], one))] + [
-            largest.clone()]
-
-    first = run()
-    for _ in range(50):
-        assert all(map(torch.equal, run(), first))
 
 
 # ---- The whole MLP ---------------------------------------------------------------------------------------------------
@@ -313,54 +297,24 @@ def test_mlp_against_the_definition(N, D, F, factor, device):
         assert maxima[0] == 0 and maxima[1].item() == pytest.approx(value.item(), rel=1e-2)
 
 
-def test_error_bounds(device):
-    """Every element is as near to the exact MLP as the formats allow: bounds go through the products like intervals."""
+def test_error_of_the_formats(device):
+    """The MLP in FP8 is near the exact one, so no scale is missing. Seen: .05 to .12 of the exact norm."""
     bank, x, g, factor = inputs(80, 48, 144, device)
     mlps = tk.Fp8Mlps(bank, LOSS_SCALE)
     settle(mlps, 0, x, g, factor)
-    (W1, W2), p = bank[0].double(), factor.double()
-    x, g, scales = x.double(), g.double(), mlps.scales[0, :, 0].double()
-
-    def code_error(value, scale, dtype):
-        """Half the distance of two codes; below the smallest normal value the distance is constant."""
-        bits, smallest, limit = FORMATS[dtype]
-        assert value.abs().max() <= 1.001 * limit * scale
-        return value.abs() * 2.0**-(bits + 1) + scale * 2.0**(smallest - bits - 1)
-
-    def product_error(a, a_error, b, b_error):
-        return a.abs() @ b_error + a_error @ b.abs() + a_error @ b_error
-
-    x_error, w1_error, w2_error = (code_error(t, scales[i], E4M3) for i, t in enumerate((x, W1, W2)))
-    g_error = code_error(g, scales[4], E5M2)
-    pre = (x @ W1.T)
-    pre_error = product_error(x, x_error, W1.T, w1_error.T)
-    pre_error += (pre.abs() + pre_error) * 2.0**-8
-    pre = pre.relu()
-    post_error = 2 * pre * pre_error + pre_error**2
-    post_error += ((pre + pre_error)**2) * 2.0**-4 + scales[3] * 2.0**-10
-    root_error = pre_error + (pre + pre_error) * 2.0**-4 + (scales[3] * 2.0**-10).sqrt()
-    dpost_error = product_error(g, g_error, p * W2.T, p * w2_error.T)
-    dpost = p * g @ W2.T
-    dpre = 2 * dpost * pre
-    dpre_error = 2 * (dpost.abs() * root_error + dpost_error * pre + dpost_error * root_error)
-    dpre_error += (dpre.abs() + dpre_error) * 2.0**-3 + scales[5] * 2.0**-17
-    bounds = (product_error(pre**2, post_error, p * W2, p * w2_error), product_error(dpre, dpre_error, W1, w1_error),
-              product_error(dpre.T, dpre_error.T, x, x_error), p * product_error((pre**2).T, post_error.T, g, g_error))
-    exact = p * pre**2 @ W2, dpre @ W1, dpre.T @ x, p * (pre**2).T @ g
-    for name, a, b, bound in zip(NAMES, run(mlps, 0, x.to(BF16), g.to(BF16), factor), exact, bounds):
-        error, allowed = (a.double() - b).abs(), bound + (b.abs() + bound) * 2.0**-7
-        # Errors of many terms cancel, so the norm is much smaller. Seen: .05 to .12 of the exact norm.
-        print(f"{name}: {(error / allowed).max():.3f} of the bound, {error.norm() / b.norm():.3f} of the norm")
-        assert (error <= allowed).all() and error.norm() <= 0.15 * b.norm(), name
+    results = run(mlps, 0, x, g, factor)
+    (W1, W2), p, x, g = bank[0].double(), factor.double(), x.double(), g.double()
+    pre = (x @ W1.T).relu()
+    dpre = 2 * p * (g @ W2.T) * pre
+    for name, a, b in zip(NAMES, results, (p * pre**2 @ W2, dpre @ W1, dpre.T @ x, p * (pre**2).T @ g)):
+        assert (a.double() - b).norm() <= 0.15 * b.norm(), name
 
 
 @pytest.mark.parametrize("references", [True, False])
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_mlp_of_small_integers(factor, references, device, monkeypatch):
-    """No code is rounded, so all results are those of exact arithmetic, rounded to bf16 once.
-
-    The kernels and the library's products on the one hand, the references on the other, on every machine.
-    """
+    """No code is rounded, so all results are those of exact arithmetic, rounded to bf16 once. The kernels and the
+    library's products on the one hand, the references on the other, on every machine."""
     monkeypatch.setattr(tk, "_takes_ref", lambda *tensors, any_dtype=False: references)
     N, D, F = 48, 64, 80
     bank = torch.stack([sparse_signs(F, D, D), sparse_signs(F, D, D)])[None]
@@ -379,19 +333,6 @@ def test_mlp_of_small_integers(factor, references, device, monkeypatch):
     for name, a, b in zip(NAMES, got, wanted):
         assert torch.equal(a.cpu(), b.to(a.dtype)), name
     assert mlps.post_max.item() == pre.max()**2 and mlps.dpre_max.item() == dpre.abs().max()
-
-
-def test_mlps_one_after_another(device):
-    """The backward passes of a step raise the maxima of all MLPs in place, whatever was saved before."""
-    bank, x, g, _ = inputs(16, 32, 48, device)
-    mlps, apart = (tk.Fp8Mlps(bank, LOSS_SCALE) for _ in range(2))
-    x.requires_grad_()
-    together, = torch.autograd.grad(mlps(1, torch.tanh(mlps(0, x, *bank[0])), *bank[1]), x, g)
-    inner = torch.tanh(apart(0, x, *bank[0]))
-    leaf = inner.detach().requires_grad_()
-    assert torch.equal(together, *torch.autograd.grad(inner, x, torch.autograd.grad(apart(1, leaf, *bank[1]), leaf, g)))
-    for name in ("post_max", "dpre_max"):
-        assert torch.equal(getattr(mlps, name), getattr(apart, name)) and (getattr(mlps, name) > 0).all()
 
 
 @gpu
@@ -425,7 +366,6 @@ def test_graph(device):
 
 # ---- Codes and scales from step to step ------------------------------------------------------------------------------
 
-
 def test_refresh(device):
     """Weights by their exact maxima, post and dpre by the maxima of the last step; unusable maxima keep the scales."""
     bank, *_ = inputs(16, 32, 48, device, count=4)
@@ -453,38 +393,18 @@ def test_refresh(device):
     assert all(scale.data_ptr() % 16 == 0 for row in mlps.scales[..., 0] for scale in row)
 
 
-def test_scale_of_an_unused_value_stays_out_of_the_way(device):
-    """W2 = 0, as at the start: y, dx and dW1 are zero, dW2 is not, and no scale of dpre comes of it."""
+def test_state_of_another_number_of_micro_steps(device):
+    """Half as many make gradients, and so their scales, twice as large. How a run goes on: test_fp8_qkv.py."""
     bank, x, g, factor = inputs(16, 32, 48, device)
-    bank[:, 1] = 0
-    mlps = tk.Fp8Mlps(bank, LOSS_SCALE)
-    y, dx, dW1, dW2, dfactor = run(mlps, 0, x, g, factor)
-    assert not y.any() and not dx.any() and not dW1.any() and not dfactor and dW2.any()
-    mlps.refresh()
-    assert mlps.scales[0, 5, 0] == LOSS_SCALE / 64 and mlps.scales[0, 3, 0] < 1
-
-
-def test_checkpoint_and_reset(device):
-    """A loaded state continues bit for bit; a reset leaves nothing of earlier steps."""
-    bank, x, g, factor = inputs(16, 32, 48, device)
-    mlps, fresh = (tk.Fp8Mlps(bank, LOSS_SCALE) for _ in range(2))
-    first = run(mlps, 0, x, g, factor)
+    mlps, twice = tk.Fp8Mlps(bank, LOSS_SCALE), tk.Fp8Mlps(bank, 2 * LOSS_SCALE)
     settle(mlps, 0, 3 * x, g, factor)
     state = mlps.state_dict()
     assert state["post_scale"].device.type == state["dpre_scale"].device.type == "cpu"
-    later = run(mlps, 0, x, g, factor)
-    assert not torch.equal(first[0], later[0])
-    run(fresh, 1, x, g, factor)  # maxima of a warm-up
-    fresh.load_state_dict(state)
-    assert not fresh.post_max.any() and torch.equal(fresh.scales, mlps.scales)
-    assert all(map(torch.equal, run(fresh, 0, x, g, factor), later))
-    twice = tk.Fp8Mlps(bank, 2 * LOSS_SCALE)  # half as many micro-steps
+    run(twice, 1, x, g, factor)  # maxima of a warm-up
     twice.load_state_dict(state)
+    assert not twice.post_max.any() and not twice.dpre_max.any()
     assert torch.equal(twice.scales[:, 5], torch.where(mlps.scales[:, 5] == 1, 1, 2 * mlps.scales[:, 5]))
     assert torch.equal(twice.scales[:, 3], mlps.scales[:, 3])
-    mlps.load_state_dict()
-    assert not mlps.post_max.any() and not mlps.dpre_max.any()
-    assert all(map(torch.equal, run(mlps, 0, x, g, factor), first))
 
 
 def test_bank_must_not_be_quantised_before_backward(device):
@@ -510,7 +430,6 @@ def test_fp8_mlps_refuses(change, message, device):
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
-
 def test_bytes_of_the_codes():
     """The estimate of the memory knows them, for MLPs and for projections."""
     config = T.parse_config(["--preset=short", "--device=cpu", "--vocab_size=120", "--model_dim=96",
@@ -530,44 +449,3 @@ def test_weights_of_the_head_beyond_the_codes_are_counted(tmp_path, monkeypatch,
     assert len(re.findall(r"^warning: [1-9]\d+ weights of the head are beyond ±0.004, ", text, re.M)) == (limit < 1)
     head = tk.HeadLoss(torch.nn.Parameter(torch.tensor([[-1.75, 1.0], [1.5, 1.625]]).bfloat16()), torch.bfloat16, True)
     assert head.count_beyond() == (2 if limit > 1 else 4)
-
-
-def test_trainer(tmp_path, monkeypatch, fp8_training):
-    """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. A resumed run goes on with the same
-    scales, digit for digit, and the warm-up leaves no trace."""
-    corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *make_corpus(tmp_path, bos=512), "--dtype=bfloat16",
-                                   "--save_every=2", "--keep=99"])
-    # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
-    pad, seen, call = T.NorMuonAndAdam._pad, [], tk.Fp8Mlps.__call__
-
-    def moved(optimizer, label, full):
-        padded = pad(optimizer, label, full)
-        return padded if label in optimizer.buffers else padded.clone()
-
-    monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)
-
-    def watched(self, i, *args):
-        seen.append((i, torch.is_grad_enabled()))
-        codes, _ = tk.both_layouts(args[1].detach(), self.scales[i, 1, 0], E4M3)
-        assert torch.equal(codes.view(torch.uint8), self.codes[i, 0].view(torch.uint8))
-        return call(self, i, *args)
-
-    monkeypatch.setattr(tk.Fp8Mlps, "__call__", watched)
-    plain = train(corpus, tmp_path / "plain")
-    assert not seen
-    fp8 = train(corpus, tmp_path / "fp8", "--fp8_mlp=true")
-    assert {i for i, _ in seen} == set(range(6)) and all(training for _, training in seen)
-    losses = [[float(x) for x in re.findall(r"val_loss:([\d.]+)", run.text)] for run in (plain, fp8)]
-    assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
-    scales = torch.load(fp8.saved[2], weights_only=True)["fp8_mlps"]
-    assert (scales["post_scale"] < 1).all() and (scales["dpre_scale"] > 0).all()
-    resumed = train(corpus, tmp_path / "resumed", "--fp8_mlp=true", f"--resume={fp8.saved[2]}")
-    assert differing(resumed.saved[4], fp8.saved[4]) == []
-    assert all(torch.equal(*(torch.load(run.saved[4], weights_only=True)["fp8_mlps"][key] for run in (fp8, resumed)))
-               for key in ("post_scale", "dpre_scale"))
-    train(corpus, tmp_path / "other", "--fp8_mlp=true", f"--resume={plain.saved[2]}")  # without scales
-    run = T.Trainer.run
-    monkeypatch.setattr(T.Trainer, "run", lambda self: T.warm_up(self) or run(self))
-    warm = train(corpus, tmp_path / "warm", "--fp8_mlp=true")
-    assert "Resetting Model" in warm.text and differing(warm.saved[4], fp8.saved[4]) == []

@@ -36,10 +36,8 @@ def unrounded(monkeypatch):
 
 
 def block_inputs(kind, N, device, dtype):
-    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes).
-
-    weight is FACTOR times that of layer 1.
-    """
+    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes). weight is FACTOR times that of
+    layer 1."""
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
     D = H * d
@@ -112,7 +110,6 @@ def assert_near(got, wanted, tolerance):
 
 
 # ---- The block -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,39 +226,19 @@ def test_graph(device):
         projections.refresh()
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(x8=torch.zeros(48, 64)), "codes.x8 must be contiguous torch.float8_e4m3fn .* got torch.float32"),
-    (dict(x8_t=torch.zeros(48, 64).to(E4M3)), r"codes.x8_t must be .* got .* \(48, 64\)"),
-    (dict(w8=torch.zeros(64, 192).to(E4M3).mT), r"codes.w8 must be contiguous .* strides \(1, 192\)"),
-    (dict(w8_t=torch.zeros(64, 96).to(E4M3)), r"codes.w8_t must be .* got .* \(64, 96\)")])
-def test_codes_that_are_refused(change, message):
-    args, _, codes = block_inputs("plain", 48, torch.device("cpu"), FP32)
+@pytest.mark.parametrize("N, change, message", [
+    (48, dict(x8=torch.zeros(48, 64)), "codes.x8 must be contiguous torch.float8_e4m3fn .* got torch.float32"),
+    (48, dict(x8_t=torch.zeros(48, 64).to(E4M3)), r"codes.x8_t must be .* got .* \(48, 64\)"),
+    (48, dict(w8=torch.zeros(64, 192).to(E4M3).mT), r"codes.w8 must be contiguous .* strides \(1, 192\)"),
+    (48, dict(w8_t=torch.zeros(64, 96).to(E4M3)), r"codes.w8_t must be .* got .* \(64, 96\)"),
+    (40, {}, ".*multiples of 16 for codes, got 40 and ")])
+def test_codes_that_are_refused(N, change, message):
+    args, _, codes = block_inputs("plain", N, torch.device("cpu"), FP32)
     with pytest.raises(ValueError, match=f"attention_block: {message}"):
         tk.attention_block(*args, codes._replace(**change))
 
 
-def test_lengths_that_are_refused():
-    args, _, codes = block_inputs("plain", 40, torch.device("cpu"), FP32)
-    with pytest.raises(ValueError, match=r"multiples of 16 for codes, got 40 and "):
-        tk.attention_block(*args, codes)
-
-
 # ---- Codes -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype, scale", [(E4M3, 2.0**-4), (E5M2, 2.0**-6 / 3)])
-def test_both_layouts(dtype, scale, device):
-    """Codes by the definition, saturated; every RMS-normed row of 784 channels fits; NaN stays."""
-    x = F.rms_norm(torch.randn(48, 784, device=device), (784,)).to(BF16)
-    x[0], x[0, 5], x[1, 0] = 0, 28, -1e9
-    codes, codes_t = tk.both_layouts(x, scale, dtype)
-    assert codes_t.is_contiguous() and torch.equal(bits(codes_t), bits(codes).mT)
-    inverse = torch.tensor(1 / scale).double()
-    assert torch.equal(codes.double(), rounded((x.double() * inverse.to(device)).float().double(), dtype))
-    assert dtype == E5M2 or codes[0, 5].float() == 448
-    x[2, 3] = torch.nan
-    assert tk.both_layouts(x, scale, dtype)[0].double().isnan().sum() == 1
-
 
 def test_refresh(device):
     """Codes of both widths by the definition, at the same addresses after the weights have changed."""
@@ -305,14 +282,16 @@ LAYERS = ["--layer0=paired value_embed narrow", "--layer4=two_lanes paired narro
 
 
 def test_trainer(tmp_path, monkeypatch, fp8_training):
-    """Two steps in FP8 learn nearly what bf16 learns, and only training is in FP8. Layers with the same input share its
-    codes. A resumed run goes on digit for digit, and the warm-up leaves no trace."""
+    """Two steps with MLPs and projections in FP8 learn nearly what bf16 learns, and only training is in FP8. Layers of
+    the same input share its codes. A resumed run goes on with the same scales, digit for digit; a checkpoint without
+    scales will do. The warm-up leaves no trace."""
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *LAYERS, *make_corpus(tmp_path, bos=512),
                                    "--dtype=bfloat16", "--save_every=2", "--keep=99"])
-    # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
-    pad, made, seen, block = T.NorMuonAndAdam._pad, [], [], tk.attention_block_ref
-    make = tk.both_layouts
+    both = "--fp8_mlp=true", "--fp8_qkv=true"
+    pad, made, seen, mlps = T.NorMuonAndAdam._pad, [], [], []
+    make, block, mlp = tk.both_layouts, tk.attention_block_ref, tk.Fp8Mlps.__call__
 
+    # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
     def moved(optimizer, label, full):
         padded = pad(optimizer, label, full)
         return padded if label in optimizer.buffers else padded.clone()
@@ -327,31 +306,44 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
         codes = next((arg for arg in args if isinstance(arg, tk.ProjectionCodes)), None)
         seen.append((codes and id(codes.x8), torch.is_grad_enabled()))
         if codes:
-            assert torch.equal(bits(codes.x8), bits(tk.both_layouts(x, codes.x_scale, E4M3)[0]))
+            assert torch.equal(bits(codes.x8), bits(make(x, codes.x_scale, E4M3)[0]))
             wanted = weight.detach().float() * (codes.dw_scale / codes.x_scale)  # with the factor
             error = (codes.w8.float() * codes.w_scale - wanted).abs()
             assert (error <= wanted.abs() * 0.07 + codes.w_scale.abs() * 2**-9).all()
         return block(x, weight, *args)
 
+    def watched_mlp(self, i, x, W1, *args):
+        mlps.append((i, torch.is_grad_enabled()))
+        assert torch.equal(bits(make(W1.detach(), self.scales[i, 1, 0], E4M3)[0]), bits(self.codes[i, 0]))
+        return mlp(self, i, x, W1, *args)
+
     monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)
     monkeypatch.setattr(tk, "both_layouts", counted)
     monkeypatch.setitem(tk.IMPLEMENTATIONS["attention"], "torch", watched)
+    monkeypatch.setattr(tk.Fp8Mlps, "__call__", watched_mlp)
     plain = train(corpus, tmp_path / "plain")
-    assert not made and {x8 for x8, _ in seen} == {None}
+    assert not made and {x8 for x8, _ in seen} == {None} and not mlps
     seen.clear()
-    fp8 = train(corpus, tmp_path / "fp8", "--fp8_qkv=true")
+    fp8 = train(corpus, tmp_path / "fp8", *both)
     assert "qkv_training:fp8" in fp8.text and all(training == (x8 is not None) for x8, training in seen)
+    assert {i for i, _ in mlps} == {*range(6)} and all(training for _, training in mlps)
     trained = [x8 for x8, training in seen if training]
     passes = [trained[i:i + 5] for i in range(0, len(trained), 5)]  # layer 2 has no attention
-    assert len(made) == 4 * len(passes) > 0  # inputs of layers 0, 1 and 3, and one of 4 and 5
+    # Inputs of the attention of layers 0, 1 and 3, one of 4 and 5; inputs and gradients of six MLPs.
+    assert len(made) == (4 + 2 * 6) * len(passes) > 0
     for first, second, third, *shared in passes:
         assert len({first, second, third, *shared}) == 4 and len(set(shared)) == 1
     losses = [[float(x) for x in re.findall(r"val_loss:([\d.]+)", run.text)] for run in (plain, fp8)]
-    assert losses[0][0] == losses[1][0] and "p vo_bank" in differing(fp8.saved[4], plain.saved[4])
+    assert losses[0][0] == losses[1][0] and {"p vo_bank", "p mlp_bank"} <= {*differing(fp8.saved[4], plain.saved[4])}
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
-    resumed = train(corpus, tmp_path / "resumed", "--fp8_qkv=true", f"--resume={fp8.saved[2]}")
+    resumed = train(corpus, tmp_path / "resumed", *both, f"--resume={fp8.saved[2]}")
     assert differing(resumed.saved[4], fp8.saved[4]) == []
+    first, last, again = (torch.load(path, weights_only=True)["fp8_mlps"]
+                          for path in (fp8.saved[2], fp8.saved[4], resumed.saved[4]))
+    assert (first["post_scale"] < 1).all() and (first["dpre_scale"] > 0).all()
+    assert all(torch.equal(last[key], again[key]) for key in ("post_scale", "dpre_scale"))
+    train(corpus, tmp_path / "other", *both, f"--resume={plain.saved[2]}")
     run = T.Trainer.run
     monkeypatch.setattr(T.Trainer, "run", lambda self: T.warm_up(self) or run(self))
-    warm = train(corpus, tmp_path / "warm", "--fp8_qkv=true")
+    warm = train(corpus, tmp_path / "warm", *both)
     assert "Resetting Model" in warm.text and differing(warm.saved[4], fp8.saved[4]) == []

@@ -72,11 +72,6 @@ def with_shape(name):
                         **{name: tuple(config.layers_with(name)) for name in ("xsa", "dynamic", "narrow")})
 
 
-@pytest.fixture(scope="module")
-def setting():
-    return make_setting(CONFIG)
-
-
 def with_features(name, *knobs):
     """The arguments of make_setting for CONFIG with the features of that name, and with other knobs."""
     arguments, known = FEATURES[name]
@@ -138,7 +133,7 @@ def params_of(model):
 
 def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda_bound):
     """Loss and the gradient of every parameter, relative to its largest entry, for the data and the weights of
-    `setting`."""
+    `setting`. No weight of a bank is dead: each has a gradient."""
     exact, tokens, cu, rows, view, settings = setting
     device, dtype = model.embed.device, model.dtype
     model.zero_grad()
@@ -156,28 +151,15 @@ def compare_with_oracle(model, head, setting, loss_bound, gradient_bound, lambda
                                      loss_scale=KAPPA, **settings)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=loss_bound)
+    banks = {row.label for row in T.param_table(model.config) if row.optim == "normuon"}
     for name, param in model.named_parameters():
         wanted = params[name].grad
+        assert name not in banks or param.grad.all(), name
         error = (param.grad.to(wanted) - wanted).abs().max() / wanted.abs().max()
         rounded = name in ("post_lambdas", "x0_lambdas", "bigram_lambdas", "resid_lambdas")
         # A single number is a sum over all tokens in which much cancels.
         bound = lambda_bound if rounded else 50 * gradient_bound if param.numel() == 1 else gradient_bound
         assert error < bound, f"gradient of {name}: relative error {error:.1e}"
-
-
-@pytest.mark.parametrize("preset, heads, count", [("short", 6, 4), ("short", 3, 4), ("record74", 6, 3)])
-def test_no_weight_is_dead(preset, heads, count):
-    """Every entry of the banks has a gradient, also in narrow layers and with three heads."""
-    config = T.parse_config([f"--preset={preset}", "--device=cpu", "--vocab_size=120", "--model_dim=96",
-                             f"--num_heads={heads}", "--ngram_rows=0", "--bigram_tables=1", "--bigram_normal=false"]
-                            ).model
-    exact, tokens, cu, rows, view, _ = make_setting(config)
-    pieces = pieces_of(tokens[:-1], rows, torch.device("cpu"))
-    h, point, _ = exact(tokens[:-1].int(), cu, {"bigram_embed": rows}, view, pieces)
-    plain_head(exact)(h, tokens[1:], torch.ones(1), KAPPA, point=point).backward()
-    banks = {row.label: exact.get_parameter(row.label).grad for row in T.param_table(config) if row.optim == "normuon"}
-    assert len(banks) == count
-    assert {label: (grad == 0).sum().item() for label, grad in banks.items()} == dict.fromkeys(banks, 0)
 
 
 @pytest.mark.parametrize("name", [*FEATURES, *SHAPES])
@@ -217,45 +199,13 @@ def test_validation_loss(name):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-def test_every_technique_matters(setting):
-    """Each parameter, the document borders, the windows, the scale and the hash reach the output: none is silently
-    unused."""
-    model, tokens, cu, rows, view, _ = setting
-
-    def output(**changes):
-        new = dict(cu=cu, rows=rows, view=view) | changes
-        with torch.no_grad():
-            return model(tokens[:-1].int(), new["cu"], {"bigram_embed": new["rows"]}, new["view"]).h
-
-    base = output()
-    assert torch.equal(base, output())
-    one_document = torch.full_like(cu, len(tokens) - 1)
-    one_document[0] = 0
-    for changes in (dict(cu=one_document), dict(rows=rows.flip(0)),
-                    *(dict(view=view._replace(**{field: getattr(view, field) * 2}))
-                    for field in ("short_window", "long_window", "scale"))):
-        assert not torch.allclose(base, output(**changes), rtol=1e-6), changes
-
-
-def test_bf16_is_near_fp32():
-    """The production dtype of activations: the loss of a fresh model moves by bf16 rounding only (seen: 7e-5
-    relative)."""
-    cpu = torch.device("cpu")
-    ops, _ = kernels.choose_ops(cpu, "torch")
-    losses = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = T.GPT(CONFIG, ops, dtype, cpu)
-        model.init_weights(0)
-        tokens = torch.arange(129, dtype=torch.int32) * 7 % 120
-        cu = torch.full((128,), 128, dtype=torch.int32)
-        cu[:2] = torch.tensor([0, 50])
-        frequencies, scale = T.rotary_states(CONFIG.head_dim, [LONG])[0]
-        view = T.AttentionSettings(T.rotary_table(frequencies, 256, cpu, dtype), SHORT, LONG, scale, 128)
-        rows = torch.from_numpy(L.ngram_hash(tokens[:-1].numpy(), *CONFIG.ngrams[0]))
-        h, *_ = model(tokens[:-1], cu, {"bigram_embed": rows}, view)
-        head = kernels.HeadLoss(model.lm_head, dtype, False, kernels.cross_entropy_ref)
-        losses.append(head(h, tokens[1:].long(), torch.ones(1), 1 / 128).item())
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+def test_bf16_is_near_fp64():
+    """The production dtype of activations moves the loss by its rounding only (seen: 4e-6 relative)."""
+    setting, cpu = make_setting(CONFIG), torch.device("cpu")
+    model = T.GPT(CONFIG, kernels.choose_ops(cpu, "torch")[0], torch.bfloat16, cpu)
+    model.load_state_dict(setting[0].state_dict())
+    head = kernels.HeadLoss(model.lm_head, torch.bfloat16, False, kernels.cross_entropy_ref)
+    compare_with_oracle(model, head, setting, loss_bound=1e-4, gradient_bound=0.1, lambda_bound=0.1)
 
 
 def test_signs_of_bigrams():

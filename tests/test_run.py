@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -75,7 +74,7 @@ T.kernels.choose_ops = lambda *args: (choose(*args)[0], choose(*args)[1] | {"mlp
 T.Trainer.step = lambda self, *a, **k: (step(self, *a, **k), say(f"scales {scales(self)}"))[0]"""
 FOUR, PAIR = ["--micro_batches=4"], ["--adam_lr=0", "--muon_lr=0.023"]
 RUNS = {  # name -> ranks, arguments, hook
-    "one": (1, FOUR, ""), "again": (1, FOUR, WARM_UP), "two": (2, FOUR, WARM_UP), "four": (4, FOUR, ""),
+    "one": (1, FOUR, ""), "two": (2, FOUR, WARM_UP), "four": (4, FOUR, ""),
     "sum": (2, FOUR, SUM_FOR_AVERAGE), "fp8": (2, [*FOUR, "--fp8_mlp=true", "--dtype=bfloat16"], SAY_SCALES),
     "pair1": (1, [*PAIR, "--sample_tokens=12", "--sample_prompt=the "], ""), "pair2": (2, PAIR, ""),
     "nodes": (2, [*PAIR, "--micro_batches=1"], "")}  # one rank on each of two nodes; two ranks take two micro-batches
@@ -177,8 +176,8 @@ def runs(corpus, tmp_path_factory):
         out = "".join(out for out, _, _ in parts)
         (path,), (saved,) = logs.glob("*.txt"), logs.glob("*/*.pt")
         log, state = path.read_text(), torch.load(saved, weights_only=True)
-        parts = [(label, {"p": p, **state["optimizer"][label]}) for label, p in state["model"].items()]
-        tensors = {f"{key} {label}": tensor for label, part in parts for key, tensor in part.items()}
+        tensors = {f"{key} {label}": tensor for label, p in state["model"].items()
+                   for key, tensor in {"p": p, **state["optimizer"][label]}.items()}
         count = sum(not key.startswith("grad ") for key in tensors)
         # p, m, v, three mantissas; the last step is an even one
         assert count == 3 * len(T.param_table(T.Model())) + 3 and "grad embed" in tensors
@@ -195,25 +194,16 @@ def differences(run, other, kinds):
     return {name: ((x - y).norm() / max(x.norm(), 1e-30)).item() for name, (x, y) in pairs.items()}
 
 
-def test_one_seed_gives_one_result_bit_for_bit(runs):
-    """Also when a warm-up, which visits every stage, comes first: it leaves no trace."""
-    one, again = runs["one"], runs["again"]
-    assert "Resetting Model" in again.body
-    assert [name for name, tensor in one.tensors.items() if not torch.equal(tensor, again.tensors[name])] == []
-    assert one.state["loader"] == again.state["loader"] and one.val == again.val
-    assert one.val[STEPS] < one.val[0] - 0.6  # it learns; seen: 5.94 -> 5.10
-
-
 def test_logged_loss_is_that_of_the_oracle(corpus, runs):
     """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded:
     4.8e-5."""
-    for name in ("one", "four", "pair2"):
+    for name in ("one", "four"):
         assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
 
 def test_training_loss_is_the_mean_of_the_micro_batches(corpus):
     """Of the next tokens alone, over the classes of the step, before the update: in fp64, from the final stream."""
-    config = T.parse_config(corpus.args)
+    config = T.parse_config([*corpus.args, "--layers=2", "--backout_layer=none"])
     ops, _ = kernels.choose_ops(CPU, "auto")
     trainer = T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     graphs, batches = trainer.graphs, []
@@ -250,6 +240,8 @@ def test_ranks_agree(runs, name):
     loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 5.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
+    assert one.val[STEPS] < one.val[0] - 0.6  # it learns; seen: 5.94 -> 5.10
+    assert ("Resetting Model" in other.body) == (name == "two")
     found = differences(one, other, "pmv")
     loss = max(abs(one.val[step] - other.val[step]) for step in VAL_STEPS)
     print(f"{name}: loss {loss:.1e}, state {max(found.values()):.3f} ({max(found, key=found.get)})")
@@ -361,11 +353,12 @@ def shards_of(corpus, folder, *names):
     return f"--train_files={folder}/train_*.bin"
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("bad", ["train", "val", "unreadable"])
+@pytest.mark.parametrize("bad, late", [("train", True), ("val", True), ("val", False), ("unreadable", False)])
 def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, capsys, fails, bad, late):
-    """A warning, on the screen and in the log, and all results; also where its check ends last."""
-    train = shards_of(corpus, tmp_path, "train_1", "train_2", "train_1", "foreign")
+    """A warning, on the screen and in the log, and all results; also where its check ends last, and for a shard without
+    tokens. With --val_every=0 there is one validation, at the end."""
+    train, empty = shards_of(corpus, tmp_path, "train_1", "train_2", "train_1", "foreign"), tmp_path / "train_0b.bin"
+    write_shard(empty, [])
     write_shard(tmp_path / "val_2.bin", [97] * 50)
     inspect, ended = Shards.inspect, threading.Event()
 
@@ -385,25 +378,14 @@ def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, c
     out, text = capsys.readouterr().out, next(tmp_path.glob("*.txt")).read_text().split(RULE)[-1]
     message = {"train": "train_3.bin: token 257 but .*", "val": "val_2.bin: no document separator .*",
                "unreadable": "train_3.bin: cannot be read"}[bad]
-    for seen in out, text:
-        (line,) = re.findall("^warning: .*$", seen, re.M)
+    assert re.findall("^step:(.*) val_loss", text, re.M) == ["4/4"]
+    for seen, name in (out, empty), (text, empty.name):
+        passed_over, line = re.findall("^warning: .*$", seen, re.M)
+        assert passed_over == f"warning: {name} holds no tokens and is passed over"
         assert re.fullmatch(f"warning: .*{message}; the run goes on, since it does not need this shard", line)
     assert "\nfinal_val_loss: " in out
     assert (text.index(line) > text.index("\nstep:4/4 ")) == late
     assert (",unknown val_sha256=" in text) == (bad == "unreadable")
-
-
-def test_a_run_says_which_shards_hold_no_tokens(corpus, tmp_path, capsys, fails):
-    """On the screen and in the log."""
-    train, empty = shards_of(corpus, tmp_path, *["train_1", "train_2"] * 2), tmp_path / "train_1.bin"
-    write_shard(empty, [])
-    assert T.main([*corpus.args, *SHORT, f"--log_dir={tmp_path}", train]) == 0
-    text = next(tmp_path.glob("*.txt")).read_text().split(RULE)[-1]
-    assert re.findall("^step:(.*) val_loss", text, re.M) == ["4/4"]  # --val_every=0: one validation, at the end
-    for seen in capsys.readouterr().out, text:
-        told = re.findall("^warning: (.*)$", seen, re.M)
-        assert told[0] == f"{empty if seen is not text else empty.name} holds no tokens and is passed over"
-    assert len(compare.read_run(next(tmp_path.glob("*.txt"))).facts["train_sha256"].split(",")) == 3
 
 
 @pytest.fixture
@@ -427,12 +409,6 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, fails, monkeypa
     assert re.search(rf"\nstep:2/{STEPS} train_loss:nan\n.*\nerror: the training loss of step 2 is nan.*\n$", text)
 
 
-def test_a_reader_that_has_seen_enough(monkeypatch, capfd):
-    """As head -n 1 does, it closes the pipe."""
-    monkeypatch.setattr("records.check.check_table", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
-    assert T.main(["--preset=cpu", "--check"]) == 1 and capfd.readouterr().err == ""
-
-
 NO_MEMORY = """init = T.Trainer.__init__
 def fails(self, config, *rest):
     if config.system.micro_batches < ENOUGH:
@@ -445,10 +421,9 @@ T.Trainer.__init__ = fails"""
     (2, 0, "T.torch.OutOfMemoryError('Tried 2 GiB')"),
     (3, 1, r"RuntimeError('Triton Error [CUDA]: out of memory\nTried 2 GiB')")])
 def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error):
-    """With --micro_batches=0, and with twice as many. The second process, which has a number, trains or says the
-    remedy."""
+    """With --micro_batches=0, and with twice as many. The second process trains or says the remedy."""
     hook = NO_MEMORY.replace("ENOUGH", str(enough)).replace("MESSAGE", error)
-    _, err, code = finish(start_interpreter(corpus, f"--log_dir={tmp_path}", "--micro_batches=0", hook=hook))
+    _, err, code = finish(start_interpreter(corpus, *SHORT, f"--log_dir={tmp_path}", "--micro_batches=0", hook=hook))
     again = "out of GPU memory with --micro_batches=1: starting again with --micro_batches=2\n"
     remedy = "error: out of GPU memory: .*--micro_batches.*2 GiB.*\n"
     assert code == status and re.fullmatch(again + status * remedy, err), err
@@ -456,20 +431,15 @@ def test_out_of_memory_starts_again_once(corpus, tmp_path, enough, status, error
     assert len(logs) == 2 and sum("\nfinal_val_loss: " in log for log in logs) == 1 - status
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path, saves):
-    """The last line says how to go on."""
-    process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000", *["--save_every=3"] * saves)
+def test_ctrl_c_ends_it_and_keeps_the_log(corpus, tmp_path):
+    """The last line says how to go on; test_faults.py ends a run without a checkpoint."""
+    process = start_interpreter(corpus, f"--log_dir={tmp_path}", "--scheduled_steps=9000", "--save_every=3")
     seen = ready(process, "^step:4/.*\n")
     process.send_signal(signal.SIGINT)
     out, err, status = finish(process, 30, seen)
     assert status == 130 and err == ""
-    line = out.splitlines()[-1]
-    if saves:
-        path = re.fullmatch(r"ended by Ctrl-C; go on with --resume=(\S+/state_step\d{6}\.pt)", line)[1]
-        assert load_checkpoint(ROOT / path)["step"] >= 3
-    else:
-        assert line == "ended by Ctrl-C; there is no checkpoint: --save_every=100 writes one every 100 steps"
+    path = re.fullmatch(r"ended by Ctrl-C; go on with --resume=(\S+/state_step\d{6}\.pt)", out.splitlines()[-1])[1]
+    assert load_checkpoint(ROOT / path)["step"] >= 3
     assert set(re.findall("^step:.*$", seen, re.M)) <= set(next(tmp_path.glob("*.txt")).read_text().splitlines())
 
 
@@ -487,8 +457,7 @@ Shards.inspect, agree = lambda self, path: time.sleep(1000), T.agree_on_shards
 T.agree_on_shards = lambda *args: agree(*args, 0)"""
 
 
-@pytest.mark.parametrize("hook", ["", SLOW_CHECKS])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks, hook", [(1, SLOW_CHECKS), (2, ""), (2, SLOW_CHECKS)])
 def test_damage_in_a_later_shard_is_one_line(corpus, tmp_path, ranks, hook):
     """Found before the first step; where the checks take longer, by the thread that reads ahead, on every rank."""
     train = shards_of(corpus, tmp_path, "train_1", "train_2", "foreign")
@@ -516,7 +485,7 @@ def test_a_check_that_ends_late_ends_the_run(corpus, tmp_path, monkeypatch, fail
 
 
 @pytest.mark.parametrize("change, status", [
-    ("os.utime(path, ns=(1, 1))", 0), ("path.write_bytes(path.read_bytes()[:-2] + b'ab')", 1), ("path.unlink()", 1)])
+    ("os.utime(path, ns=(1, 1))", 0), ("path.write_bytes(path.read_bytes()[:-2] + b'ab')", 1)])
 def test_shards_that_change_during_a_run_on_two_ranks(corpus, tmp_path, change, status):
     """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date. If it ends,
     it saves what it has."""
@@ -545,16 +514,6 @@ def test_ranks_with_other_shards(corpus, tmp_path):
     sys.argv[-1] = sys.argv[-1].replace("*", "[01]")"""
     _, err, status = finish(start(corpus, f"--log_dir={tmp_path}", train, ranks=2, hook=hook))
     assert status == 1 and "rank 1: the shards here are not those of rank 0: train_2.bin is missing\n" in err, err
-
-
-def test_unwritable_checkpoint_leaves_the_results(corpus, tmp_path, fails, monkeypatch):
-    def full(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(torch, "save", full)
-    fails([*corpus.args, f"--log_dir={tmp_path}", f"--val_tokens={VAL_BATCH}", "--save=true"],
-          "cannot write .*No space left.*another folder")
-    assert "\nfinal_val_loss: " in next(tmp_path.glob("*.txt")).read_text() and not list(tmp_path.glob("*/*"))
 
 
 @pytest.mark.parametrize("translated", [False, True])

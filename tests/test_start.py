@@ -94,7 +94,7 @@ def make_trainer(corpus):  # noqa: F811
 
 
 def test_a_warm_up_says_where_its_time_goes(make_trainer):
-    """Its steps are the first of each kind. That it leaves no trace: test_run."""
+    """Its steps are the first of each kind. That it leaves no trace: test_checkpoint."""
     trainer = make_trainer("--preset=record74", "--kernels=torch")
     steps = steps_with_new_keys(trainer.plans[:-1], set())
     T.warm_up(trainer)
