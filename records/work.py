@@ -51,6 +51,8 @@ WORK = {  # operation -> (kernels of one call, function from sizes to (bf16 oper
     "mix": ("_mix_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
     "mix_backward": ("_mix_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
     "added_backward": ("_added_grad_kernel", lambda N, D, passes: (0, 2 * N * D * passes)),
+    "token_gate": ("_token_gate_kernel", lambda N, channels: (0, N * (2 * channels + 4))),
+    "token_gate_backward": ("_token_gate_grad_kernel", lambda N, channels: (0, N * (4 * channels + 4))),
     "exclude_values": ("_exclude_values_kernel", lambda N, D: (0, 6 * N * D)),
     "output_grad": ("_output_grad_kernel", lambda N, D, excludes: (0, (10 if excludes else 4) * N * D)),
     "mlp": ("_mlp_kernel", lambda N, D, F: (2 * N * D * F, 2 * N * (D + F))),  # relu(x W1ᵀ)²

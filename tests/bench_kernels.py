@@ -192,9 +192,8 @@ def mix_cases():
                        of="added_backward")
         inputs = rand(N, T.GATE_CHANNELS), rand(1, T.GATE_CHANNELS), torch.ones(1, device=DEVICE)
         gate = tk.token_gate(*(x.requires_grad_() for x in inputs))
-        yield Case("token_gate", f"{N}", partial(tk.token_gate, *inputs), bytes=N * (2 * T.GATE_CHANNELS + 4))
-        yield Case("token_gate, backward", f"{N}", partial(torch.autograd.grad, gate, inputs, torch.ones_like(gate), True),
-                   bytes=N * (4 * T.GATE_CHANNELS + 4))
+        yield Case("token_gate", f"{N}", partial(tk.token_gate, *inputs), **needs("token_gate", N, T.GATE_CHANNELS))
+        yield backward("token_gate", f"{N}", [gate], inputs, (N, T.GATE_CHANNELS))
         y, v, dz = (rand(N, H, HEAD) for _ in range(3))
         for share in rand(N, H, dtype=torch.float32), None:
             kind, gate = f"{N}{', without values' if share is None else ''}", rand(N, H).sigmoid()
