@@ -175,7 +175,7 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
     if few_rows:
         few = model.tables[table].few = tk.FewRows(model.get_parameter(table).detach(), 2 * sum(rows))
     sums = {name: torch.zeros_like(param, dtype=FP64) for name, param in model.named_parameters()}
-    trainer = SimpleNamespace(head=head, micro_steps=4, model=model)
+    trainer = SimpleNamespace(head=head, micro_steps=4, model=model, shared=[])
     step = MicroStepGraphs(lambda *args: T.Trainer.micro_step(trainer, *args), record)
     frequencies, scale = T.rotary_states(config.head_dim, [128])[0]
     views = {n: T.AttentionSettings(T.rotary_table(frequencies, 640, device, dtype), n // 10, n // 5,

@@ -179,7 +179,7 @@ def begin(gpus, monkeypatch):  # noqa: F811
 
     def run(*args):
         status, err = gpus.start("--preset=short", *args)
-        config, *_, size, seconds = train.call_args.args
+        config, *_, size, seconds, _ = train.call_args.args
         return status, err, config, size, seconds
     run.measured, run.gpus = measured, gpus
     return run
