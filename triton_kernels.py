@@ -3732,14 +3732,14 @@ def add_later(streams, factors, previous=False):
 
 class _FirstChannels(_Function):
     def forward(ctx, x, channels, owner):
-        ctx.channels, ctx.owner = channels, owner
+        ctx.width, ctx.owner = x.size(1), owner
         ctx.set_materialize_grads(False)
         return x.view_as(x), x[:, :channels].contiguous()
 
     def backward(ctx, dx, dfirst):
         own = ctx.owner.take()
         if dx is None or dfirst is None:
-            dx = dx if dfirst is None else F.pad(dfirst, (0, ctx.channels - dfirst.size(1)))
+            dx = dx if dfirst is None else F.pad(dfirst, (0, ctx.width - dfirst.size(1)))
         else:  # in place if add_later made dx and nobody else has it
             dx = dx if own is not None and own.data_ptr() == dx.data_ptr() else dx.clone()
             dx[:, :dfirst.size(1)] += dfirst

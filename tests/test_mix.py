@@ -48,7 +48,8 @@ def run(mix, streams, factors, reader, later, dtype=None):
     N, D = streams[0].shape
     streams, factors, later = leaves(streams, dtype), leaves(factors, dtype), [leaves(row, dtype) for row in later]
     vector = leaves([torch.linspace(-1, 1, 4, device=streams[0].device)], dtype)[0]  # its last element is for nobody
-    numbers, table = mix.rows(vector), leaves([torch.linspace(-1, 1, 5 * N, device=streams[0].device).view(5, N)], dtype)
+    table = leaves([torch.linspace(-1, 1, 5 * N, device=streams[0].device).view(5, N)], dtype)
+    numbers = mix.rows(vector)
     pieces = mix.columns(table[0], [1, 2, 1, 1])  # the second is for something else, the last one for nobody
     (first, second), added = mix.add_later(streams[:2], [*later, [pieces[2], numbers[2]]])
     third, channels = mix.first_channels(streams[3], 4)
@@ -145,7 +146,8 @@ def bank_of(P, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("P", [1, 2])
 class TestScaledWeights:
-    """The last layer has no factor. In bf16 the interpreter would not round; plain operations then stand for the kernel."""
+    """The last layer has no factor. In bf16 the interpreter would not round; plain operations then stand for the
+    kernel."""
 
     @pytest.fixture(autouse=True)
     def no_interpreter_in_bf16(self, dtype, monkeypatch):
@@ -232,11 +234,23 @@ def test_what_mix_refuses(device):
         tk.mix([(None, x), (torch.tensor(1.0), x)], grad_codes=tk.GradCodes(1.0))
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_first_channels(both, device):
+    """Alone, and beside another reader of the stream, whose gradient stays as it is."""
+    x, upstream = torch.randn(9, 16, device=device).requires_grad_(), torch.randn(9, 16, device=device)
+    (stream, first), before = tk.first_channels(x, 4), upstream.clone()
+    outputs, given = [first] + [stream] * both, [torch.ones_like(first)] + [upstream] * both
+    wanted = both * upstream
+    wanted[:, :4] += 1
+    assert torch.equal(torch.autograd.grad(outputs, x, given)[0], wanted) and torch.equal(upstream, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, bf16])
 @pytest.mark.parametrize("N, C", [(1, 12), (700, 12), (513, 16)])
 def test_token_gate(N, C, dtype, device):
     """In fp32 between inputs and outputs in bf16, too."""
-    given, factor = [torch.randn(rows, C, device=device).to(dtype) for rows in (N, 1)], torch.full((1,), -1.7, device=device)
+    given = [torch.randn(rows, C, device=device).to(dtype) for rows in (N, 1)]
+    factor = torch.full((1,), -1.7, device=device)
     upstream = torch.randn(N, 1, device=device)
 
     def run(function, *dtypes):
@@ -283,7 +297,8 @@ def test_a_micro_step_in_fp8(tmp_path, device):
             "--stage1.batch_tokens=96", f"--device={device.type}", "--dtype=bfloat16", "--fp8=true", "--fp8_mlp=true",
             "--fp8_qkv=true", f"--kernels=mix:{mix}"])
         ops, _ = tk.choose_ops(device, config.system.kernels)
-        trainer = T.Trainer(config, Runtime(0, 1, torch.empty(0, device=device).device), SimpleNamespace(line=print), ops, Stopwatch(0.0))
+        rt = Runtime(0, 1, torch.empty(0, device=device).device)  # with the index of the GPU
+        trainer = T.Trainer(config, rt, SimpleNamespace(line=print), ops, Stopwatch(0.0))
         generator = torch.Generator(device).manual_seed(1)
         for p in trainer.model.parameters():
             if not p.any():  # what begins at zero passes no gradient on
