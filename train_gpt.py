@@ -821,7 +821,6 @@ class Table:
     def __init__(self, row, parameter, ops):
         self.row, self.parameter, self.ops = row, parameter, ops
         self.touched = self.few = self.local = None
-        self.state = {}  # sparse: "v", of a lazy table (R, D), else (R, 1), and "last", the last update of every row
         self.under_way = None  # (exchange, the rows that this rank gives, work) of rows that travel to next_local
 
     def lookup(self, count, ids, *n_grams):
@@ -867,10 +866,11 @@ class Table:
             if len(received):
                 self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
 
-    def update(self, part, grad, numbers, optim):
-        """Adam of the rows with a gradient, which becomes zero. part: this rank's; grad: of a lazy table."""
+    def update(self, part, state, grad, numbers, optim):
+        """Adam of the rows with a gradient, which becomes zero. part: this rank's; state: its "v" and "last" in
+        NorMuonAndAdam; grad: of a lazy table."""
         label, (_, beta2) = self.row.label, adam_betas(self.row, optim)
-        moments = part, self.state["v"], self.state["last"]
+        moments = part, state["v"], state["last"]
         rates = numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"], beta2, optim.adam_eps
         if self.few:
             self.ops.update_few_rows(*moments, self.few.grad, self.few.place, self.few.rows, self.few.count, *rates)
@@ -1303,15 +1303,16 @@ class NorMuonAndAdam:
         self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
         self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
         # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
-        # --slow_momentum "slow"; with --average_blend also "average"; of rows updated one by one `Table.state`
+        # --slow_momentum "slow"; with --average_blend also "average"; of a table whose rows are updated one by one "v"
+        # and "last", the number of the last update of every row
         self.state = {}
         self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
         for label, row in self.settings.items():
             if row.optim == "rows":
-                weights, table = self.params[label].detach(), self.tables[label]
-                table.few = kernels.FewRows(weights, min(most_few_rows(config), len(weights)))
+                weights = self.params[label].detach()
+                self.tables[label].few = kernels.FewRows(weights, min(most_few_rows(config), len(weights)))
                 v = torch.zeros(len(weights), 1, device=rt.device)
-                self.state[label] = table.state = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
+                self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
                 continue
             if not row.sharded:
                 continue
@@ -1321,10 +1322,9 @@ class NorMuonAndAdam:
             shard = self.shards[label] = self._shard(label, self.buffers[label][0])
             m = torch.zeros_like(shard, dtype=torch.float32)
             if row.lazy and self.optim.lazy_tables:
-                table = self.tables[label]
-                self.state[label] = table.state = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
+                self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
                 if rt.world == 1:  # all ranks touch rows of a shard, so several ranks look at the reduced gradient
-                    table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
+                    self.tables[label].touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
             elif row.optim == "adam":
                 self.state[label] = {"m": m, "v": torch.zeros_like(m)}
             else:
@@ -1374,7 +1374,7 @@ class NorMuonAndAdam:
         """
         for label in self.of_rows if plan.tables else ():
             with trace_range(f"update {label}"):
-                self.tables[label].update(self.params[label].detach(), None, numbers, self.optim)
+                self.tables[label].update(self.params[label].detach(), self.state[label], None, numbers, self.optim)
 
     @torch.no_grad()
     def step(self, plan, numbers):
@@ -1484,7 +1484,7 @@ class NorMuonAndAdam:
             return
         p, state = self.shards[name], self.state[name]
         if "last" in state:
-            return self.tables[name].update(p, grad, numbers, self.optim)
+            return self.tables[name].update(p, state, grad, numbers, self.optim)
         step_size, weight_decay, rate = (
             numbers[f"{name} {key}"] for key in ("step_size", "weight_decay", "average_rate"))
         betas, average = adam_betas(self.settings[name], self.optim), state["average"] if moves_average else None
