@@ -3368,7 +3368,8 @@ def mix_ref(terms, reader=None, added=(), grad_codes=None):
         return Mixed([x])
     normed = rms_norm(x)
     codes = both_layouts(normed.detach(), reader.scale, E4M3) if reader.scale else None
-    return Mixed([x], reader, [normed], normed[:, :reader.channels] if reader.channels else None, codes)
+    first = normed[:, :reader.channels].contiguous() if reader.channels else None
+    return Mixed([x], reader, [normed], first, codes)
 
 
 def add_later_ref(streams, factors, previous=False):

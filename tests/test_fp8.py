@@ -69,7 +69,7 @@ def test_reference_of_the_codes(shape, scale, dtype, device):
     codes, codes_t = tk.both_layouts(x, scale, dtype)
     assert codes.dtype == codes_t.dtype == dtype and codes_t.is_contiguous() and codes_t.shape == x.mT.shape
     assert torch.equal(bits(codes_t), bits(codes).mT)
-    exact = x.double() / torch.as_tensor(scale, device=device).double()[..., None, None]
+    exact = x.double() / torch.as_tensor(scale, dtype=torch.float64, device=device)[..., None, None]
     near = codes.double() == rounded(exact, dtype)
     slack = [rounded(exact * (1 + sign * 2**-22), dtype) for sign in (-1, 1)]
     assert (near | (codes.double() == slack[0]) | (codes.double() == slack[1])).all() and near.double().mean() > 0.99

@@ -79,9 +79,8 @@ def trials(model, dtype, device) -> dict:
         return results
 
     def mix(op):
-        numbers = [random(dtype=fp32) for _ in range(4)]
-
-        def run(lane, a, x0, ngram, bank, vector, matrix, weight, *factors):
+        def run(lane, a, x0, ngram, bank, vector, matrix, weight, numbers):
+            factors = numbers.unbind()  # in one tensor, since the gradient of one number may be near zero by chance
             (first, second), columns = op.rows(vector), op.columns(matrix, [1, 1])
             (x0, _), added = op.add_later([x0, ngram], [columns, [factors[0], None]])
             x0, channels = op.first_channels(x0, 12)
@@ -91,7 +90,7 @@ def trials(model, dtype, device) -> dict:
             two = op([(0.5, one.x), (factors[2], x0), (first, lane), (second, lane)], None, [*added[1:], *before])
             return one.normed, one.first, two.x, channels, *op.scaled_weights(bank, vector)[1]
         return with_gradients(run, *(random(N, D) for _ in range(4)), random(2, 2, 64, D), random(2, dtype=fp32),
-                              random(2, N, dtype=fp32), random(1, 12), *numbers)
+                              random(2, N, dtype=fp32), random(1, 12), random(4, dtype=fp32))
 
     def mlp(op):
         weights = [random(F, D, std=D**-0.5) for _ in range(2)]

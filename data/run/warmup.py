@@ -2,6 +2,7 @@
 --minutes."""
 
 import functools
+import gc
 import operator
 import threading
 import time
@@ -239,11 +240,15 @@ class MicroStepGraphs:
 
     def capture(self, run, *args):
         """(graph, result) of run(*args), which is captured and not run."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: the threads of the loader may call CUDA during the capture.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            result = run(*args)
-        return graph, result
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # garbage may hold another graph, which nothing may free during a capture
+        try:
+            # thread_local: the threads of the loader may call CUDA during the capture.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                return graph, run(*args)
+        finally:
+            if collects:
+                gc.enable()
 
     def __call__(self, batch, mtp_weights, attn, stage, eager=False):
         """eager: launch the kernels of the graph one by one, so that a trace shows the layer of each kernel."""
