@@ -55,6 +55,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def no_reference(request, monkeypatch):
+    """The references that a test file names in NO_REFERENCE are missing: a wrapper that falls back to one fails."""
+    for name in getattr(request.module, "NO_REFERENCE", ()):
+        monkeypatch.setattr("triton_kernels." + name, None)
+
+
 @pytest.fixture
 def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,6 +99,6 @@ def fp8_training(monkeypatch):
 @pytest.fixture
 def poisoned_empty():
     """torch.empty returns NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # some sums of a GPU are not
     yield
     torch.use_deterministic_algorithms(False)

@@ -653,6 +653,22 @@ only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731
 bf16 = only_gpu(torch.bfloat16)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
 
 
+def leaves(values, dtype=None):
+    """Each tensor as a leaf of autograd, of another dtype if one is given; None and numbers stay."""
+    return [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() if isinstance(x, torch.Tensor) else x
+            for x in values]
+
+
+def with_gradients(function, inputs, upstream, dtype=None):
+    """[*results, *gradients of the inputs], leaving out what is None; inputs and upstream may get another dtype."""
+    inputs = leaves(inputs, dtype)
+    results = function(*inputs)
+    results = [x for x in (results if isinstance(results, (tuple, list)) else [results]) if x is not None]
+    grads = torch.autograd.grad(results, [x for x in inputs if isinstance(x, torch.Tensor)],
+                                [g.to(x.dtype) for g, x in zip(upstream, results, strict=True)], materialize_grads=True)
+    return [*(x.detach() for x in results), *grads]
+
+
 def framed(values, *margins):
     """(buffer, view): `values` as a view inside a buffer of NaN. margins: (before, after) of each of the last axes.
 

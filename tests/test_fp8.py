@@ -123,20 +123,6 @@ def test_weights_bit_for_bit(layers, columns, M, N, device):
     assert arguments[2].float().isnan()[x.isnan()].all()
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(2, 4, 16)), "x must be contiguous torch.bfloat16 .* got torch.float32"),
-    (dict(x=torch.ones(2, 16, 4, dtype=BF16).mT), r"x must be contiguous .* strides \(64, 1, 4\)"),
-    (dict(scales=torch.ones(2, 2)), r"scales must be .* shape \(2, 1\) .* got .* shape \(2, 2\)"),
-    (dict(codes_t=torch.ones(2, 4, 16).to(E4M3)), r"codes_t must be .* shape \(2, 16, 4\)"),
-    (dict(codes=torch.ones(2, 4, 16).to(E5M2)), "codes must be contiguous torch.float8_e4m3fn")])
-def test_quantise_weights_refuses(change, message):
-    arguments = dict(x=torch.ones(2, 4, 16, dtype=BF16),
-                     scales=torch.ones(2, 1), codes=torch.ones(2, 4, 16).to(E4M3),
-                     codes_t=torch.ones(2, 16, 4).to(E4M3))
-    with pytest.raises(ValueError, match=f"quantise_weights: {message}"):
-        tk.quantise_weights(**arguments | change)
-
-
 # ---- Products with codes as results ----------------------------------------------------------------------------------
 
 def sparse_signs(rows, columns, count):
@@ -147,9 +133,9 @@ def sparse_signs(rows, columns, count):
 
 @pytest.mark.parametrize("M, N, K", [(1, 3, 5), (70, 136, 40), (16, 16, 16), (208, 144, 144),
                                      *[pytest.param(N, 3072, 768, marks=gpu) for N in (1008, 16384)]])
-def test_products_of_small_integers(M, N, K, device, either_kernel):
-    """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima. torch.empty
-    returns NaN. Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2."""
+def test_products_of_small_integers(M, N, K, device, either_kernel, poisoned_empty):
+    """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima.
+    Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2."""
     if ON_GPU and either_kernel == "best" and (M % 16 or N % 16 or K % 16):
         pytest.skip("the kernel of Hopper takes rows of whole 16 bytes")
     a, g, b = (sparse_signs(*shape) for shape in ((M, K, 4), (M, K, 2), (N, K, K)))
@@ -158,12 +144,8 @@ def test_products_of_small_integers(M, N, K, device, either_kernel):
     pre = (-0.5 * a @ b.T).relu()
     post, dpre = pre.square(), -(g @ b.T) * pre
     a, g, b = a.to(device, E4M3), g.to(device, E5M2), b.to(device, E4M3)
-    torch.use_deterministic_algorithms(True)
-    try:
-        codes = tk._relu_square_codes(a, b, *scales, largest[0])
-        grads = tk._relu_square_codes(g, b, *scales, largest[1], codes[0], scales[2])
-    finally:
-        torch.use_deterministic_algorithms(False)
+    codes = tk._relu_square_codes(a, b, *scales, largest[0])
+    grads = tk._relu_square_codes(g, b, *scales, largest[1], codes[0], scales[2])
     for (got, got_t), wanted in (codes, post / 4), (grads, dpre / 4):
         assert torch.equal(got.float().cpu(), wanted) and torch.equal(got_t.float().cpu(), wanted.T)
     assert largest.tolist() == [post.max(), dpre.abs().max(), 0]
@@ -297,19 +279,6 @@ def test_mlp_against_the_definition(N, D, F, factor, device):
         assert maxima[0] == 0 and maxima[1].item() == pytest.approx(value.item(), rel=1e-2)
 
 
-def test_error_of_the_formats(device):
-    """The MLP in FP8 is near the exact one, so no scale is missing. Seen: .05 to .12 of the exact norm."""
-    bank, x, g, factor = inputs(80, 48, 144, device)
-    mlps = tk.Fp8Mlps(bank, LOSS_SCALE)
-    settle(mlps, 0, x, g, factor)
-    results = run(mlps, 0, x, g, factor)
-    (W1, W2), p, x, g = bank[0].double(), factor.double(), x.double(), g.double()
-    pre = (x @ W1.T).relu()
-    dpre = 2 * p * (g @ W2.T) * pre
-    for name, a, b in zip(NAMES, results, (p * pre**2 @ W2, dpre @ W1, dpre.T @ x, p * (pre**2).T @ g)):
-        assert (a.double() - b).norm() <= 0.15 * b.norm(), name
-
-
 @pytest.mark.parametrize("references", [True, False])
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_mlp_of_small_integers(factor, references, device, monkeypatch):
@@ -414,18 +383,6 @@ def test_bank_must_not_be_quantised_before_backward(device):
     mlps.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(g)
-
-
-@pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(8, 32, dtype=BF16)), r"multiples of 16, got 8 and \(48, 32\)"),
-    (dict(x=torch.ones(16, 32)), "x must be contiguous torch.bfloat16 .* got torch.float32"),
-    (dict(x=torch.ones(16, 48, dtype=BF16)), r"x must be .* shape \(16, 32\) .* got .* shape \(16, 48\)"),
-    (dict(W2=torch.ones(32, 48, dtype=BF16).mT), r"W2 must be contiguous .* strides \(1, 48\)")])
-def test_fp8_mlps_refuses(change, message, device):
-    bank, x, _, _ = inputs(16, 32, 48, device)
-    arguments = dict(x=x, W1=bank[0, 0], W2=bank[0, 1]) | change
-    with pytest.raises(ValueError, match=f"Fp8Mlps: .*{message}"):
-        tk.Fp8Mlps(bank, LOSS_SCALE)(0, **{name: t.to(device) for name, t in arguments.items()})
 
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------

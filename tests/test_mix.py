@@ -10,18 +10,12 @@ import train_gpt as T
 import triton_kernels as tk
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
-from oracles import ON_GPU, assert_as_good, bf16
+from oracles import ON_GPU, assert_as_good, bf16, leaves, with_gradients
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 FP64 = torch.float64
-MIX_REF = tk.mix_ref
+MIX_REF, NO_REFERENCE = tk.mix_ref, ["mix_ref"]
 SIZES = [(1, 16), (37, 48), (70, 176)]  # tokens, channels: less than a chunk, no multiple of one
-
-
-@pytest.fixture(autouse=True)
-def no_reference(monkeypatch):
-    """A wrapper that falls back to its reference fails."""
-    monkeypatch.setattr(tk, "mix_ref", None)
 
 
 def columns(N, count, device):
@@ -32,15 +26,6 @@ def columns(N, count, device):
 def factors(N, device):
     """None, a number, tensors of one number, a column."""
     return [None, 0.5, torch.randn((), device=device), torch.randn(1, device=device), *columns(N, 1, device)]
-
-
-def leaves(values, dtype=None):
-    """Each as a leaf of autograd; None and numbers stay."""
-    return [x.detach().to(dtype or x.dtype).requires_grad_() if isinstance(x, torch.Tensor) else x for x in values]
-
-
-def tensors(values):
-    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def run(mix, streams, factors, reader, later, dtype=None):
@@ -60,7 +45,7 @@ def run(mix, streams, factors, reader, later, dtype=None):
     results = [u for u in (one.x, one.normed, one.first, two.x, channels, numbers[1] * pieces[1]) if u is not None]
     torch.manual_seed(1)
     upstream = [torch.randn(u.shape, dtype=FP64).to(u) for u in results]
-    inputs = [*streams, vector, *table, *tensors(factors), *tensors(later[0]), *tensors(later[1])]
+    inputs = [x for x in (*streams, vector, *table, *factors, *later[0], *later[1]) if isinstance(x, torch.Tensor)]
     return [*results, *torch.autograd.grad(results, inputs, upstream)]
 
 
@@ -158,16 +143,11 @@ class TestScaledWeights:
         bank, factors = bank_of(P, dtype, device), torch.tensor([0.7, 0.0, -1.3], device=device)
         upstream = [torch.randn(50, 90, device=device).to(dtype) for _ in range(4 * P)]
 
-        def run(function, dtype, of_factors):
-            inputs = *leaves([bank], dtype), *leaves([factors], of_factors)
-            matrices = [matrix for layer in function(*inputs) for matrix in layer]
-            grads = torch.autograd.grad(matrices, inputs, [g.to(dtype) for g in upstream])
-            return *(m.detach() for m in matrices), *grads
-
         def exact(bank, factors):
             return [(*layer[:-1], factor * layer[-1]) for layer, factor in zip(bank, [*factors, 1.0])]
-        for part in zip(run(tk.scaled_weights, dtype, torch.float32), run(tk.scaled_weights_ref, dtype, torch.float32),
-                        run(exact, FP64, FP64), strict=True):
+        for part in zip(*(with_gradients(lambda *inputs: sum(map(list, function(*inputs)), []), (bank, factors),
+                                         upstream, dtype) for function, dtype in (
+                (tk.scaled_weights, None), (tk.scaled_weights_ref, None), (exact, FP64))), strict=True):
             # The gradient of a factor is a sum of products, which may cancel.
             assert_as_good(*part, floor=torch.full_like(part[2], 40 * 4500**0.5) if part[2].ndim == 1 else None)
 
@@ -253,11 +233,8 @@ def test_token_gate(N, C, dtype, device):
     factor = torch.full((1,), -1.7, device=device)
     upstream = torch.randn(N, 1, device=device)
 
-    def run(function, *dtypes):
-        inputs = [x.detach().to(d).requires_grad_() for x, d in zip((*given, factor), dtypes)]
-        gate = function(*inputs)
-        return gate.detach(), *torch.autograd.grad(gate, inputs, upstream.to(gate.dtype))
-    for got, exact in zip(run(tk.token_gate, dtype, dtype, torch.float32), run(tk.token_gate_ref, FP64, FP64, FP64)):
+    for got, exact in zip(with_gradients(tk.token_gate, (*given, factor), [upstream]),
+                          with_gradients(tk.token_gate_ref, (*given, factor), [upstream], FP64)):
         assert (got - exact).norm() <= 4 * torch.finfo(got.dtype).eps * max(exact.norm(), N**0.5)
 
 
@@ -273,11 +250,10 @@ def test_exclude_values(per_token, dtype, device):
     gate[5] = 0
 
     def reference(*args):
-        y, v, share, gate = (x.detach().requires_grad_() for x in args)
-        one = torch.ones_like(gate).requires_grad_()  # y has been multiplied by the gate: d/dgate = dy . y / gate
-        z = tk.exclude_values_ref(one[..., None] * y, v, share)
-        *grads, dgate = torch.autograd.grad(z, (y, v, share, one), dz.to(y.dtype))
-        return z.detach(), *grads, torch.where(gate > 0, dgate / gate, 0).detach().float()
+        *args, gate = args  # y has been multiplied by the gate: d/dgate = dy . y / gate
+        *found, dgate = with_gradients(lambda y, v, share, one: tk.exclude_values_ref(one[..., None] * y, v, share),
+                                       (*args, torch.ones_like(gate)), [dz])
+        return *found, torch.where(gate > 0, dgate / gate, 0).float()
     got = tk.exclude_values(y, v, share), *tk.output_grad(dz, y, v, share, gate)
     exact = reference(*(x.double() for x in (y, v, share, gate)))
     for part in zip(got, reference(y, v, share, gate), exact):

@@ -16,7 +16,7 @@ import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
 from data.run.sample import forward, log_probabilities
-from oracles import framed, gpu, only_gpu
+from oracles import framed, gpu, leaves, only_gpu, with_gradients
 from records import evaluate as E
 from test_checkpoint import differing, train
 from test_run import FINAL_WINDOW, FOUR, STAGES, VAL_BATCH, VAL_TOKENS, corpus, finish, start  # noqa: F401 (a fixture)
@@ -32,10 +32,6 @@ def borders(lengths):
 def final_attention(config, model):
     """The AttentionSettings of the last validation."""
     return T.attention_settings(config, model.embed.device, model.dtype)[-1]
-
-
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
 
 
 # ---- Attention on copies ---------------------------------------------------------------------------------------------
@@ -61,15 +57,14 @@ def operands(lengths, d, count, device, dtype, words=5):
 def run(function, x, window, upstream):
     """(mass, sink_mass, dq, dk, dsink)."""
     q, k, sink, tokens, start, end, targets = x
-    inputs = [x.detach().requires_grad_() for x in (q, k, sink)]
-    out = function(*inputs, tokens, start, end, window, SCALE, targets)
-    return *(y.detach() for y in out), *torch.autograd.grad(out, inputs, upstream)
+    return with_gradients(lambda *inputs: function(*inputs, tokens, start, end, window, SCALE, targets), (q, k, sink),
+                          upstream)
 
 
 def dense(x, cu, window, upstream):
     """As run(), in fp64 with dense matrices, and the sizes of the terms of the gradients before they cancel."""
     q, k, sink, tokens, _, _, targets = x
-    q, k, sink = leaves(*(y.double() for y in (q, k, sink)))
+    q, k, sink = leaves((q, k, sink), torch.float64)
     attn = oracles.pointer_attention(q, k, sink, cu, window, SCALE)
     hits = oracles.pointer_hits(tokens, targets).to(q.device)
     out = oracles.copy_masses(attn, hits)
@@ -142,29 +137,6 @@ def test_large_scores(function, device):
                                    msg=lambda text: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name, change, message", [
-    ("q", lambda x: x.double(), "q must be contiguous torch.bfloat16 or torch.float32 .* got torch.float64"),
-    ("q k", lambda x: x[:, :8].contiguous(), "d must be a power of two from 16"),
-    ("q k", lambda x: torch.cat((x, x, x), 1), "d must be a power of two from 16"),
-    ("q", lambda x: x[0], "q must be"),
-    ("k", lambda x: x.to(BF16), "k must be contiguous torch.float32 .* got torch.bfloat16"),
-    ("k", lambda x: x[1:], r"k must be .* shape \(30, 16\) .* got .* shape \(29, 16\)"),
-    ("k", lambda x: x.t().contiguous().t(), "k must be contiguous"),
-    ("sink", lambda x: x.to(BF16), "sink must be contiguous torch.float32"),
-    ("tokens", lambda x: x.long(), "tokens must be contiguous torch.int32"),
-    ("start", lambda x: x[:-1], r"start must be .* shape \(30,\)"),
-    ("end", lambda x: x.long(), "end must be contiguous torch.int32"),
-    ("targets", lambda x: x[:, 0], r"targets must be .* shape \(30, J\) .* got .* shape \(30,\)"),
-    ("targets", lambda x: x[:, :0], r".* targets must be \(N, 1 or more\), got .* \(30, 0\)"),
-    ("targets", lambda x: x.int(), "targets must be torch.int64 .* got torch.int32"),
-    ("targets", lambda x: x[1:], r"targets must be .* shape \(30, J\) .* got .* shape \(29, 3\)")])
-def test_attention_on_copies_refuses(name, change, message, device):
-    names = "q", "k", "sink", "tokens", "start", "end", "targets"
-    arguments = dict(zip(names, operands((30,), 16, 3, device, FP32))) | dict(window=9, scale=1.0)
-    with pytest.raises(ValueError, match=f"^pointer: {message}"):
-        tk.pointer(**arguments | {name: change(arguments[name]) for name in name.split()})
-
-
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -186,11 +158,9 @@ def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
             pointer_weights=torch.eye(3 * d, device=device).double().view(3, d, 3 * d), pointer_gain=gain,
             pointer_sink=weights), projected, borders(lengths))
 
-    def run(function, exact=False):
-        inputs = leaves(*(x.double() if exact else x for x in (projected, gain, weights)))
-        out = function(*inputs, start)
-        return *(x.detach() for x in out), *torch.autograd.grad(out, inputs, [u.to(x) for u, x in zip(upstream, out)])
-    ref, exact, wanted = run(tk.pointer_inputs_ref), run(tk.pointer_inputs_ref, exact=True), run(oracle, exact=True)
+    def run(function, dtype=None):
+        return with_gradients(lambda *inputs: function(*inputs, start), (projected, gain, weights), upstream, dtype)
+    ref, exact, wanted = run(tk.pointer_inputs_ref), *(run(f, torch.float64) for f in (tk.pointer_inputs_ref, oracle))
     for a, b in zip(exact, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     monkeypatch.setattr(tk, "pointer_inputs_ref", None)  # a fallback of the wrapper fails
@@ -200,12 +170,6 @@ def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
         floor = {"sink": 40, "dgain": 40 * (N * d)**0.5, "dweights": 40 * N**0.5}.get(name)
         oracles.assert_as_good(*parts, name, floor=floor and torch.full_like(parts[2], floor))
     assert all(map(torch.equal, got, run(tk.pointer_inputs)))
-
-
-def test_widths_that_the_inputs_refuse(device):
-    args = [torch.ones(shape, device=device) for shape in ((4, 72), (1,), (24,))]
-    with pytest.raises(ValueError, match=r"pointer_inputs: projected must be \(N, 3 d\), d a power of two"):
-        tk.pointer_inputs(*args, torch.zeros(4, dtype=torch.int32, device=device))
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------
