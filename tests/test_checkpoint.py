@@ -448,24 +448,29 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(corpus, base, tmp_path
 OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=768", "--stage5.max_doc_len=96",
                 "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1", "--layer9.value_embed=false",
                 "--backout_layer=8", "--layer0.dynamic=1", "--layer3.xsa=1", "--layer9.input_from=6",
-                "--layer10=two_lanes value_embed long xsa dynamic mix", "--bigram_tables=7.5", "--bigram_signs=1",
-                "--head_pairs=1", "--lazy_tables=1", "--slow_momentum=0.5"]
+                "--layer10=two_lanes value_embed long xsa dynamic mix", "--ngram_rows=300,203", "--bigram_signs=1",
+                "--head_pairs=1", "--lazy_tables=1", "--slow_momentum=0.5", "--pointer=1", "--average_blend=0.5"]
 
 
-def test_any_stages_and_layers(corpus, tmp_path, capsys):
-    """Five stages, another layer table, all features: resumed bit for bit, evaluated, sampled; another layer table is
-    refused."""
-    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=4")
-    saved = torch.load(run.saved[STEPS], weights_only=True)
+def test_any_stages_and_layers(corpus, tmp_path, capsys, monkeypatch):
+    """Five stages, another layer table, all features: resumed bit for bit while gradients wait, with a warm-up on the
+    way, evaluated, sampled; another layer table is refused."""
+    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=1", "--keep=99")
+    saved, waiting = (torch.load(run.saved[step], weights_only=True) for step in (STEPS, 9))
     assert saved["model"]["vo_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
-    for label in "dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas":
+    for label in ("dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas", "ngram_embed", "pointer_weights",
+                  "pointer_sink", "pointer_gain"):
         assert saved["model"][label].any() and saved["optimizer"][label]["v"].any(), label
+    table = waiting["optimizer"]["ngram_embed"]
+    assert table["grad"].shape == (len(table["rows"]), 48) and table["grad"].any() and len(table["last"]) == 503
     assert evaluate.main([str(run.saved[STEPS]), "--device=cpu"]) == 0
     assert f"\nval_loss: {run.val[str(STEPS)]}\n" in capsys.readouterr().out
     assert T.main([f"--sample={run.saved[STEPS]}", "--device=cpu", "--tokens=3", "--prompt=the "]) == 0
     with pytest.raises(UserError, match="layer3 is xsa here, long xsa there$"):
         T.parse_config([f"--resume={run.saved[8]}", "--layer3.long=false"])
-    again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[8]}", *LAST_ONLY)
+    load = T.Trainer.load_state_dict
+    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
+    again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[9]}", *LAST_ONLY)
     assert differing(again.saved[STEPS], run.saved[STEPS]) == []
 
 

@@ -113,6 +113,10 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--fp8=yes": "expected true or false, for example --fp8=True",
     "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
     # values that would crash later; test_every_number_has_bounds has the bounds of all
+    "--ngram_rows=1": "--ngram_rows=1.0: up to 7 whole numbers, each 0 or at least 2",
+    "--ngram_rows=9,9,9,9,9,9,9,9": "--ngram_rows=9.0,9.0,9.0,9.0,9.0,9.0,9.0,9.0: up to 7 whole numbers",
+    "--ngram_rows=2e9,2e9": "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows",
+    "--ngram_rows=2.5": "--ngram_rows=2.5: up to 7 whole numbers, each 0 or at least 2",
     "--ngram_rows=0 --bigram_tables=0": "--bigram_tables=0.0: the table of bigrams needs two rows or more",
     "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
     "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",

@@ -592,43 +592,27 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
 
 # ---- Vectors ---------------------------------------------------------------------------------------------------------
 
-def test_bigram_rows():
-    """Rows computed by hand, also across a document's border; the oracle's rows for ids up to 59138, whose products
-    reach 2^31; larger ids stay inside the table."""
-    rows = T.Model().ngrams[0][1]
-    for dtype in (np.uint16, np.int32, np.int64):
-        got = L.ngram_hash(np.array([50256, 464, 3290, 0, 0], dtype), 2, rows)
-        assert got.dtype == np.int32 and got[[0, 1, 2, 4]].tolist() == [251519, 19030, 223622, 0]
-    tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
-    tokens[-2:] = 59138
-    assert L.ngram_hash(tokens, 2, rows).tolist() == oracles.bigram_hash(tokens, rows)
-    tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
-    tokens[:4] = 65535
-    for rows in (251520, 327680, 640):
-        got = L.ngram_hash(tokens, 2, rows)
-        assert got.dtype == np.int32 and got[0] == rows - 1
-        assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
-
-
 # ---- Candidates of the sampled softmax -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("classes, count, tokens, most, rows", [
     (128, 30, 4, 128, 15), (640, 256, 20, 640, 9), (50304, 8192, 16, 50304, 21),
     (640, 256, 2000, 200, 60), (32768, 8192, 40000, 4000, 60)])  # few negatives; sizes with a large common factor
 def test_candidates_sweep_through_all_classes(classes, count, tokens, most, rows):
-    """None twice, all targets among them; in these rows, each class once at least. most: targets are below it."""
-    rng, left = np.random.default_rng(0), np.ones(classes, bool)
-    for row in range(rows):
-        targets = rng.integers(0, most, tokens)
-        targets[-1] = targets[0]
-        candidates, positions = L.sample_candidates(targets, classes, count, row)
-        assert len(np.unique(candidates)) == len(candidates) == count and (candidates[positions] == targets).all()
-        assert candidates.dtype == positions.dtype == np.int64
-        left[candidates] = False
-    assert not left.any()
-    ids = np.unique(targets)  # as many targets as candidates, and one more
-    assert sorted(L.sample_candidates(targets, classes, len(ids), 5)[0]) == [*ids]
-    assert L.sample_candidates(targets, classes, len(ids) - 1, 5) is None
+    """None twice, all targets among them; in these rows, each class once at least. most: targets are below it. The gate
+    of a pointer, which is no target, is the first."""
+    for gate in (None, *[most] * (most < classes)):
+        rng, left = np.random.default_rng(0), np.ones(classes, bool)
+        for row in range(rows):
+            targets = rng.integers(0, most, tokens)
+            targets[-1] = targets[0]
+            candidates, positions = L.sample_candidates(targets, classes, count, row, gate)
+            assert len(np.unique(candidates)) == len(candidates) == count and (candidates[positions] == targets).all()
+            assert candidates.dtype == positions.dtype == np.int64 and gate in (None, candidates[0])
+            left[candidates] = False
+        assert not left.any()
+        ids = [*[gate] * (gate is not None), *np.unique(targets)]  # as many targets as candidates, and one more
+        assert sorted(L.sample_candidates(targets, classes, len(ids), 5, gate)[0]) == sorted(ids)
+        assert L.sample_candidates(targets, classes, len(ids) - 1, 5, gate) is None
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------

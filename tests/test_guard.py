@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -150,15 +149,6 @@ def test_cpu(corpus, preset):
         assert (ours.model, ours.schedule, ours.optim) == (others.model, others.schedule, others.optim)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here: test_gpu")
-def test_sums_by_kernels(corpus):
-    """The kernels of `mix`, in the interpreter, through every kind of sum: two losses and the update between them."""
-    small = ["--micro_batches=1", "--model_dim=32", "--stage1.batch_tokens=96", "--val_tokens=96", "--val_batch_tokens=96"]
-    by_kernels, plain = (list(islice(curve([*corpus, *CURVES["cpu"], *small, f"--kernels=mix:{which}"]), 3))
-                         for which in ("triton", "torch"))
-    assert by_kernels == pytest.approx(plain, abs=2e-5) and plain[2] < plain[1] - 0.01
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", [*T.PRESETS, "fp8"])
 @pytest.mark.parametrize("graphs, mix", [("false", "torch"), ("true", "torch"), ("true", "triton")])
@@ -248,19 +238,6 @@ def test_it_bites_on_a_gpu(corpus, monkeypatch):
     """With the break that moves the loss most of those that do not depend on the kernels."""
     BREAKS["state at the split"](monkeypatch)
     assert leaves(curve([*corpus, *GPU]), "record74", "gpu_tolerance")
-
-
-@pytest.mark.parametrize("layers", [8, 14])
-@pytest.mark.parametrize("preset", ["record74", "record", "short", "cpu"])
-def test_another_number_of_layers(corpus, preset, layers):
-    """A preset with fewer or more layers learns; the message of a refusal names the knob that is missing."""
-    args = [*corpus, f"--preset={preset}", f"--layers={layers}"]
-    for layer in range(11, layers if preset == "record74" else 0):
-        with pytest.raises(UserError, match=f"; add --layer{layer}.two_lanes=true$"):
-            next(curve(args))
-        args.append(f"--layer{layer}.two_lanes=true")
-    before, first, second = islice(curve(args), 3)
-    assert second < first and 4.8 < before < 4.9  # log(128) before the first step
 
 
 # ---- Every knob that is learned moves the loss -----------------------------------------------------------------------

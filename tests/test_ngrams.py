@@ -15,12 +15,11 @@ import triton_kernels as tk
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.memory import state_bytes
-from data.run.program import UserError
 from data.run.sample import forward, log_probabilities
 from data.run.state import whole_state
 from forks import Forks, rank_variables
 from oracles import gpu, only_gpu, rows_step
-from test_checkpoint import LAST_ONLY, differing, read_logs, train
+from test_checkpoint import read_logs, train
 from test_embedding import sorted_ids
 from test_run import STEPS, VAL_BATCH, corpus, finish, start  # noqa: F401 (corpus is a fixture)
 
@@ -320,19 +319,6 @@ def test_a_checkpoint_does_not_depend_on_places(corpus):  # noqa: F811
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
-def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  # noqa: F811
-    """Before step 5 gradients wait; a warm-up on the way leaves no trace."""
-    base = train(corpus, tmp_path / "base", TABLE, "--save_every=5", "--keep=99")
-    state = torch.load(base.saved[5], weights_only=True)["optimizer"]["ngram_embed"]
-    assert state["grad"].shape == (len(state["rows"]), T.parse_config(corpus.args).model.model_dim)
-    assert state["v"].shape == state["last"].shape == (ROWS, 1) and state["grad"].any()
-    load = T.Trainer.load_state_dict
-    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
-    run = train(corpus, tmp_path / "resumed", TABLE, f"--resume={base.saved[5]}", *LAST_ONLY)
-    assert differing(run.saved[STEPS], base.saved[STEPS]) == []
-    assert torch.load(run.saved[STEPS], weights_only=True)["model"]["ngram_embed"].any()
-
-
 def test_memory(corpus):  # noqa: F811
     """The estimate counts what the optimizer holds for the table."""
     config = T.parse_config([*corpus.args, TABLE])
@@ -342,16 +328,6 @@ def test_memory(corpus):  # noqa: F811
     few, state = optimizer.tables["ngram_embed"].few, optimizer.state["ngram_embed"]
     held = [optimizer.params["ngram_embed"], few.grad, few.place, *state.values()]
     assert with_table - without == sum(x.numel() * x.element_size() for x in held)
-
-
-@pytest.mark.parametrize("args, message", [
-    ("--ngram_rows=1", "--ngram_rows=1.0: up to 7 whole numbers, each 0 or at least 2"),
-    ("--ngram_rows=9,9,9,9,9,9,9,9", "--ngram_rows=9.0,9.0,9.0,9.0,9.0,9.0,9.0,9.0: up to 7 whole numbers"),
-    ("--ngram_rows=2e9,2e9", "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows"),
-    ("--ngram_rows=2.5", "--ngram_rows=2.5: up to 7 whole numbers, each 0 or at least 2")])
-def test_refused(args, message):
-    with pytest.raises(UserError, match=message):
-        T.parse_config(args.split())
 
 
 # ---- Several ranks ---------------------------------------------------------------------------------------------------

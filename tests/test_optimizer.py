@@ -367,24 +367,6 @@ def test_replayed_updates_are_those_of_the_host(ngrams, device):
     assert_same(*states)
 
 
-def test_wide_matrices_keep_their_norms():
-    """Pairs of heads have fewer rows than columns; three steps against the oracle."""
-    config = small_config(True)
-    _, optimizer = make_optimizer(config)
-    bank, state = optimizer.shards["qk_bank"], optimizer.state["qk_bank"]
-    bank.normal_(0, 0.05)[0] = 0
-    start = bank.double()
-    oracle = dict(w=start.clone(), m=torch.zeros_like(start), v=torch.zeros_like(start)[:, :, :1])
-    for plan in (T.make_plan(config, step) for step in range(3)):
-        grads = torch.randn(60, 16, 48)
-        optimizer._update("qk_bank", grads, T.update_numbers(config, plan), False)
-        lr = oracles.NORMUON_LR * plan.lr_factor
-        oracles.normuon_step(oracle, grads.double(), plan.momentum, [lr] * 60, oracles.NORMUON_WD * lr)
-    weights = kernels.join_master(bank.view(torch.int16), state["mantissa"]).double()
-    error, update = weights - oracle["w"], oracle["w"] - start
-    assert error.norm() < 1e-5 * update.norm()  # rounding of fp32, as above; largest seen: 3e-6
-
-
 def train(rt, steps, saved=None, head_pairs=False):
     """{"model", "optimizer"}: both states after these steps on the ranks of `rt`, begun with `saved` if given.
 

@@ -18,8 +18,8 @@ from data import loader as L
 from data.run.sample import forward, log_probabilities
 from oracles import framed, gpu, leaves, only_gpu, with_gradients
 from records import evaluate as E
-from test_checkpoint import differing, train
-from test_run import FINAL_WINDOW, FOUR, STAGES, VAL_BATCH, VAL_TOKENS, corpus, finish, start  # noqa: F401 (a fixture)
+from test_checkpoint import train
+from test_run import corpus  # noqa: F401 (a fixture)
 
 SCALE = 0.21
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -242,34 +242,6 @@ def test_validation_points_into_whole_documents():
     assert loss == pytest.approx(whole, rel=1e-5) and abs(whole - short) > 1e-3
 
 
-def test_other_parameters_are_drawn_as_without_the_pointer():
-    """And without gate the head is the old one: nothing of it remains when the knob is off."""
-    ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
-    plain, model = (T.GPT(T.Model(vocab_size=120, model_dim=48, pointer=pointer), ops, FP32, torch.device("cpu"))
-                    for pointer in (False, True))
-    for either in plain, model:
-        either.init_weights(5)
-    own = {"pointer_weights", "pointer_sink", "pointer_gain"}
-    assert {*dict(model.named_parameters())} == {*dict(plain.named_parameters())} | own
-    assert all(torch.equal(param, model.get_parameter(label)) for label, param in plain.named_parameters())
-    assert plain.config.gate_id is None and T.Model(vocab_size=128).padded_vocab == 128
-
-
-def test_bf16_is_near_fp32():
-    """The loss of the same weights with activations in bf16; seen: 3e-3 of 5.7."""
-    config, model = tiny_model()
-    half = T.GPT(config.model, model.ops, BF16, torch.device("cpu"))
-    half.load_state_dict(model.state_dict())
-    model.load_state_dict(half.state_dict())  # the same rounded weights
-    tokens = [config.model.bos_id, *torch.randint(9, (126,)).tolist()]
-    losses = []
-    for each in model, half:
-        output, targets = forward(each, config, [tokens], final_attention(config, each))
-        assert output.point.sink.dtype == FP32 and output.point.q.dtype == each.dtype
-        losses.append(E.head(each).losses(output.h, targets, torch.ones(1), output.point)[:126].mean().item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-
-
 # ---- Endings ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows", ["500", "500,300", "500,300,200", "0,0,200"])
@@ -291,98 +263,20 @@ def test_losses_of_endings_do_not_depend_on_the_packing(rows):
             torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-# ---- Loader ----------------------------------------------------------------------------------------------------------
+# ---- Runs: those of test_run.py and test_checkpoint.py have a pointer, too -------------------------------------------
 
-def test_candidates_begin_with_the_gate():
-    """Distinct, positions right, the rest the same sweep; None when gate and targets are one too many."""
-    rng, left = np.random.default_rng(0), np.ones(640, bool)
-    for row in range(12):
-        targets = rng.integers(0, 513, 40)
-        candidates, positions = L.sample_candidates(targets, 640, 256, row, 513)
-        assert candidates[0] == 513 and len(np.unique(candidates)) == len(candidates) == 256
-        assert (candidates[positions] == targets).all() and candidates.dtype == positions.dtype == np.int64
-        assert positions.min() > 0
-        left[candidates] = False
-    assert not left.any()
-    targets = np.array([7, 3, 9, 3])
-    candidates, positions = L.sample_candidates(targets, 128, 4, 5, 120)
-    assert candidates[0] == 120 and sorted(candidates[1:]) == [3, 7, 9] and (candidates[positions] == targets).all()
-    assert L.sample_candidates(targets, 128, 3, 5, 120) is None
-    candidates, _ = L.sample_candidates(targets, 128, 3, 5, None)
-    assert sorted(candidates) == [3, 7, 9]
+def test_sampled_classes_begin_with_the_gate():
+    config, tokens = T.Config(model=T.Model(vocab_size=120, model_dim=48, pointer=True)), np.arange(41) % 30
+    batch = L.make_batch(tokens.astype(np.uint16), L.cu_seqlens([40], 40, 128), config, torch.device("cpu"), 60, row=2)
+    assert batch.candidates[0] == 120 and batch.candidates[batch.targets].tolist() == tokens[1:].tolist()
 
 
-@pytest.mark.parametrize("size, pointer", [(128, True), (120, True), (120, False)])
-def test_batches_name_the_gate(size, pointer):
-    """With sampled classes; none when there are too many targets."""
-    config = T.Config(model=T.Model(vocab_size=size, model_dim=48, pointer=pointer))
-    tokens = np.arange(41, dtype=np.uint16) % 30
-    cu = L.cu_seqlens([40], 40, 128)
-    batch = L.make_batch(tokens, cu, config, torch.device("cpu"), count=60, row=2)
-    assert batch.candidates.unique().numel() == 60 and batch.candidates.max() < config.model.padded_vocab
-    assert torch.equal(batch.candidates[batch.targets], torch.from_numpy(tokens[1:].astype(np.int64)))
-    assert batch.candidates[0] == (size if pointer else 0)
-    batch = L.make_batch(tokens, cu, config, torch.device("cpu"), count=30, row=2)
-    assert (batch.candidates is None) == pointer
-    wanted = torch.from_numpy(tokens[1:].astype(np.int64))
-    assert torch.equal(batch.targets if pointer else batch.candidates[batch.targets], wanted)
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
-
-SHORT = ["--pointer=true", "--scheduled_steps=4", "--extension_steps=1", "--val_every=99", *FOUR]
-
-
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):  # noqa: F811
-    """A run with a checkpoint before every step but the first, and after the last."""
-    torch.manual_seed(7)
-    return train(corpus, tmp_path_factory.mktemp("pointer"), *SHORT, "--save_every=1", "--keep=99")
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(corpus, trained, tmp_path):  # noqa: F811
-    """Bit for bit, from a step with a sampled softmax on; and the weights of the pointer learn."""
-    run = train(corpus, tmp_path, *SHORT, f"--resume={trained.saved[1]}", "--save_every=0", "--save=true")
-    assert differing(run.saved[5], trained.saved[5]) == [] and run.val["5"] == trained.val["5"]
-    assert T.make_plan(T.parse_config([*corpus.args, *SHORT]), 1).candidates == 256
-    first, last = (torch.load(trained.saved[i], weights_only=True)["model"] for i in (1, 5))
-    assert not first["pointer_weights"][2].any() and last["pointer_weights"][2].any()
-    assert all(not torch.equal(first[name], last[name]) for name in ("pointer_weights", "pointer_sink", "pointer_gain"))
-    assert float(trained.val["5"]) < float(trained.val["0"]) - 0.2
-
-
-def test_the_final_loss_is_that_of_the_oracle(corpus, trained):  # noqa: F811
-    """To the 4 digits of the log."""
-    params = {name: tensor.float() for name, tensor in torch.load(trained.saved[5], weights_only=True)["model"].items()}
-    losses, freqs, scale = [], oracles.base_freqs(48 // 6 // 4), 0.1
-    for old, new in zip(STAGES, STAGES[1:]):
-        freqs, scale = oracles.yarn(freqs, scale, old[3], new[3])
-    for pos in range(0, VAL_TOKENS, VAL_BATCH):
-        tok, targets, cu = oracles.validation_piece(corpus.val, pos, VAL_BATCH, 256, 128)
-        rows = torch.tensor(oracles.bigram_hash(tok, len(params["bigram_embed"])))
-        losses.append(oracles.validation_loss(
-            params, torch.tensor(tok), targets, cu.tolist(), rows, S=STAGES[-1][2], L=FINAL_WINDOW, H=6, freqs=freqs,
-            attn_scale=scale, lambda_dtype=torch.bfloat16, pointer=(257, VAL_BATCH)))
-    assert abs(float(trained.val["5"]) - torch.stack(losses).mean().item()) < 0.5e-4 + 1e-5
-
-
-def test_two_ranks_agree_with_one(corpus, trained, tmp_path):  # noqa: F811
-    """To the tolerances of test_run.py: gradients in bf16 are added in another order."""
-    out, err, status = finish(start(corpus, *SHORT, f"--log_dir={tmp_path}", "--save=true", ranks=2))
-    assert status == 0, out + err
-    one, two = (torch.load(path, weights_only=True) for path in (trained.saved[5], *tmp_path.glob("*/*.pt")))
-    assert one["loader"] == two["loader"]
-    for name in "pointer_weights", "pointer_sink", "pointer_gain":
-        for a, b in ((one["model"][name], two["model"][name]),
-                     *((one["optimizer"][name][key], two["optimizer"][name][key]) for key in "mv")):
-            distance = ((a.double() - b.double()).norm() / a.double().norm()).item()
-            print(name, distance)
-            assert distance < 0.1, name
-
-
-def test_sampling_and_hellaswag_of_a_checkpoint(trained, tmp_path, capsys):
+def test_sampling_and_hellaswag_of_a_checkpoint(corpus, tmp_path, capsys):  # noqa: F811
     """From the command line."""
+    trained = train(corpus, tmp_path / "logs", "--pointer=true", "--scheduled_steps=4", "--extension_steps=1",
+                    "--val_every=99", "--save=true")
     path = str(trained.saved[5])
+    capsys.readouterr()
     assert T.main([f"--sample={path}", "--device=cpu", "--tokens=8", "--prompt=the "]) == 0
     assert capsys.readouterr().out.startswith("the ")
     (tmp_path / "made.jsonl").write_text(
