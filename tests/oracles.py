@@ -308,11 +308,6 @@ def target_losses(z, targets, weights, gate=None, mass=None, sink_mass=None):
     return -(torch.as_tensor(weights).to(z) * (targets >= 0) * log_p).sum(1)
 
 
-def mtp_losses(z, targets, weights):
-    """Losses (N,) from softcapped logits z (N, V); prediction k of token t has target t+k of the packed sequence."""
-    return target_losses(z, later_targets(targets, len(weights)), weights)
-
-
 def pointer_inputs(params, h, cu):
     """Queries, keys (N, 128) and the sink's scores (N,) of the pointer head, from the normalised output h (N, D).
 

@@ -8,7 +8,7 @@ import torch
 
 import oracles
 import triton_kernels as tk
-from oracles import ON_GPU, framed, leaves, only_gpu, with_gradients
+from oracles import ON_GPU, framed, only_gpu, with_gradients
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -181,27 +181,6 @@ def test_values_excluded_in_the_block(kind, per_token, device):
     for part in zip(run(tk.attention_block, None), run(tk.attention_block_ref, None),
                     run(tk.attention_block_ref, torch.float64)):
         oracles.assert_as_good(*part, slack=8)
-
-
-@pytest.mark.parametrize("kind", ["long+value", "paired+value"])
-def test_gradients_beside_autograd(kind, device):
-    """Rows of banks, columns and scaled matrices get the gradients of plain tensors, also those that two blocks read or
-    none."""
-    (x, _, table, ve, _, _, *others), H = block_inputs(21, 4, 16, 24, kind, device, FP32), 4
-    shapes = (3, 1, 192, 24), (3,), (3, H, 12), (3, H, 12), (2 * H + 1, 21)
-    given = [torch.randn(*shape, device=device) for shape in shapes]
-    upstream = [torch.randn(21, H, 16, device=device) for _ in range(3)]
-
-    def gradients(rows, columns, scaled_weights):
-        weights, factors, w_ves, w_outs, shares = inputs = leaves(given, FP32)
-        weights, w_ves, w_outs = scaled_weights(weights, factors), rows(w_ves), rows(w_outs)
-        shares = columns(shares, [H, 1, H])
-        ys = [tk.attention_block(x, *weights[i], table, ve, w_ves[i], w_outs[i], *others, share=shares[2 * i])
-              for i in (0, 1, 1)]
-        return torch.autograd.grad(ys, inputs, upstream)
-    for got, wanted in zip(gradients(tk.rows, tk.columns, tk.scaled_weights),
-                           gradients(torch.unbind, tk.columns_ref, tk.scaled_weights_ref), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["paired", "long+value"])

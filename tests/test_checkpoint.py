@@ -272,7 +272,7 @@ def test_the_length_of_a_run_from_a_checkpoint(base):
 def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     """In the middle of Adam's two steps. With Adam at rest weights and losses do not depend on the ranks at all
     (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each)."""
-    args = [*PAIR, "--save_every=5", "--keep=99"]
+    args = [*PAIR, "--ngram_rows=300,203", "--bigram_signs=true", "--save_every=5", "--keep=99"]
     two = start(corpus, *args, f"--log_dir={tmp_path / 'two'}", ranks=2)
     ready(two, "^checkpoint: .*5.pt\n")
     two.kill()
@@ -286,14 +286,14 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     want, *states = (torch.load(run.saved[STEPS], weights_only=True) for run in (one, *runs))
     for run, got in zip(runs, states):
         assert run.val.items() <= one.val.items() and str(STEPS) in run.val and got["loader"] == want["loader"]
-        assert "grad" in got["optimizer"]["bigram_embed"] and "m" in got["optimizer"]["embed"]
+        assert "rows" in got["optimizer"]["ngram_embed"] and "m" in got["optimizer"]["embed"]
         for label, weights in want["model"].items():
             assert torch.equal(weights, got["model"][label]), label
             theirs, ours = want["optimizer"][label], got["optimizer"][label]
             assert theirs.keys() == ours.keys()
             for key in theirs.keys() - {"mantissa"}:
                 x, y = theirs[key].double(), ours[key].double()
-                assert (x - y).norm() <= 8 * 2**-9 * x.norm(), (key, label, (x - y).norm() / x.norm())
+                assert (x - y).norm() <= 12 * 2**-9 * x.norm(), (key, label, (x - y).norm() / x.norm())
 
 
 STALLS = """import torch

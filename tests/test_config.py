@@ -486,18 +486,15 @@ def test_rows_that_no_optimizer_can_serve(label, change, message):
 
 def test_parameters_of_features_that_record74_lacks():
     config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
-                             "--layer8.mix=1", "--pointer=1"]).model
+                             "--layer8.mix=1", "--pointer=1", "--ngram_rows=300,200"]).model
     known = {row.label for row in T.param_table(RECORD74.model)}
-    rows = {row.label: row for row in T.param_table(config) if row.label not in known}
-    assert {label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul) for label, row in rows.items()} == {
-        "dynamic_in": (*SMOOTH, 0.25, 1), "dynamic_out": (*SMOOTH, 0.25, 1), "xsa_lambdas": (*SMOOTH, 1, 0),
-        "mix_lambdas": (*SMOOTH, 1, 0), "pointer_weights": (*SMOOTH, 1, 1), "pointer_sink": (*SMOOTH, 1, 0),
-        "pointer_gain": (*SMOOTH, 1, 0)}
-    # From layer 4 on: 2 factors in each of 6 layers with attention, those of 6 heads, 6 + 5 of the mixtures.
-    assert {label: row.shape for label, row in rows.items()} == {
-        "dynamic_in": (1, 64, 768), "dynamic_out": (29, 64), "xsa_lambdas": (2, 6), "mix_lambdas": (11,),
-        "pointer_weights": (3, 128, 768), "pointer_sink": (128,), "pointer_gain": (1,)}
-    assert [row.dtype for row in rows.values()] == [BF16, FP32, FP32, FP32, BF16, FP32, FP32]
+    rows = {row.label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul, row.shape, row.dtype)
+            for row in T.param_table(config) if row.label not in known}
+    assert rows == {  # dynamic from layer 4 on: 2 factors in 6 layers with attention, those of 6 heads, 11 of mixtures
+        "dynamic_in": (*SMOOTH, 0.25, 1, (1, 64, 768), BF16), "dynamic_out": (*SMOOTH, 0.25, 1, (29, 64), FP32),
+        "xsa_lambdas": (*SMOOTH, 1, 0, (2, 6), FP32), "mix_lambdas": (*SMOOTH, 1, 0, (11,), FP32),
+        "pointer_weights": (*SMOOTH, 1, 1, (3, 128, 768), BF16), "pointer_sink": (*SMOOTH, 1, 0, (128,), FP32),
+        "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32), "ngram_embed": ("rows", None, (0.0, None), 75, 5, (500, 768), BF16)}
     found = fresh(3, config)
     a, b, zeros = found["pointer_weights"]
     assert uniform(found["dynamic_in"], 768**-0.5) and not torch.equal(a, b) and not zeros.any()
@@ -540,18 +537,19 @@ def test_zeros_and_constants(weights):
     assert not weights["mlp_bank"][:, 1].any() and torch.equal(weights["embed"], weights["lm_head"].T)
 
 
-def uniform(x, bound):
-    """Largest value, spread and the share in the inner half, to 5 standard errors (bf16 rounds by up to 2^-9)."""
+def drawn(x, std, inner, share):
+    """Mean, spread and the share within ±inner, to 5 standard errors (bf16 rounds by up to 2^-9)."""
     x, n = x.double().flatten(), x.numel()
-    return (x.abs().max() <= bound * (1 + 2**-9) and abs(x.mean()) < 5 * bound / (3 * n) ** 0.5
-            and abs((x.abs() < bound / 2).double().mean() - 0.5) < 5 * 0.5 / n**0.5 + 2**-9
-            and x.abs().max() > 0.99 * bound)
+    return (abs(x.mean()) < 5 * std / n**0.5 and abs(x.std() / std - 1) < 5 / (2 * n) ** 0.5 + 2**-9
+            and abs((x.abs() < inner).double().mean() - share) < 5 * 0.5 / n**0.5 + 2**-9)
+
+
+def uniform(x, bound):
+    return drawn(x, bound / 3**0.5, bound / 2, 0.5) and 0.99 * bound < x.abs().max() <= bound * (1 + 2**-9)
 
 
 def normal(x, std):
-    x, n = x.double().flatten(), x.numel()
-    return (abs(x.mean()) < 5 * std / n**0.5 and abs(x.std() / std - 1) < 5 / (2 * n) ** 0.5 + 2**-9
-            and abs((x.abs() < std).double().mean() - 0.6827) < 5 * 0.5 / n**0.5 + 2**-9)
+    return drawn(x, std, std, 0.6827)
 
 
 def test_random_weights(weights):

@@ -62,25 +62,6 @@ def test_production_shape(device):
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
 
-@pytest.mark.parametrize("num_tables", [1, 3])
-def test_lookup(num_tables, device):
-    """Values and gradients of autograd's own indexing, accumulated over two backward passes."""
-    table, seen = torch.nn.Parameter(torch.randn(num_tables * 20, 8, device=device)), set()
-    touched = torch.zeros(len(table), dtype=torch.bool, device=device)
-    twin = table.detach().double().requires_grad_()
-    for _ in range(2):
-        ids = torch.randint(0, 20, (50,), dtype=torch.int32, device=device)
-        factor = torch.randn(num_tables, 50, 8, device=device)
-        rows = torch.stack(tk.lookup(table, num_tables, sorted_ids(ids), tk, touched))
-        seen |= {20 * k + id for id in ids.tolist() for k in range(num_tables)}
-        expected = torch.stack([part[ids.long()] for part in twin.chunk(num_tables)])
-        assert torch.equal(rows.double(), expected)
-        (rows * factor).sum().backward()
-        (expected * factor.double()).sum().backward()
-    torch.testing.assert_close(table.grad.double(), twin.grad, rtol=1e-5, atol=1e-5)
-    assert set(touched.nonzero()[:, 0].tolist()) == seen
-
-
 # ---- Updates of some rows --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), only_gpu(50304, 768)])

@@ -7,7 +7,6 @@ definition of the formats.
 
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -302,16 +301,6 @@ def test_mlp_of_small_integers(factor, references, device, monkeypatch):
     for name, a, b in zip(NAMES, got, wanted):
         assert torch.equal(a.cpu(), b.to(a.dtype)), name
     assert mlps.post_max.item() == pre.max()**2 and mlps.dpre_max.item() == dpre.abs().max()
-
-
-@gpu
-def test_backward_in_a_new_thread(device):
-    """The backward pass as the first CUDA call of its thread, which happens in the autograd engine."""
-    bank, x, g, _ = inputs(1008, 768, 3072, device, count=1)
-    y = tk.Fp8Mlps(bank, LOSS_SCALE)(0, x.requires_grad_(), *bank[0])
-    with ThreadPoolExecutor(1) as new:
-        got = new.submit(tk._MlpFp8.backward, y.grad_fn, g).result()
-    assert all(map(torch.equal, got[:3], tk._MlpFp8.backward(y.grad_fn, g)[:3]))
 
 
 @gpu

@@ -219,33 +219,6 @@ def test_graph(device):
 
 # ---- Codes -----------------------------------------------------------------------------------------------------------
 
-def test_refresh(device):
-    """Codes of both widths by the definition, at the same addresses after the weights have changed."""
-    kinds = [(numbers, torch.randn(len(numbers), rows, 64).to(device, BF16))
-             for numbers, rows in (([1, 4], 192), ([0, 2, 3], 128))]
-    kinds[0][1][0] = 0
-    projections = tk.Fp8Projections(lambda: kinds, LOSS_SCALE)
-    factors = {i: torch.tensor(-2.0 - i, device=device) for i in range(5)}
-    addresses = [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
-    inputs = tk.both_layouts(kinds[0][1][1, :16], tk.x8_scale(64), E4M3)
-    for _ in range(2):
-        scales = projections.factored(factors)
-        for i, weight in ((i, weight.double()) for numbers, weights in kinds for i, weight in zip(numbers, weights)):
-            codes = projections(i, inputs, scales[i])
-            scale = (weight.abs().max().float() / 448).clamp(min=1e-12)
-            assert torch.equal(codes.w_scale, factors[i] * scale) and codes.dw_scale == factors[i] * 2**-5
-            near = [codes.w8.double() == rounded(weight / scale.double() * (1 + j * 2**-22), E4M3) for j in (-1, 0, 1)]
-            assert torch.stack(near).any(0).all() and codes.w8.float().abs().max() == 448 * (i != 1)
-            assert torch.equal(bits(codes.w8_t), bits(codes.w8).mT)
-            assert codes.x8 is inputs[0] and codes.x8_t is inputs[1]
-        assert codes.x_scale == 2**-5 and codes.grad_scale == LOSS_SCALE / 64
-        assert addresses == [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
-        assert all(scale.data_ptr() % 16 == 0 for pair in scales.values() for scale in pair)
-        for _, weights in kinds:
-            weights.mul_(-2)
-        projections.refresh()
-
-
 def test_bank_must_not_be_quantised_before_backward(device):
     args, projections, codes = block_inputs("plain", 48, device, DTYPE)
     y = tk.attention_block(args[0].requires_grad_(), *args[1:], codes)

@@ -93,32 +93,6 @@ def test_the_gradient_as_codes(N, D, device):
     assert channel.take() is None
 
 
-@pytest.mark.parametrize("has_factor", [False, True])
-def test_an_mlp_in_fp8_between_two_sums(has_factor, device, monkeypatch):
-    """Its input and its gradient travel as codes: the same gradients as without, within the interpreter's rounding of
-    codes, which is towards zero."""
-    monkeypatch.setattr(tk, "mlp_ref", None)
-    N, D, F = 48, 48, 64
-    bank = (torch.randn(1, 2, F, D, device=device) * D**-0.5).bfloat16()
-    given = [torch.randn(N, D, device=device).bfloat16() for _ in range(2)]
-    numbers = [torch.tensor(0.8, device=device).bfloat16(), torch.tensor([0.75], device=device)]
-    upstream, mlps = torch.randn(N, D, device=device).bfloat16(), tk.Fp8Mlps(bank, 1.0)
-
-    def run(mix, reader, grad_codes):
-        lane, a, weights, resid, factor = inputs = leaves([*given, bank, *numbers])
-        if has_factor:
-            [(W1, W2)], [scales] = mix.scaled_weights(weights, factor, in_codes=True), mlps.factored(factor)
-        else:
-            (W1, W2), scales = weights[0], None
-        stream = mix([(None, lane), (None, a)], reader)
-        m = mlps(0, stream.normed, W1, W2, scales, stream.codes, grad_codes)
-        out = mix([(resid, stream.x), (None, m)], grad_codes=grad_codes)
-        return out.x.detach(), *torch.autograd.grad(out.x, inputs[:4 + has_factor], upstream)
-    wanted = run(MIX_REF, tk.Reader(), None)
-    for got, plain in zip(run(tk.mix, tk.Reader(tk.x8_scale(D)), mlps.new_grad_codes()), wanted, strict=True):
-        assert (got - plain).norm() <= (0.01 if ON_GPU else 0.3) * plain.norm()
-
-
 def bank_of(P, dtype, device):
     """Four layers of matrices larger than a block of the kernel. With one matrix a layer, they lie between NaN."""
     bank = torch.randn(4, 2, 50, 90, device=device).to(dtype)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,16 +85,6 @@ def test_repeats(device):
     dpre = tk._relu_square(g, W2, post)
     for _ in range(50):
         assert torch.equal(tk._relu_square(x, W1), post) and torch.equal(tk._relu_square(g, W2, post), dpre)
-
-
-@gpu
-def test_backward_in_a_new_thread(device):
-    """The backward pass as the first CUDA call of its thread, which happens in the autograd engine."""
-    x, g, W1, W2 = operands(1000, 768, 3072, BF16, device)
-    y = tk.mlp(x.requires_grad_(), W1, W2)
-    with ThreadPoolExecutor(1) as new:
-        got = new.submit(tk._Mlp.backward, y.grad_fn, g).result()
-    assert all(map(torch.equal, got, tk._Mlp.backward(y.grad_fn, g)))
 
 
 @both_dtypes

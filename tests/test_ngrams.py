@@ -1,7 +1,6 @@
 """The table of n-grams: rows and signs, gradients and updates of the rows that occur, and runs with such a table."""
 
 import functools
-import math
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,11 +11,9 @@ import torch
 import data.loader as L
 import train_gpt as T
 import triton_kernels as tk
-from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.memory import state_bytes
 from data.run.sample import forward, log_probabilities
-from data.run.state import whole_state
 from forks import Forks, rank_variables
 from oracles import gpu, only_gpu, rows_step
 from test_checkpoint import read_logs, train
@@ -264,67 +261,12 @@ def test_no_token_sees_what_it_must_not():
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
-def make_trainer(arguments, *more):
-    config = T.parse_config([*arguments, TABLE, *more])
-    return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), OPS, Stopwatch(0.0))
-
-
-@pytest.mark.parametrize("beta2", [0.0, 0.95])
-def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
-    """Gradients of two steps, each of several micro-batches, and the update, against Adam of the dense gradient."""
-    trainers = [make_trainer(corpus.args, f"--table_beta2={beta2}", "--seed=3") for _ in range(2)]
-    trainer, dense = trainers
-    dense.model.tables["ngram_embed"].few = None  # so the gradient goes to the whole table
-    with torch.no_grad():
-        for each in trainers:
-            each.model.ngram_embed.copy_(torch.randn(each.model.ngram_embed.shape,
-                                                     generator=torch.Generator().manual_seed(1)))
-    start = trainer.model.ngram_embed.detach().clone()
-    batches = [batch for batch in (trainer.loader.next_batch() for _ in range(2 * trainer.micro_steps))]
-    for each in trainers:
-        for i, batch in enumerate(batches):
-            plan = each.plans[i // each.micro_steps]
-            each.micro_step(batch, each.mtp_table[plan.step, :len(plan.mtp_weights)], each.attn[plan.stage])
-    grad = dense.model.ngram_embed.grad.double()
-    few = trainer.optimizer.tables["ngram_embed"].few
-    occurred = torch.cat([batch.row_ids["ngram_embed"] for batch in batches]).unique().long()
-    assert set(few.rows[:few.count.item()].tolist()) == set(occurred.tolist()) and len(occurred) < len(grad)
-    torch.testing.assert_close(few.grad[few.place[occurred].long()].double(), grad[occurred], rtol=0.02, atol=1e-6)
-    grad = torch.zeros_like(grad)
-    grad[occurred] = few.grad[few.place[occurred].long()].double()
-    assert trainer.plans[1].adam and not trainer.plans[0].adam
-    trainer.optimizer.step_rows(trainer.plans[1], T.update_numbers(trainer.config, trainer.plans[1]))
-    assert few.count.item() == 0
-    optim, lr = trainer.config.optim, trainer.config.optim.adam_lr * trainer.plans[1].lr_factor * 75
-    start = start.double()
-    wanted, _ = rows_step(start, 0, grad, lr * math.sqrt(1 - beta2), lr**2 * optim.adam_wd * 5, beta2, optim.adam_eps,
-                          one_number=True)
-    tolerance = dict(rtol=2**-7, atol=1e-5)  # bf16
-    torch.testing.assert_close(trainer.model.ngram_embed.double()[occurred], wanted[occurred], **tolerance)
-    idle = torch.ones(len(grad), dtype=torch.bool)
-    idle[occurred] = False
-    assert idle.any() and torch.equal(trainer.model.ngram_embed[idle].double(), start[idle])
-
-
-def test_a_checkpoint_does_not_depend_on_places(corpus):  # noqa: F811
-    trainer = make_trainer(corpus.args)
-    few = trainer.optimizer.tables["ngram_embed"].few
-    rows, grad = torch.randperm(ROWS)[:9], torch.randn(9, few.grad.size(1))
-    saved = []
-    for order in torch.arange(9), torch.arange(9).flip(0):
-        few.load(rows[order], grad[order])
-        saved.append(whole_state(trainer.optimizer)["ngram_embed"])
-    assert saved[0]["rows"].tolist() == sorted(rows.tolist())
-    assert torch.equal(saved[0]["grad"], grad[rows.argsort()].to(few.grad.dtype))
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-
-
 def test_memory(corpus):  # noqa: F811
     """The estimate counts what the optimizer holds for the table."""
     config = T.parse_config([*corpus.args, TABLE])
     with_table, without = (sum(state_bytes(config, [p for p in T.param_table(config.model) if keep(p)]))
                            for keep in (lambda p: True, lambda p: p.optim != "rows"))
-    optimizer = make_trainer(corpus.args).optimizer
+    optimizer = T.NorMuonAndAdam(T.GPT(config.model, OPS, torch.float32, CPU), config, Runtime(0, 1, CPU), OPS)
     few, state = optimizer.tables["ngram_embed"].few, optimizer.state["ngram_embed"]
     held = [optimizer.params["ngram_embed"], few.grad, few.place, *state.values()]
     assert with_table - without == sum(x.numel() * x.element_size() for x in held)
@@ -372,15 +314,6 @@ def test_ranks_share_the_table(corpus, tmp_path, rest):  # noqa: F811
         run = on_ranks(corpus, tmp_path / str(ranks), ranks, *more)
         for saved in 5, 10, STEPS:
             near(run, one, saved, rest)
-
-
-def test_from_two_ranks_to_one_and_back(corpus, tmp_path):  # noqa: F811
-    """Before step 5, when gradients of rows wait."""
-    one, two = train(corpus, tmp_path / "1", *RANKS), on_ranks(corpus, tmp_path / "2", 2)
-    near(train(corpus, tmp_path / "2_1", *RANKS, f"--resume={two.saved[5]}"), one, STEPS)
-    near(on_ranks(corpus, tmp_path / "1_2", 2, f"--resume={one.saved[5]}"), one, STEPS)
-    again = on_ranks(corpus, tmp_path / "2_2", 2, f"--resume={two.saved[5]}")
-    near(again, two, STEPS)
 
 
 COUNT_FETCHES = """

@@ -380,13 +380,6 @@ def test_documents_of_a_mixed_folder_are_equally_long(data):
     assert 345 < lengths[len(lengths) // 100] and lengths[-len(lengths) // 100] < 380
 
 
-def test_the_length_of_documents_follows_the_tokens_of_the_text():
-    """A tokenizer may take fewer tokens for one kind of text than for another of equally many bytes."""
-    size = prepare.document_size(lambda text: range(text.count("b") + text.count("a") // 4), 900)
-    assert [size(letter * 2**20)[0] for letter in "abab"] == [3600, 900] * 2
-    assert size("a" * 800)[0] >= 800  # one document, whose tokens are not counted
-
-
 @pytest.mark.parametrize("name, line", [
     ("a", "a line {:20}\n"), ("b", "one line {:20} "), ("c.jsonl", '{{"text": "{:3000}"}}\n')])
 def test_the_memory_does_not_hold_the_text(data, tmp_path, name, line):
