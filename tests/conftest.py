@@ -21,8 +21,7 @@ torch.set_num_threads(1)  # the tensors are small
 
 
 def patch_once_per_launch():
-    """Triton's interpreter patches triton.language not only at each launch, but again at each call of a function inside
-    a kernel. This takes a quarter of the time of a test, and once per launch is enough."""
+    """Triton's interpreter patches triton.language at each call in a kernel; once per launch is enough, and faster."""
     from triton.runtime import interpreter
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
@@ -32,7 +31,6 @@ def patch_once_per_launch():
             return interpreter._LangPatchScope()  # of no changes
         patched.add(module)
         return patch(function)
-
     def launch_anew(self, *args, **options):
         patched.clear()
         return launch(self, *args, **options)

@@ -31,8 +31,7 @@ FP8_ONLY = {"_quantise_weights_kernel"}  # 8.9 and up
 
 
 def pretend_gpu(arch):
-    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU. Returns the
-    list to which each launch adds (name, compiled kernel, launch parameters)."""
+    """Launches compile for a GPU that this machine lacks, and are in the list: (name, compiled kernel, parameters)."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -47,7 +46,6 @@ def pretend_gpu(arch):
         kernel = run(self, *args, grid=grid, warmup=True, **launch)
         launched.append((self.__name__, kernel,
                          {name: value for name, value in launch.items() if isinstance(value, int)}))
-
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, any_dtype=False: False
     tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
@@ -90,8 +88,7 @@ def compile_all(arch):
 
 
 def make_trainer(folder, *args):
-    """(launches, a trainer of a small model with all kernels); the launches only compile, for an H200. args: of the
-    model. Products by the library are in fp32."""
+    """(launches, which only compile for an H200, a trainer of a small model with all kernels); args: of the model."""
     launched = pretend_gpu(90)
     import oracles
     import train_gpt as T
@@ -119,8 +116,7 @@ def make_trainer(folder, *args):
 
 
 def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200. sizes: arguments that
-    choose the size of the model."""
+    """Kernels that `compile_kernels` leaves to the steps of a run on an H200; sizes: arguments of the model."""
     _, trainer = make_trainer(folder, "--preset=short", "--fp8=false", *sizes)
     import train_gpt as T
     import triton_kernels as tk
@@ -209,7 +205,6 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
 
     def random(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
-
     weight = random(H * (2 * d // (1 + narrow) + d), D) * D**-0.5
     x, rotary, grad = random(N, D), random(2 * N, d // 4, 2), random(N, H, d)
     ve, gate = (random(N, H * d), random(N, H).sigmoid()) if value else (None, None)
@@ -226,7 +221,6 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
         products = [tk.XXT(gram, gram.new_empty(2, 100, 100)), tk.XTX(gram, gram.new_empty(2, 64, 64)),
                     tk.ba_plus_cAA(square, 0.5, -2.0, torch.empty_like(square), 3.0)]
         return [q, k, v, rstd, y, lse, *grads, *products]
-
     if not gpu:  # with AVX-512, OpenBLAS sums in another order if an operand of the interpreter is transposed in memory
         matmul = np.matmul
         monkeypatch.setattr(np, "matmul", lambda *ab, **more: matmul(*map(np.ascontiguousarray, ab), **more))

@@ -42,10 +42,7 @@ def borders(*lengths, empty=5):
 
 
 def inputs(N, H, d, device, dtype, times=1):
-    """q, k, v, gate, upstream, each the middle heads of a buffer of NaN; the same numbers on every machine.
-
-    times: width of v / width of q and k.
-    """
+    """q, k, v, gate, upstream: the middle heads of buffers of NaN; times: width of v / width of q and k."""
     q, k, v, dy = (torch.randn(N, H, width) for width in (d, d, times * d, times * d))
     parts = [x.to(device, dtype) for x in (q, k, v, torch.rand(N, H) * 0.98 + 0.01, dy)]
     return [framed(x, (1, 1), (H, H), *[(0, 0)] * (x.dim() - 2))[1] for x in parts]

@@ -112,7 +112,6 @@ def test_gates(N, H, d, D, C, paired, value, device, dtype):
 
     def backward(dx, dve=None):
         return tk.head_gates_backward(upstream[0], upstream[-1], gates, *args, paired, dx, dve)
-
     inner = [torch.zeros_like(u) for u in before]
     dw_ve, dw_out = dweights = backward(*inner)
     dw_ve = [dw_ve] if value else []
@@ -123,7 +122,6 @@ def test_gates(N, H, d, D, C, paired, value, device, dtype):
     got = *gates, *inner, *dw_ve, dw_out
     for name, *parts in zip(names, got, ref, exact, strict=True):
         oracles.assert_as_good(*parts, name, worst_ref=12)  # largest seen: 7 (fp32)
-
     # The gradients are added to dx and dve, rounded once; other channels stay unchanged; a run repeats bit for bit.
     after = [u.clone() for u in before]
     assert all(u is v is None or torch.equal(u, v) for u, v in zip(backward(*after), dweights))
@@ -173,7 +171,6 @@ def test_values_excluded_in_the_block(kind, per_token, device):
     args = block_inputs(21, 4, 32, 24, kind, device, DTYPE)
     share, upstream = torch.randn(21, 4, device=device) if per_token else torch.randn(4, device=device), torch.randn(
         21, 4, 32, device=device)
-
     def run(block, dtype):
         return with_gradients(lambda x, weight, ve, w_ve, w_out, share: block(
             x, weight, args[2].to(dtype or DTYPE), ve, w_ve, w_out, *args[6:], share=share),

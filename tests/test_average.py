@@ -84,7 +84,6 @@ def test_values(corpus, tmp_path, longer, monkeypatch, split_stage):
             optimizer.blend(plan)
             changed = {label for label, shard in optimizer.shards.items() if not torch.equal(shard, last[label])}
             assert changed == expected.keys()
-
     monkeypatch.setattr(T.NorMuonAndAdam, "step", followed)
     train(corpus, tmp_path, BLEND, f"--split_stage={split_stage}")
     assert expected

@@ -70,7 +70,6 @@ def differing(path, other):
         tensors = {f"{key} {label}": x for label, part in state["optimizer"].items() for key, x in part.items()}
         flat.append({key: state[key] for key in ("step", "loader", "sources", "rng")} | tensors
                     | {f"p {label}": x for label, x in state["model"].items()})
-
     def equal(x, y):
         return torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y
     return [name for name in flat[0] | flat[1] if not equal(*(part.get(name) for part in flat))]
@@ -147,8 +146,7 @@ def moved(corpus, tmp_path):
 
 @pytest.mark.parametrize("case", EXCHANGES)
 def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, monkeypatch, case):
-    """Refused before the first step, which waits for the checksums, or before there is a log; also by --check. The knob
-    goes on, and says so in the log."""
+    """Refused before the first step or before a log, also by --check. The knob goes on, and says so."""
     change, message = EXCHANGES[case]
     waiting, inspect = threading.Event(), Shards.inspect
     monkeypatch.setattr(Shards, "inspect", lambda self, path: waiting.wait(60) and inspect(self, path))
@@ -433,8 +431,7 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, wor
 
 
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(corpus, base, tmp_path, capsys):
-    """Whatever the preset says, which may have moved since; --check shows it. A finished run has nothing left to train.
-    """
+    """Whatever the preset says; --check shows it. A finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)
     config = config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])

@@ -274,8 +274,7 @@ def test_every_number_has_bounds(kind):
 
 
 def test_a_preset_is_one_entry(monkeypatch, capsys):
-    """Its layers have the depth that the run trains and logs; --depth makes others. A size that the rule does not know
-    stays, whatever the length."""
+    """With the depth of its layers; --depth makes others. A size that the rule does not know stays."""
     short = T.PRESETS["short"]
     def size_is_open(*args):
         return left_open(["--preset=mine", *args], T.PRESETS)[0]
@@ -342,7 +341,6 @@ def test_momentum_over_fractions_of_the_run():
     def momenta(*knobs):
         config = T.parse_config(["--preset=record74", "--scheduled_steps=90", "--extension_steps=10", *knobs])
         return [T.make_plan(config, step).momentum for step in range(101)]
-
     assert momenta("--muon_warmup=0.2", "--muon_cooldown=0.05") == momenta("--muon_warmup=20", "--muon_cooldown=5")
     assert momenta("--muon_warmup=0", "--muon_cooldown=0") == [0.95] * 101
     assert max(momenta("--muon_warmup=101")) < 0.95  # a trial that ends within the warm-up of a longer run
@@ -351,8 +349,7 @@ def test_momentum_over_fractions_of_the_run():
 
 
 def test_slow_momentum():
-    """From 43 % of the run on, Muon's input contains the slow averages, and the fast ones are as fast as at the start.
-    The share of the averages in the input stays that of --muon_momentum."""
+    """From 43 % of the run on; then the fast averages are as fast as at the start. The whole share stays."""
     knobs = "--preset=record74", "--scheduled_steps=90", "--extension_steps=10", "--muon_warmup=20", "--muon_cooldown=5"
     plain, slow = ([T.make_plan(T.parse_config([*knobs, *more]), step) for step in range(101)]
                    for more in ([], ["--slow_momentum=0.56"]))
@@ -494,7 +491,8 @@ def test_parameters_of_features_that_record74_lacks():
         "dynamic_in": (*SMOOTH, 0.25, 1, (1, 64, 768), BF16), "dynamic_out": (*SMOOTH, 0.25, 1, (29, 64), FP32),
         "xsa_lambdas": (*SMOOTH, 1, 0, (2, 6), FP32), "mix_lambdas": (*SMOOTH, 1, 0, (11,), FP32),
         "pointer_weights": (*SMOOTH, 1, 1, (3, 128, 768), BF16), "pointer_sink": (*SMOOTH, 1, 0, (128,), FP32),
-        "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32), "ngram_embed": ("rows", None, (0.0, None), 75, 5, (500, 768), BF16)}
+        "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32),
+        "ngram_embed": ("rows", None, (0.0, None), 75, 5, (500, 768), BF16)}
     found = fresh(3, config)
     a, b, zeros = found["pointer_weights"]
     assert uniform(found["dynamic_in"], 768**-0.5) and not torch.equal(a, b) and not zeros.any()
@@ -573,8 +571,7 @@ def test_seed_decides_the_weights(weights):
 
 
 def test_values_are_those_of_whole_matrices():
-    """Record 74 draws four matrices for each layer with attention. Three heads take their rows of Q
-    and K from them, each as a matrix of its own; narrow heads take the first half."""
+    """Three heads are rows of record 74's four matrices a layer, narrow heads their first half."""
     found = fresh(5, T.parse_config(["--preset=single", "--model_dim=96", "--num_heads=3", "--kernels=torch"]).model)
     bound, d = 3**0.5 * 0.5 * 96**-0.5, 32
     drawn = torch.empty(10, 4, 96, 96).uniform_(-bound, bound, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -592,8 +589,7 @@ WIRED = (
 
 
 def test_wiring():
-    """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other
-    depths keep its shape."""
+    """At depth 11 that of records/2026-11-22_model, in `record` and `single` without the mixtures."""
     short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
                       for name in ("short", "record", "single"))
     assert T.wire(11) == T.LAYERS == short == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)

@@ -28,7 +28,6 @@ def good_call(op, dtype=torch.float32):
     """(wrapper, {argument: value}) of a call as `trial` makes it."""
     class Called(Exception):
         """Carries the arguments."""
-
     def record(*args):
         raise Called(*args)
     wrapper = tk.IMPLEMENTATIONS[op]["triton"]

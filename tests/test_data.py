@@ -32,8 +32,7 @@ SOME = 30  # candidates of 128 classes; a row of 64 tokens has more targets
 
 
 def random_shard(rng, documents, headless=False):
-    """Documents of 1 to 60 tokens with their separator, a tenth only a separator. headless: the shard starts inside a
-    document."""
+    """Documents of 1 to 60 tokens, a tenth only a separator. headless: it starts inside a document."""
     parts = [rng.integers(0, SEP, 10)] if headless else []
     for length in rng.integers(0, 60, documents) * (rng.random(documents) > 0.1):
         parts += [[SEP], rng.integers(0, SEP, length)]
@@ -107,8 +106,7 @@ def layout(batch):
 
 
 def assert_batch(batch, row):
-    """A batch equals the oracle's row (inputs, targets, document lengths or cu_seqlens, perhaps a sample), with dtypes.
-    """
+    """A batch equals the oracle's row (inputs, targets, lengths or cu_seqlens, perhaps a sample), with dtypes."""
     inputs, targets, cu, *sample = row
     if isinstance(cu, list):
         cu = oracles.cu_seqlens(cu, len(inputs), oracles.cu_capacity(len(inputs)))
@@ -153,8 +151,7 @@ def assert_pieces(pieces, ids):
 @pytest.mark.parametrize("ids", [
     [3, 2**31 - 1, 65536 + 3, 3, 65535, 65536, 0, 2 * 65536 + 3] * 200, [2**20], [7] * 130, [5, 1] * L.PIECE + [1]])
 def test_pieces_of_large_ids(ids):
-    """Ids of more than 16 bits, with equal lower halves; those of the batches here are smaller. The last list has as
-    many of one id as a piece may hold, and one more of another."""
+    """Of more than 16 bits, with equal lower halves; as many as a piece may hold, and one more."""
     ids = np.array(ids, np.int32)
     assert_pieces(L.sorted_pieces(ids), ids)
 
@@ -174,8 +171,7 @@ def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batch
 
 
 def test_a_graph_gets_its_batch_by_one_copy(tmp_path):
-    """All batches with the key of a graph have the layout of the graph's own batch. Here, in place of a graph, a replay
-    calls the function again."""
+    """Batches of one key have the layout of the graph's own; a replay calls the function again."""
     corpus, layouts = random_corpus(tmp_path, 0, candidates=SOME), set()
     loader, graphs = corpus.loader(), MicroStepGraphs(lambda batch, weights, attn: weights @ batch.tokens[-2:], False)
     graphs.enabled, graphs.run_eagerly = True, lambda run, *args: run(*args)
@@ -347,7 +343,6 @@ def test_no_damage_gets_past_the_checks(tmp_path, content, message):
         loader = L.Loader(config, Runtime(0, 1, CPU), plans, warn=print)
         for _ in range(40 * 8):
             assert max(int(loader.next_batch().tokens.max()), 0) <= SEP
-
     for reader in (lambda: read_shard(path, 50), lambda: L.Shard(path, MODEL), train,
                    lambda: L.ValidationData(config, Runtime(0, 1, CPU))):
         with pytest.raises(UserError, match=f"^{path}: [^\n]*({message})[^\n]*$"):
@@ -590,10 +585,6 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
     assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 
 
-# ---- Vectors ---------------------------------------------------------------------------------------------------------
-
-# ---- Candidates of the sampled softmax -------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("classes, count, tokens, most, rows", [
     (128, 30, 4, 128, 15), (640, 256, 20, 640, 9), (50304, 8192, 16, 50304, 21),
     (640, 256, 2000, 200, 60), (32768, 8192, 40000, 4000, 60)])  # few negatives; sizes with a large common factor
@@ -614,8 +605,6 @@ def test_candidates_sweep_through_all_classes(classes, count, tokens, most, rows
         assert sorted(L.sample_candidates(targets, classes, len(ids), 5, gate)[0]) == sorted(ids)
         assert L.sample_candidates(targets, classes, len(ids) - 1, 5, gate) is None
 
-
-# ---- GPU -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies on a side stream need a GPU")
 def test_batches_on_the_gpu(tmp_path):

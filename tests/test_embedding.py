@@ -62,8 +62,6 @@ def test_production_shape(device):
     assert ((got.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4).all()
 
 
-# ---- Updates of some rows --------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("rows, width", [(1, 8), (7, 24), (50, 300), only_gpu(50304, 768)])
 @pytest.mark.parametrize("update", [tk.update_rows, tk.update_rows_ref])
 def test_update_rows(rows, width, update, device):

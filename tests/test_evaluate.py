@@ -219,8 +219,6 @@ def test_errors_are_one_line(trained, tmp_path, monkeypatch, args, message):
             E.main(argv + ["--validate=false"] * ("--val" not in args))
 
 
-# ---- Export ----------------------------------------------------------------------------------------------------------
-
 def test_export(trained, tmp_path, capsys):
     """All weights, bit for bit, and the config, by the published description of the format."""
     path = tmp_path / "new" / "model.safetensors"

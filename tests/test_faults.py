@@ -214,7 +214,6 @@ def test_an_error_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatc
         if plan.step == 5 and what == "weights":
             self.model.embed.data[0, 0] = torch.nan
         return loss * (torch.nan if what == "loss" and plan.step == 5 else 1)
-
     def fail_first(self, plan, *args):
         if plan.step == 5 and what == "update":
             raise RuntimeError("NCCL error: remote process exited")
@@ -285,8 +284,7 @@ def test_a_signal_before_torchrun_has_processes(capfd, monkeypatch):
 
 @pytest.mark.parametrize("impatient", [False, True])
 def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatient):
-    """By a second SIGTERM at once, although the main thread waits in the collective; by the timeout in any case.
-    Without torchrun, as Slurm starts processes."""
+    """By a second SIGTERM, in the middle of a collective, or by the timeout; without torchrun."""
     one, other = (start(corpus, ENDLESS, f"--log_dir={tmp_path}", hook=IMPATIENT * impatient, variables=[rank])
                   for rank in rank_variables(2))
     seen = ready(one, "^step:3/")
@@ -363,8 +361,7 @@ T.write_header = limited"""
 
 
 def test_ranks_with_other_settings_or_code(corpus, tmp_path):
-    """As when somebody starts a second machine with another command. Paths may differ. A prompt may have bytes that are
-    no UTF-8."""
+    """As from a second machine. Paths may differ. A prompt may have bytes that are no UTF-8."""
     hook = """sys.argv[-1] += os.environ["RANK"]
 if os.environ["RANK"] == "1":
     sys.argv += ["--muon_lr=0.01", "--layer0.dynamic=true"]

@@ -175,8 +175,7 @@ def test_overflow_and_nan_of_a_product(dtype, product, device, either_kernel):
 @gpu
 @pytest.mark.parametrize("N", [1008, 16384, 49152])
 def test_codes_of_products(N, device, either_kernel):
-    """Random values: the codes of the reference, but for sums that round to the other side. A race would change what
-    comes again."""
+    """The codes of the reference, but for sums that round to the other side. Each comes again."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
     x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
@@ -237,7 +236,6 @@ def oracle(x, g, W1, W2, factor, post_scale, dpre_scale):
 
     def coded(value, scale, dtype):
         return rounded(value / scale, dtype) * scale
-
     x, g, W1, W2 = (t.double() for t in (x, g, W1, W2))
     p = 1.0 if factor is None else factor.double()
     x8, g8 = coded(x, 2.0**-4, E4M3), coded(g, LOSS_SCALE * 2.0**-6, E5M2)
@@ -281,8 +279,7 @@ def test_mlp_against_the_definition(N, D, F, factor, device):
 @pytest.mark.parametrize("references", [True, False])
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_mlp_of_small_integers(factor, references, device, monkeypatch):
-    """No code is rounded, so all results are those of exact arithmetic, rounded to bf16 once. The kernels and the
-    library's products on the one hand, the references on the other, on every machine."""
+    """No code is rounded: the results of exact arithmetic, by kernels and by references."""
     monkeypatch.setattr(tk, "_takes_ref", lambda *tensors, any_dtype=False: references)
     N, D, F = 48, 64, 80
     bank = torch.stack([sparse_signs(F, D, D), sparse_signs(F, D, D)])[None]
@@ -373,8 +370,6 @@ def test_bank_must_not_be_quantised_before_backward(device):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(g)
 
-
-# ---- The trainer -----------------------------------------------------------------------------------------------------
 
 def test_bytes_of_the_codes():
     """The estimate of the memory knows them, for MLPs and for projections."""

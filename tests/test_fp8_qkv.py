@@ -36,8 +36,7 @@ def unrounded(monkeypatch):
 
 
 def block_inputs(kind, N, device, dtype):
-    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes). weight is FACTOR times that of
-    layer 1."""
+    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes); weight: FACTOR times layer 1."""
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
     D = H * d
@@ -59,8 +58,7 @@ def codes_of(projections, x):
 
 
 def block_run(block, args, codes, grad, dtype):
-    """{name: y and the gradients}. In the kernels' codes the weight's gradient contains the factor; the gradients of
-    the plain block get it here."""
+    """{name: y and the gradients}; that of the weight contains the factor, as the kernels' codes make it."""
     x, weight, table, ve, w_ve, w_out, *others = args
     inputs = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
     y = block(x, weight, table.to(dtype), ve, w_ve, w_out, *others, codes)
@@ -205,7 +203,6 @@ def test_graph(device):
 
     def step():
         return block_run(tk.attention_block, args, codes_of(projections, args[0]), grad, BF16)
-
     with torch.cuda.graph(graph, stream=stream):
         results = step()
     for _ in range(3):
@@ -217,8 +214,6 @@ def test_graph(device):
         projections.refresh()
 
 
-# ---- Codes -----------------------------------------------------------------------------------------------------------
-
 def test_bank_must_not_be_quantised_before_backward(device):
     args, projections, codes = block_inputs("plain", 48, device, DTYPE)
     y = tk.attention_block(args[0].requires_grad_(), *args[1:], codes)
@@ -226,8 +221,6 @@ def test_bank_must_not_be_quantised_before_backward(device):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
-
-# ---- The trainer -----------------------------------------------------------------------------------------------------
 
 LAYERS = ["--layer0=paired value_embed narrow", "--layer4=two_lanes paired narrow input_from=3",
           "--layer5=two_lanes long value_embed input_from=3"]
@@ -247,13 +240,11 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
     def moved(optimizer, label, full):
         padded = pad(optimizer, label, full)
         return padded if label in optimizer.buffers else padded.clone()
-
     def counted(x, scale, dtype):
         result = make(x, scale, dtype)
         if not isinstance(scale, torch.Tensor):  # not the codes of weights and gradients
             made.append(result)  # keeps the codes, so that each has an id of its own
         return result
-
     def watched(x, weight, *args):
         codes = next((arg for arg in args if isinstance(arg, tk.ProjectionCodes)), None)
         seen.append((codes and id(codes.x8), torch.is_grad_enabled()))
@@ -263,12 +254,10 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
             error = (codes.w8.float() * codes.w_scale - wanted).abs()
             assert (error <= wanted.abs() * 0.07 + codes.w_scale.abs() * 2**-9).all()
         return block(x, weight, *args)
-
     def watched_mlp(self, i, x, W1, *args):
         mlps.append((i, torch.is_grad_enabled()))
         assert torch.equal(bits(make(W1.detach(), self.scales[i, 1, 0], E4M3)[0]), bits(self.codes[i, 0]))
         return mlp(self, i, x, W1, *args)
-
     monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)
     monkeypatch.setattr(tk, "both_layouts", counted)
     monkeypatch.setitem(tk.IMPLEMENTATIONS["attention"], "torch", watched)

@@ -88,8 +88,7 @@ def make_corpus(folder, bos=VOCABULARY - 1):
 
 
 def numbers_of_numpy():
-    """Inside this context torch draws from NumPy, because one seed gives other numbers on another device or version of
-    torch (2.11 and 2.13)."""
+    """Inside this context torch draws from NumPy: one seed gives torch other numbers on other devices."""
     rng = np.random.RandomState(3)
     return patch.multiple(
         torch.Tensor,
@@ -99,8 +98,7 @@ def numbers_of_numpy():
 
 
 def curve(args):
-    """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch, with the
-    weights of the later tokens."""
+    """The loss at each of POINTS, per token; of a step, that of its last micro-batch with later tokens."""
     config = T.parse_config(["--preset=record74", *GUARD, *args])
     rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
@@ -367,7 +365,6 @@ def test_every_other_knob_has_its_effect(tmp_path, monkeypatch, capfd):
         files = [*tmp_path.rglob("*")]
         shown = [path.read_text().split("=" * 100)[-1] for path in files if path.suffix == ".txt"]
         return "\n".join([capfd.readouterr().err, *map(str, files), *shown])
-
     plain = outcome(start)
     assert "step:4/4 val_loss" in plain and "adam_lr is multiplied by 0.841" in plain
     for knob, (value, shows, *more) in EFFECTS.items():

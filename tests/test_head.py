@@ -126,8 +126,7 @@ def test_cross_entropy(n, classes, count, gate, dtype, device, monkeypatch):
 @pytest.mark.parametrize("n, classes, count, gate", [
     *[(*row, None) for row in FEW_ROWS + MANY_ROWS], (50, 130, 3, 0), (50, 14336, 3, 0), (50, 50304, 3, 50257)])
 def test_gradient_codes(n, classes, count, gate, device):
-    """Codes are within half a step of e5m2 of the exact gradient, saturated, also in the gate's column, where terms
-    cancel; loss_scale does not change the codes."""
+    """Within half a step of e5m2 of the exact gradient, saturated; loss_scale does not change them."""
     logits, targets, weights, copies = random_rows(n, classes, count, BF16, device, gate)
     for scale in (SCALE_G, 1e-6) if gate is None else (SCALE_G,):  # the second puts the largest codes above 57344
         (buffer, codes), copies = empty(n, classes, E5M2, device), without_gradients(copies)
@@ -178,8 +177,6 @@ def test_rows_beyond_32_bits(device):
     assert torch.equal(losses, tk.cross_entropy(logits.clone(), targets, weights, LOSS_SCALE, SCALE_G, near))
     assert torch.equal(codes.float(), near.float())
 
-
-# ---- Codes of the weight ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", [(1, 1), (70, 130), only_gpu((768, 50304))])
 def test_codes_of_the_weight(shape, device):
@@ -251,14 +248,12 @@ def head_oracle(x, quantise=False):
     shifted, h, weight = oracles.later_targets(x.targets, len(x.weights)), x.h, x.weight.detach()
     x = x._replace(h=h.double(), weight=weight.double().requires_grad_(), point=x.point and x.point._replace(
         q=x.point.q.double(), k=x.point.k.double(), sink=x.point.sink.double()))
-
     def loss_of_logits(logits, point):
         copies = ()
         if point:
             attn = oracles.pointer_attention(point.q, point.k, point.sink, x.cu, point.window, point.scale)
             copies = x.gate, *oracles.copy_masses(attn, oracles.pointer_hits(point.tokens, shifted))
         return LOSS_SCALE * oracles.target_losses(softcap(logits), shifted, x.weights, *copies).sum()
-
     if not quantise:
         return gradients(lambda h, point: loss_of_logits(h @ x.weight, point), x)
     hq, Wq = quantised(h, SCALE_X, E4M3), quantised(weight, SCALE_W, E4M3)
@@ -288,8 +283,7 @@ OPS = {"kernels": dict(cross_entropy=tk.cross_entropy, pointer=tk.pointer),
     *itertools.product(("kernels", "plain"), (2, 16, 37), (1, 2, 3), (None,)),
     *((ops, *sizes, 129) for ops, sizes in itertools.product(OPS, ((2, 3), (16, 1), (37, 2), (37, 4))))])
 def test_head_loss(ops, n, count, gate, dtype, device):
-    """Blocks of 16 rows do not change the result, also where later targets of a row belong to the next block; nor does
-    a target that would lie behind the last token."""
+    """Blocks of 16 rows, also with later targets in the next block, or behind the last token."""
     x = head_inputs(n, 24, 130, device, dtype, count, gate)
     head = tk.HeadLoss(x.weight, dtype, False, gate=gate, **OPS[ops])
     head.block = 16
@@ -443,8 +437,6 @@ def test_codes_change_only_when_refreshed(device):
     after = head(h, targets, weights, LOSS_SCALE).item()
     assert after != before.item() and after == tk.HeadLoss(weight, BF16, True)(h, targets, weights, LOSS_SCALE).item()
 
-
-# ---- Sampled softmax -------------------------------------------------------------------------------------------------
 
 @fp32_and_fp8
 @pytest.mark.parametrize("count, gate", [(1, None), (2, None), (3, None), (1, 639), (3, 639)])

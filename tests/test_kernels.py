@@ -171,8 +171,6 @@ def test_transpose_production(shape, device):
     assert torch.equal(tk.transpose_add(src, dst), 2 * src.mT)
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("view", [lambda x: x[:32].view(4, 8)[:, :7].contiguous(), lambda x: x[:32].view(4, 8).mT,
                                   lambda x: x[:72].view(8, 9)[:, 1:], lambda x: x[1:65].view(8, 8)])
 def test_products_refuse_rows_off_16_bytes(view, device):

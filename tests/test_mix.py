@@ -144,8 +144,7 @@ class TestScaledWeights:
 
 @pytest.mark.parametrize("by_sums", [False, True])
 def test_every_reader_counts(by_sums, device):
-    """Also beyond those whose gradients come to mix by themselves. A sum that reads the stream leaves a gradient and a
-    factor for its mix."""
+    """Also beyond those whose gradients come to mix by themselves, and sums that read the stream."""
     x, count = torch.randn(9, 16, device=device).requires_grad_(), tk.READERS + 2
     upstream, factors = torch.randn(2 * count, 9, 16, device=device), torch.randn(count, 9, 1, device=device)
 

@@ -40,8 +40,7 @@ def test_mlp(N, D, F, dtype, device, either_kernel):
 @both_dtypes
 @pytest.mark.parametrize("N, D, F", [(70, 40, 136), *[pytest.param(1000, 768, F, marks=gpu) for F in (2816, 3072)]])
 def test_bits(N, D, F, dtype, device, either_kernel, poisoned_empty):
-    """Sums of products of small integers are exact in any order: post and dpre must have the bits of mlp_ref. Roots of
-    fp32 are exact for squares of small integers, not in general."""
+    """Sums of products of small integers, and roots of their squares, are exact: the bits of mlp_ref."""
     x, g, W1, W2 = (torch.randint(-2, 3, shape).to(device, dtype) for shape in ((N, D), (N, D), (F, D), (F, D)))
     pre, dpost = x @ W1.mT, g @ W2.mT
     post, dpre = tk._relu_square(x, W1), tk._relu_square(g, W2, pre.relu().square())

@@ -75,8 +75,7 @@ def with_features(name, *knobs):
 
 
 def make_setting(config, features=None):
-    """Model in fp64 with every parameter random, one batch, its view, and what the oracle has to know, also about the
-    features."""
+    """A random model in fp64, one batch, its view, and what the oracle has to know, also about the features."""
     torch.manual_seed(1)
     cpu = torch.device("cpu")
     ops, _ = kernels.choose_ops(cpu, "torch")
@@ -98,7 +97,6 @@ def make_setting(config, features=None):
         torch.testing.assert_close(T.rotary_table(frequencies, 2 * n, cpu, torch.float64),
                                    found := torch.stack((angle.cos(), angle.sin()), -1), rtol=0, atol=2e-5)
         return found
-
     view = T.AttentionSettings(rotary(frequencies), SHORT, LONG, SCALE, POINTER_WINDOW)
     if config.layers_with("narrow"):
         view = view._replace(narrow_rotary=rotary(0.875 * frequencies), narrow_scale=0.3)

@@ -27,8 +27,7 @@ OPS, _ = tk.choose_ops(CPU, "torch")
 # ---- Rows and signs --------------------------------------------------------------------------------------------------
 
 def test_rows_of_all_orders():
-    """Against Python's numbers; other factors would make another model of a checkpoint. Parts of the table lie one
-    below the other, and the last row of each is for the tokens without a whole n-gram."""
+    """Against Python's numbers. The last row of each part is for tokens without a whole n-gram."""
     tokens = np.random.default_rng(0).integers(0, 65536, 500).astype(np.uint16)
     factors = 36313, 27191, 51637, 44987, 58379, 40507, 62539, 33941
     for rows in (300, 0, 70), (0, 1000), (10**6,), (2**30, 2**20, 2**10), (0, 0, 0, 90, 0, 0, 10**6):
@@ -88,8 +87,7 @@ def ops(request, monkeypatch):
 
 @pytest.mark.parametrize("rows, width, n", [(1, 8, 3), (50, 24, 40), (400, 300, 64), only_gpu(10**5, 768, 24576)])
 def test_updates_are_those_of_all_rows(rows, width, n, ops, device):
-    """Five updates after two or three micro-batches each, against a pass over all rows in fp64; other rows stay as they
-    are, bit for bit. Every second update gets its numbers as tensors."""
+    """Five, against a pass over all rows in fp64; other rows stay. Numbers may be tensors."""
     table = torch.randn(rows, width, device=device)
     few = tk.FewRows(table, min(rows, 3 * n))
     v, last = torch.zeros(rows, 1, device=device), torch.zeros(rows, 1, dtype=torch.int32, device=device)
@@ -259,8 +257,6 @@ def test_no_token_sees_what_it_must_not():
             assert not args or differs[border:].any() == (place >= border - ORDERS)
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
 def test_memory(corpus):  # noqa: F811
     """The estimate counts what the optimizer holds for the table."""
     config = T.parse_config([*corpus.args, TABLE])
@@ -286,8 +282,7 @@ def on_ranks(corpus, logs, ranks, *args):  # noqa: F811
 
 
 def near(got, wanted, saved, rest=False):
-    """Whether checkpoint number `saved` of two runs has the same table. rest: Adam is at rest, so all that differs are
-    the roundings of the gradients to bf16; else these grow."""
+    """Two runs have the same table in checkpoint `saved`; rest: Adam is at rest, and only gradients are rounded."""
     states = [torch.load(run.saved[saved], weights_only=True) for run in (got, wanted)]
     ours, theirs = (state["optimizer"]["ngram_embed"] for state in states)
     assert ours.keys() == theirs.keys() and torch.equal(ours["last"], theirs["last"]) and theirs["v"].any()

@@ -256,8 +256,7 @@ class Steps:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("ngrams", [False, True])
 def test_replayed_updates_are_those_of_the_host(ngrams, device):
-    """Every second pair of steps replays graphs that earlier steps captured; weights and state are bit for bit those of
-    the same launches one by one."""
+    """Bit for bit; every second pair of steps replays graphs of earlier steps."""
     states = []
     for enabled in True, False:
         steps = Steps(ngrams, device)
@@ -276,11 +275,8 @@ def test_replayed_updates_are_those_of_the_host(ngrams, device):
 
 
 def train(rt, steps, saved=None, head_pairs=False):
-    """{"model", "optimizer"}: both states after these steps on the ranks of `rt`, begun with `saved` if given.
-
-    Two ranks have gradients, small integers times G, so that the average is exact in any order: it is the same for
-    every G.
-    """
+    """{"model", "optimizer"} after these steps on the ranks of `rt`, from `saved` on. Two ranks have gradients, small
+    integers times G, so that the average is exact in any order: it is the same for every G."""
     config = small_config(head_pairs, head_pairs, 0.5 * head_pairs, adam_every=2 - head_pairs)
     config = dataclasses.replace(config, system=dataclasses.replace(config.system, micro_batches=rt.world))
     model, optimizer = make_optimizer(config, rt)

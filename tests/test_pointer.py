@@ -37,10 +37,7 @@ def final_attention(config, model):
 # ---- Attention on copies ---------------------------------------------------------------------------------------------
 
 def operands(lengths, d, count, device, dtype, words=5):
-    """q, k, sink, tokens, start, end, targets. Few words, so that there are many copies.
-
-    Targets are the next tokens as in the trainer, a fifth of them another word and a tenth none.
-    """
+    """q, k, sink, tokens, start, end, targets: of few words the next, a fifth of them another and a tenth none."""
     N, cu = sum(lengths), torch.tensor(borders(lengths) + [sum(lengths)] * 3, dtype=torch.int32, device=device)
     q, k = (framed((2 * torch.randn(N, d)).to(device, dtype), (1, 1), (0, 0))[1] for _ in range(2))
     sink = framed(torch.randn(N).to(device), (1, 1))[1]
@@ -144,8 +141,7 @@ def test_large_scores(function, device):
                                         *[pytest.param(x, 128, marks=gpu) for x in ((1000, 1, 7), (49152,))]])
 @pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
 def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
-    """The fp64 reference is the oracle, for an identity in place of weights. Rows on both sides of the input are NaN;
-    blocks have 16 tokens. A run repeats bit for bit."""
+    """With an identity in place of weights, between rows of NaN, in blocks of 16 tokens."""
     N, cu = sum(lengths), torch.tensor(borders(lengths) + [sum(lengths)] * 2, dtype=torch.int32, device=device)
     start, _ = tk.document_of_tokens(cu, N)
     projected = framed(torch.randn(N, 3 * d).to(device, dtype), (1, 1), (0, 0))[1]
@@ -157,7 +153,6 @@ def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
         return oracles.pointer_inputs(dict(
             pointer_weights=torch.eye(3 * d, device=device).double().view(3, d, 3 * d), pointer_gain=gain,
             pointer_sink=weights), projected, borders(lengths))
-
     def run(function, dtype=None):
         return with_gradients(lambda *inputs: function(*inputs, start), (projected, gain, weights), upstream, dtype)
     ref, exact, wanted = run(tk.pointer_inputs_ref), *(run(f, torch.float64) for f in (tk.pointer_inputs_ref, oracle))
@@ -171,8 +166,6 @@ def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
         oracles.assert_as_good(*parts, name, floor=floor and torch.full_like(parts[2], floor))
     assert all(map(torch.equal, got, run(tk.pointer_inputs)))
 
-
-# ---- The model -------------------------------------------------------------------------------------------------------
 
 TINY = ["--preset=cpu", "--model_dim=48", "--num_heads=6", "--pointer=true", "--val_batch_tokens=128",
         "--dtype=float32", "--device=cpu", "--fp8=false"]
@@ -242,12 +235,9 @@ def test_validation_points_into_whole_documents():
     assert loss == pytest.approx(whole, rel=1e-5) and abs(whole - short) > 1e-3
 
 
-# ---- Endings ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("rows", ["500", "500,300", "500,300,200", "0,0,200"])
 def test_losses_of_endings_do_not_depend_on_the_packing(rows):
-    """Of sequences of 64 and of 512 tokens; they are those of the oracle for each pair alone, so no question sees the
-    one before, whatever n-grams it reads."""
+    """They are the oracle's of each pair alone: no question sees the one before."""
     config, model = tiny_model(f"--ngram_rows={rows}", "--bigram_signs=true")
     text = b"a rose is a rose is a rose"
     pairs = [(text[:9 + i], text[9 + i:20 + 2 * (i % 3)]) for i in range(6)]
@@ -262,8 +252,6 @@ def test_losses_of_endings_do_not_depend_on_the_packing(rows):
         for got in losses:
             torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
-
-# ---- Runs: those of test_run.py and test_checkpoint.py have a pointer, too -------------------------------------------
 
 def test_sampled_classes_begin_with_the_gate():
     config, tokens = T.Config(model=T.Model(vocab_size=120, model_dim=48, pointer=True)), np.arange(41) % 30

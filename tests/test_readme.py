@@ -157,7 +157,6 @@ def test_output(corpus, tmp_path):
     def parts(text, first):
         line = re.sub(r"\d[\d.]*", "0", re.search(first, text, re.M)[0])
         return line, re.findall(r"^(\w+): \S+$|^(kernels|tokens per|peak memory|sample)\b|^(\S[\w ]*?) *\|", text, re.M)
-
     run = execute("python train_gpt.py --preset=cpu", corpus, *SMALL, "--scheduled_steps=3", "--extension_steps=0",
                   "--stage1.batch_tokens=1024", f"--log_dir={tmp_path}")
     check = execute("python train_gpt.py --preset=cpu --check", corpus, "--val_tokens=1024", "--val_batch_tokens=512")
@@ -176,8 +175,6 @@ def test_caches(tmp_path):
     subprocess.check_call(["bash", "-c", script], cwd=tmp_path, env=ENV | {"HOME": str(tmp_path)})
     assert all(folder.is_dir() for folder in folders)
 
-
-# ---- Worked examples -------------------------------------------------------------------------------------------------
 
 DIFFS = code(README + GUIDE, "diff")  # a parameter, a kernel, a stage, a preset
 
@@ -201,16 +198,13 @@ def test_worked_examples(corpus, copy):
     new_tokens = int(re.search(r"^\+ *Stage\((\d+), ", DIFFS[2], re.M)[1])
     args = [*SMALL, "--save=true", "--scheduled_steps=4", "--extension_steps=1",
             *(f"--stage{i}.batch_tokens=512" for i in (1, 2, 4, 5))]  # all but the new stage
-
     def trained(logs, *more):
         out = execute("python train_gpt.py --preset=cpu", corpus, *args, *more, f"--log_dir={logs}", cwd=copy,
                       TRITON_INTERPRET="1")
         (log,), (saved,) = (copy / logs).glob("*.txt"), (copy / logs).glob("*/*.pt")
         return out, log.read_text().rpartition("Running Python")[2], torch.load(saved, weights_only=True)
-
     with ThreadPoolExecutor(2) as pool:
         (out, log, state), (_, _, without) = pool.map(lambda run: trained(*run), [("new", choice), ("old",)])
-
     assert "  --muon_lr=0.02 " in execute("python train_gpt.py --preset=mine --help", corpus, cwd=copy)
     gain = state["model"]["final_gain"]
     assert gain.shape == (48,) and gain.abs().min() > 0
@@ -255,7 +249,6 @@ def test_links_and_paths_exist(file):
     def anchors(path):
         headings = re.findall(r"^#+ (.*)$", prose(path.read_text()), re.M)
         return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
     path = ROOT / file
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text()):
         name, _, anchor = link.partition("#")

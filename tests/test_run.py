@@ -102,8 +102,7 @@ def corpus(tmp_path_factory):
 
 
 def start(corpus, *args, ranks=1, hook="", variables=None):
-    """Forks that train, one for each rank. hook: code that runs in each first; variables: the environments of the
-    ranks, if not those that torchrun would give to `ranks` processes on one node."""
+    """Forks that train, one for each rank; hook: code that runs first; variables: environments unlike torchrun's."""
     return Forks(HOOKED, [hook, *corpus.args, *args], variables or (rank_variables(ranks) if ranks > 1 else [{}]))
 
 
@@ -126,8 +125,7 @@ def ready(process, *patterns, seen=""):
 
 
 def finish(process, seconds=100, seen=""):
-    """(stdout, stderr, status) when it has ended, and with it every process that gave its id; seen: stdout read
-    before."""
+    """(stdout, stderr, status) when it has ended, and every process that gave its id; seen: stdout read before."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
@@ -195,8 +193,7 @@ def differences(run, other, kinds):
 
 
 def test_logged_loss_is_that_of_the_oracle(corpus, runs):
-    """To the 4 digits of the log; beyond that, fp32 sums in another order. Largest difference seen from the rounded:
-    4.8e-5."""
+    """To the 4 digits of the log; fp32 sums have another order. Largest difference seen: 4.8e-5."""
     for name in ("one", "four", "pair1"):
         assert abs(runs[name].val[STEPS] - oracle_loss(runs[name].state["model"], corpus.val)) < 0.5e-4 + 1e-5, name
 
@@ -253,8 +250,7 @@ def test_ranks_agree(runs, name):
 
 
 def test_two_micro_batches_on_one_and_two_ranks_are_exact(runs):
-    """g0/2 + g1/2 and (g0 + g1)/2 round alike, so with Adam at rest (rate 0) Muon, weights and losses agree bit for
-    bit."""
+    """With Adam at rest: g0/2 + g1/2 and (g0 + g1)/2 round alike."""
     one, two = runs["pair1"], runs["pair2"]
     assert one.val == two.val and one.val[STEPS] < one.val[0] - 0.02
     exact = [name for name in one.tensors if name[0] == "p" or name.split()[1] in ("qk_bank", "vo_bank", "mlp_bank")]
@@ -318,8 +314,7 @@ def test_log_opens_with_sources_versions_and_config(runs, corpus):
 
 
 def test_log_lines_and_results(runs):
-    """Every step has its loss on one line and its times on the next, in the order of the run, so a diff of the curves
-    of two runs shows no time; results agree with them."""
+    """Each loss and each time has its line, so a diff of two runs shows no time; results agree."""
     run, last = runs["one"], 0
     order = sorted([*((step, "train") for step in range(1, STEPS + 1)), *((step, "val") for step in VAL_STEPS)])
     lines = re.findall("^step:.*$", run.body, re.M)
@@ -355,8 +350,7 @@ def shards_of(corpus, folder, *names):
 
 @pytest.mark.parametrize("bad, late", [("train", True), ("val", True), ("val", False), ("unreadable", False)])
 def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, capsys, fails, bad, late):
-    """A warning, on the screen and in the log, and all results; also where its check ends last, and for a shard without
-    tokens. With --val_every=0 there is one validation, at the end."""
+    """A warning and all results; also where its check ends last, and without tokens."""
     train, empty = shards_of(corpus, tmp_path, "train_1", "train_2", "train_1", "foreign"), tmp_path / "train_0b.bin"
     write_shard(empty, [])
     write_shard(tmp_path / "val_2.bin", [97] * 50)
@@ -390,8 +384,7 @@ def test_a_bad_shard_that_the_run_does_not_need(corpus, tmp_path, monkeypatch, c
 
 @pytest.fixture
 def fails(capsys):
-    """fails(argv, pattern): `main` returns 1 and says why in one line. Afterwards what it left in this process is
-    removed."""
+    """fails(argv, pattern): `main` returns 1 and says why in one line. What it left in this process is removed."""
     def check(argv, pattern):
         assert T.main(argv) == 1
         assert re.fullmatch(rf"error: .*{pattern}.*\n", err := capsys.readouterr().err), err
@@ -487,8 +480,7 @@ def test_a_check_that_ends_late_ends_the_run(corpus, tmp_path, monkeypatch, fail
 @pytest.mark.parametrize("change, status", [
     ("os.utime(path, ns=(1, 1))", 0), ("path.write_bytes(path.read_bytes()[:-2] + b'ab')", 1)])
 def test_shards_that_change_during_a_run_on_two_ranks(corpus, tmp_path, change, status):
-    """Which takes each shard twice. Both ranks know the checksums, so the same bytes may have another date. If it ends,
-    it saves what it has."""
+    """The same bytes may have another date. If it ends, it saves what it has."""
     train = shards_of(corpus, tmp_path, "train_1", "train_2")
     hook = f"""step = T.Trainer.step
 def then_change(self, loader, plan, *args, **options):

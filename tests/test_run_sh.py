@@ -419,8 +419,7 @@ def test_ctrl_c_before_the_training(machine, command):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_is_named(machine, number):
-    """SIGHUP comes when a terminal closes, SIGUSR1 from a scheduler. A process of run.sh prints the line, which gets the
-    signal, too."""
+    """From a closed terminal or a scheduler. The process that prints the line gets it, too."""
     machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
                                touch "$CALLS.waits"; sleep 60 & wait"""
     machine.env["NPROC"] = "2"

@@ -65,7 +65,6 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
         module.launch = path
         time.sleep(0.002)
         return module
-
     build = SimpleNamespace(_load_module_from_path=load)
     monkeypatch.setattr(tk, "triton", SimpleNamespace(runtime=SimpleNamespace(build=build)))
 
@@ -73,7 +72,6 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
         found = build._load_module_from_path("launcher", path)
         time.sleep(0.002)
         return found.launch
-
     paths = [str(i) for i in range(40)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(launcher, paths)) != paths
@@ -113,7 +111,6 @@ def test_kernels_are_compiled_ahead(make_trainer, monkeypatch, poisoned_empty, p
     monkeypatch.setattr(warmup, "only_compiling", contextlib.nullcontext)
     trainer = make_trainer(f"--preset={preset}", "--candidates=8" if preset == "short" else "--ngram_rows=0",
                            "--kernels=" + ",".join(f"{op}:triton" for op in tk.IMPLEMENTATIONS))
-
     def state():
         parts = (part for parts in trainer.optimizer.state.values() for part in parts.values())
         return [x.clone() for x in (*trainer.model.parameters(), *parts) if x is not None]
