@@ -2,8 +2,8 @@
 and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
-    python tests/test_arch.py ahead FOLDER --model_dim=256 --num_heads=2    print the kernels that a start forgets to
-                                    compile; writes shards
+    python tests/test_arch.py ahead FOLDER --preset=short --model_dim=256 --num_heads=2    print the kernels that a start
+                                    forgets to compile; writes shards
     python tests/test_arch.py variants FOLDER --preset=record    print how often a micro-step launches each kernel, and
                                     how many compiled variants of it; writes shards
 
@@ -117,15 +117,19 @@ def make_trainer(folder, *args):
 
 def compile_ahead(folder, *sizes):
     """Kernels that `compile_kernels` leaves to the steps of a run on an H200; sizes: arguments of the model."""
-    _, trainer = make_trainer(folder, "--preset=short", "--fp8=false", *sizes)
+    _, trainer = make_trainer(folder, "--fp8=false", *sizes)
     import train_gpt as T
     import triton_kernels as tk
     from data.run import warmup
     trainer.graphs.stream = None  # torch.cuda.stream(None) changes nothing
-    before = [param.detach().clone() for param in trainer.model.parameters()]
+
+    def state():
+        parts = (part for parts in trainer.optimizer.state.values() for part in parts.values())
+        return [x.clone() for x in (*trainer.model.parameters(), *parts) if x is not None]
+    before = state()
     warmup.compile_kernels(trainer)
-    for old, param in zip(before, trainer.model.parameters()):
-        assert torch.equal(param, old) and (param.grad is None or not param.grad.any())  # no kernel has run
+    assert all(map(torch.equal, before, state()))  # no kernel has run
+    assert not any(param.grad is not None and param.grad.any() for param in trainer.model.parameters())
     compiled = []
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
     for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
@@ -180,8 +184,9 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
 
 
 @pytest.mark.parametrize("sizes", [
-    "--model_dim=256 --num_heads=2 --depth=6", "--model_dim=384 --num_heads=3 --depth=4",
-    "--model_dim=192 --num_heads=3 --depth=3"])
+    "--preset=short --model_dim=256 --num_heads=2 --depth=6", "--preset=short --model_dim=384 --num_heads=3 --depth=4",
+    "--preset=short --model_dim=192 --num_heads=3 --depth=3",
+    "--preset=record74 --ngram_rows=0 --model_dim=256 --num_heads=2"])
 def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
     assert printed(start_program("ahead", tmp_path, *sizes.split())) == []

@@ -179,11 +179,3 @@ def test_layouts(times, device):
     turned = [a.transpose(1, 2).contiguous().transpose(1, 2) for a in x[:3]]
     for y in (x, [*turned, *x[3:]], [a.transpose(0, 1).contiguous().transpose(0, 1) for a in x], [*odd, x[3], x[4]]):
         assert all(torch.equal(a, b) for a, b in zip(attention(*y, cu, 9), wanted))
-
-
-def test_reference_gates_in_the_dtype_of_q():
-    q, k, v, gate, _ = (a.contiguous() for a in inputs(20, 2, 16, "cpu", FP32))
-    args = borders(20), 4, SCALE
-    ungated = REF(q, k, v, torch.ones_like(gate), *args)
-    assert torch.equal(REF(q, k, v, gate, *args), ungated * gate[..., None])
-    assert REF(*(x.to(BF16) for x in (q, k, v)), gate, *args).dtype == BF16

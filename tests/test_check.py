@@ -261,11 +261,6 @@ def test_check_reads_the_first_shards(check, folder):
     assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].config.model, 700).lengths.tolist() == [600, 100]
 
 
-def test_one_minimum_of_torch():
-    """That of the script which installs PyTorch."""
-    assert re.search(r'version < \(2, 11\):\n.*"torch-old"', (ROOT / "run.sh").read_text())
-
-
 def test_without_triton(folder):
     """macOS and Windows: runs on the CPU; a GPU is refused in one line. Windows has no `resource`, too."""
     code = """import sys; sys.modules.update(triton=None, resource=None)

@@ -182,17 +182,6 @@ def test_loss_and_all_gradients_through_the_kernels(device, name):
     compare_with_oracle(model, head, setting, loss_bound=1e-5, gradient_bound=1e-4, lambda_bound=2**-7)
 
 
-@pytest.mark.parametrize("name", [None, "pointer"])
-def test_validation_loss(name):
-    model, tokens, cu, rows, view, settings = make_setting(*with_features(name))
-    with torch.no_grad():
-        h, point, _ = model(tokens[:-1].int(), cu, {"bigram_embed": rows}, view)
-        loss = plain_head(model)(h, tokens[1:], torch.ones(1), 1.0, exact=True, point=point) / len(h)
-    expected = oracles.validation_loss(params_of(model), tokens[:-1], tokens[1:], [0, *np.cumsum(LENGTHS)], rows,
-                                       **settings)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-
-
 def test_signs_of_bigrams():
     """Every model has the same. Which a token has: test_ngrams.py."""
     config = T.Model(vocab_size=50257, model_dim=16, num_heads=2, bigram_tables=0.1, bigram_signs=True)

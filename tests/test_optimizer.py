@@ -15,7 +15,6 @@ import train_gpt as T
 import triton_kernels as kernels
 from data.run.machine import Runtime
 from data.run.state import load_state, whole_state
-from data.run.warmup import MicroStepGraphs, UpdateGraphs
 
 CPU = torch.device("cpu")
 ONE_RANK = Runtime(0, 1, CPU)
@@ -219,59 +218,6 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
         bound = 0.03 if param.dtype == torch.bfloat16 else 1e-5
         print(label, error.item())
         assert error < bound, f"{label}: relative error {error:.1e}"
-
-
-class Steps:
-    """A model with tables of n-grams or without, its optimizer, and gradients of each step."""
-
-    def __init__(self, ngrams, device):
-        config = small_config(True, True, 0.5)
-        self.config = config = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, ngram_rows=(300.0, 400.0) if ngrams else (0.0,)),
-            optim=dataclasses.replace(config.optim, average_blend=0.5))
-        self.plans = [T.make_plan(config, step) for step in range(10)]
-        ops, _ = kernels.choose_ops(device)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model, self.optimizer = make_optimizer(config, Runtime(0, 1, device), ops, dtype)
-
-    def gradients(self, plan):
-        generator = torch.Generator().manual_seed(plan.step)
-        for label, param in self.model.named_parameters():
-            few = self.optimizer.tables[label].few if label in self.optimizer.of_rows else None
-            target = param.grad if few is None else few.grad
-            grad = 0.1 * torch.randn(target.shape, generator=generator)
-            rows = torch.rand(len(grad), generator=generator) < 0.5
-            if few is not None:
-                few.load(rows.nonzero()[:, 0], grad[rows])
-                continue
-            if self.optimizer.is_lazy(label):
-                grad *= rows[:, None]
-                self.optimizer.tables[label].touched |= rows.to(param.device)
-            target += grad.to(target)
-
-    def state(self):
-        return {"model": self.model.state_dict(), "optimizer": whole_state(self.optimizer)}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("ngrams", [False, True])
-def test_replayed_updates_are_those_of_the_host(ngrams, device):
-    """Bit for bit; every second pair of steps replays graphs of earlier steps."""
-    states = []
-    for enabled in True, False:
-        steps = Steps(ngrams, device)
-        names = T.update_numbers(steps.config, steps.plans[0])
-        graphs = UpdateGraphs(steps.optimizer.step, True, MicroStepGraphs(None, True), names)
-        for plan in steps.plans:
-            steps.gradients(plan)
-            values = torch.tensor([*T.update_numbers(steps.config, plan).values()], device=device)
-            numbers = graphs.set_numbers(values)
-            steps.optimizer.step_rows(plan, numbers)
-            graphs(plan, numbers, eager=not enabled)
-        keys = {plan.update_key for plan in steps.plans if not plan.split}
-        assert graphs.graphs.keys() == keys and len(keys) < len(steps.plans)
-        states.append(steps.state())
-    assert_same(*states)
 
 
 def train(rt, steps, saved=None, head_pairs=False):

@@ -99,28 +99,3 @@ def test_a_warm_up_says_where_its_time_goes(make_trainer):
     assert len(steps) > 4
     assert list(trainer.watch) == ["imports", "data", "model", "compilation", *(f"step {s}" for s in steps),
                                    "evaluation"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the launches of the interpreter")
-@pytest.mark.parametrize("preset", ["short", "record74"])
-def test_kernels_are_compiled_ahead(make_trainer, monkeypatch, poisoned_empty, preset):
-    """`compile_kernels` launches every kernel that steps and validations launch. No kernel has run, and weights,
-    gradients and the optimizer's state are as before. That their compiled variants are the same: test_arch."""
-    launched = []
-    monkeypatch.setattr(type(tk._mlp_kernel), "run", lambda self, *args, **options: launched.append(self.fn.__name__))
-    monkeypatch.setattr(warmup, "only_compiling", contextlib.nullcontext)
-    trainer = make_trainer(f"--preset={preset}", "--candidates=8" if preset == "short" else "--ngram_rows=0",
-                           "--kernels=" + ",".join(f"{op}:triton" for op in tk.IMPLEMENTATIONS))
-    def state():
-        parts = (part for parts in trainer.optimizer.state.values() for part in parts.values())
-        return [x.clone() for x in (*trainer.model.parameters(), *parts) if x is not None]
-    before = state()
-    compile_kernels(trainer)
-    ahead, changed = {*launched}, [not torch.equal(*pair) for pair in zip(before, state(), strict=True)]
-    assert not any(changed) and not any(
-        param.grad.any() for param in trainer.model.parameters() if param.grad is not None)
-    launched.clear()
-    for step in steps_with_new_keys(trainer.plans[:-1], set()):
-        trainer.step(trainer.loader, trainer.plans[step], 1)
-    T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
-    assert ahead == {*launched} and len(ahead) > 20
