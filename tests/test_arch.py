@@ -2,8 +2,8 @@
 and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
-    python tests/test_arch.py ahead FOLDER --preset=short --model_dim=256 --num_heads=2    print the kernels that a start
-                                    forgets to compile; writes shards
+    python tests/test_arch.py ahead FOLDER --preset=short    print the kernels that a start forgets to compile; writes
+                                    shards
     python tests/test_arch.py variants FOLDER --preset=record    print how often a micro-step launches each kernel, and
                                     how many compiled variants of it; writes shards
 

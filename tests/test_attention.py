@@ -1,8 +1,5 @@
 """Attention kernels against the dense fp64 oracle: compiled on a GPU, in Triton's interpreter without a GPU.
-
-Operands are slices of larger buffers of NaN, so a read outside an operand makes results NaN. torch.empty returns NaN,
-so an unwritten element of a result stays NaN.
-"""
+Operands lie in buffers of NaN, which show reads outside operands; torch.empty returns NaN."""
 
 import itertools
 import math

@@ -90,8 +90,7 @@ def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
     (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["run.sh: ended by signal 2: Ctrl-C"]),
     (signal.SIGKILL, None)])
 def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
-    """With one line, and the log has all that was done. Nobody can catch SIGKILL, but then no process survives. What
-    the parent ignores, as nohup does, ends nothing; a script ignores Ctrl-C for what it starts in the background."""
+    """With one line, and the log has all that was done. What the parent ignores, as nohup does, ends nothing."""
     ignored = [signal.SIGHUP] + [signal.SIGINT, signal.SIGQUIT] * (signum == signal.SIGUSR1)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS)

@@ -1,9 +1,7 @@
 """The projection of the attention block in FP8. The reference is held against fp64, the kernels against the reference.
 
 Triton's interpreter rounds to FP8 and bf16 wrongly. So on a CPU the kernels read real codes, compute in fp32, and
-write fp32 numbers where a GPU writes codes. Oracles are in fp64 and round with `rounded`, which knows only the
-definition of the formats.
-"""
+write fp32 numbers where a GPU writes codes. Oracles are those of test_fp8.py."""
 
 import re
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 
 import train_gpt as T
 import triton_kernels as tk
-from oracles import ON_GPU, gpu, leaves
+from oracles import ON_GPU, gpu, with_gradients
 from test_attention_block import KINDS, SCALE, WINDOW, gate_weights, plain, rotary, switches
 from test_checkpoint import differing, train
 from test_fp8 import BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, bits, pytestmark, rounded  # noqa: F401
@@ -60,13 +58,11 @@ def codes_of(projections, x):
 def block_run(block, args, codes, grad, dtype):
     """{name: y and the gradients}; that of the weight contains the factor, as the kernels' codes make it."""
     x, weight, table, ve, w_ve, w_out, *others = args
-    inputs = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
-    y = block(x, weight, table.to(dtype), ve, w_ve, w_out, *others, codes)
-    names, inputs = zip(*((name, u) for name, u in zip(GRADS, inputs) if u is not None))
-    grads = dict(zip(names, torch.autograd.grad(y, inputs, grad.to(dtype))))
-    if not codes:
-        grads["dweight"] = FACTOR * grads["dweight"]
-    return {"y": y.detach()} | grads
+    inputs = x, weight, ve, w_ve, w_out
+    found = with_gradients(lambda x, weight, *gates: block(x, weight, table.to(dtype), *gates, *others, codes), inputs,
+                           [grad], dtype)
+    found = dict(zip(["y", *(name for name, u in zip(GRADS, inputs) if u is not None)], found, strict=True))
+    return found if codes else found | {"dweight": FACTOR * found["dweight"]}
 
 
 def upstream(args, scale=0.01 * LOSS_SCALE):

@@ -135,10 +135,9 @@ def leaves(losses, name, tolerance):
 
 @pytest.mark.parametrize("preset", [*T.PRESETS, *SHAPES])
 def test_cpu(corpus, preset):
-    """Rounding differs by library, instruction set and threads, and grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1,
-    1 and 2 threads, and random changes of what every norm sees by 2^-24, the largest distance seen was 3e-6 at step 1,
-    4e-5 up to step 4, 9e-5 from there, but 3.7e-4 for `cpu` in two steps with AVX-512 on a Xeon; of `odd` and `deep`
-    2e-5 and 6e-5 by three random changes and 1 and 2 threads."""
+    """Rounding grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1, 1 and 2 threads, and random changes of what every
+    norm sees by 2^-24, the largest distance seen was 3e-6 at step 1, 4e-5 up to step 4, 9e-5 from there, but 3.7e-4 for
+    `cpu` in two steps with AVX-512 on a Xeon; of `odd` and `deep` 2e-5 and 6e-5."""
     if stored(preset):
         assert leaves(curve([*corpus, *CURVES[preset]]), preset, "cpu_tolerance") is None
     else:  # without training: its settings are those of the other preset, with these knobs
@@ -151,9 +150,8 @@ def test_cpu(corpus, preset):
 @pytest.mark.parametrize("name", [*T.PRESETS, "fp8"])
 @pytest.mark.parametrize("graphs, mix", [("false", "torch"), ("true", "torch"), ("true", "triton")])
 def test_gpu(corpus, name, graphs, mix):
-    """All kernels, bf16 activations. An H200 (torch 2.11, triton 3.6) came within 3.3e-4, with the FP8 head within
-    4.3e-4; up to step 1 within 2e-5 and 1.5e-4. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another
-    rounding at random: 5e-4, 7e-4; 4e-5, 2e-4. Graphs launch the same kernels."""
+    """All kernels, bf16. An H200 came within 3.3e-4, with the FP8 head 4.3e-4; up to step 1 within 2e-5 and 1.5e-4.
+    Plain PyTorch in bf16 on a CPU, with random roundings: 5e-4, 7e-4; 4e-5, 2e-4. Graphs launch the same kernels."""
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     if not stored(name):

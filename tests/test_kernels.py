@@ -1,8 +1,5 @@
 """Kernels of the optimizer and transposes against fp64: compiled on a GPU, in Triton's interpreter without a GPU.
-
-Operands are views inside larger buffers of NaN. A read outside an operand makes results NaN, a write outside a result
-changes the buffer around it, and an unwritten element stays NaN.
-"""
+Operands lie in buffers of NaN, which show reads outside operands, writes outside results, and unwritten elements."""
 
 import itertools
 import math

@@ -1,8 +1,5 @@
 """The pointer head against the fp64 code of oracles.py: kernels compiled on a GPU, in Triton's interpreter without one.
-
-Floating-point operands are slices of buffers of NaN, integers lie between targets that must not be read, and
-torch.empty returns NaN.
-"""
+Operands lie in buffers of NaN, integers between others that must not be read, and torch.empty returns NaN."""
 
 import dataclasses
 import itertools

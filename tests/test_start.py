@@ -12,11 +12,10 @@ import torch
 
 import train_gpt as T
 import triton_kernels as tk
-from data.run import warmup
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.program import UserError
-from data.run.warmup import can_only_compile, compile_kernels, modules_apart, require_codes, steps_with_new_keys
+from data.run.warmup import can_only_compile, modules_apart, require_codes, steps_with_new_keys
 from test_run import corpus  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
@@ -80,20 +79,10 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
     assert build._load_module_from_path is load
 
 
-@pytest.fixture
-def make_trainer(corpus):  # noqa: F811
-    """make_trainer(*arguments) -> a small Trainer of four stages with other lengths and windows."""
-    def make(*arguments):
-        config = T.parse_config([*corpus.args, "--fp8_mlp=false", "--fp8_qkv=false", "--bigram_normal=false",
-                                 "--micro_batches=1", "--model_dim=64", "--num_heads=2", *arguments])
-        ops, _ = tk.choose_ops(CPU, config.system.kernels)
-        return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
-    return make
-
-
-def test_a_warm_up_says_where_its_time_goes(make_trainer):
+def test_a_warm_up_says_where_its_time_goes(corpus):  # noqa: F811
     """Its steps are the first of each kind. That it leaves no trace: test_checkpoint."""
-    trainer = make_trainer("--preset=record74", "--kernels=torch")
+    config, (ops, _) = T.parse_config([*corpus.args, "--micro_batches=1"]), tk.choose_ops(CPU, "torch")
+    trainer = T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     steps = steps_with_new_keys(trainer.plans[:-1], set())
     T.warm_up(trainer)
     assert len(steps) > 4

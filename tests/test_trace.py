@@ -217,8 +217,7 @@ def test_communication_and_overlap():
 
 
 def test_operators_of_a_cpu():
-    """An operator's time is without the operators inside it. Waiting is communication unless an operator runs. Numbers
-    of operations tell the layers of the backward pass. The thread of the loader does not count."""
+    """Without the operators inside, and the thread of the loader. Waiting is communication unless an operator runs."""
     rec = Recorder()
 
     def op(name, start, dur, number=None, tid=1):
@@ -323,8 +322,7 @@ def test_work_by_counting():
                         "update_rows", "update_few_rows", "signed_rows"}),
     ("mlp_codes", "project_codes", {"mlp", "mlp_backward", "project", "project_backward"})])
 def test_rates_of_our_kernels(mlp, project, others):
-    """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
-    does not count. A missing launch leaves no rate."""
+    """Each kernel takes four times the least time of its operation. A missing launch leaves no rate."""
     rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes", "fp8_qkv": project == "project_codes"}
     run |= {"lazy_tables": ["value_embeds"], "few_rows": ["bigram_embed"], "signs": True} if run["fp8_qkv"] else {}
     for step in RUN["steps"]:
@@ -428,8 +426,8 @@ def check(path, ranks):
 
 
 def test_a_profiled_run(small, tmp_path, monkeypatch, capsys):
-    """The log has the tables that records/trace.py prints. Starting and stopping the profiler, here 100 s each by a
-    changed clock, are outside the clock. The losses are those of a run without the profiler."""
+    """The log has the tables of records/trace.py. Starting and stopping it, 100 s each here, is outside the clock.
+    The losses are those of a run without it."""
     late, now, start, stop = [0], time.perf_counter, trace.Profiler.start, trace.Profiler.stop
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: now() + late[0])
