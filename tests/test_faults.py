@@ -156,8 +156,7 @@ T.main = lambda argv: [status := main(argv), say(f"rank {rank} has status {statu
 @pytest.mark.parametrize("ranks, sender, saves, last", [
     (1, "0", "--save_every=2", 3), (1, "0", "--val_every=1", 3), (2, "1", "--save=true", 3)])
 def test_a_signal_ends_a_run_after_a_step(corpus, tmp_path, ranks, sender, saves, last):
-    """On all ranks after the same one, on GPUs two later if there are several; here the signal is for rank 1 alone. A
-    checkpoint of this step continues the run (test_checkpoint.py); signal 28 has a handler of its own."""
+    """On all ranks after the same one; here the signal is for rank 1 alone. Signal 28 has a handler of its own."""
     hook = SIGNALLED.replace("SENDER", sender) + "\nimport signal; signal.signal(28, lambda *_: say('resized'))"
     out, err, status, log = ended(corpus, tmp_path, saves, "--keep=1", ranks=ranks, hook=hook)
     for rank in range(ranks):

@@ -178,9 +178,8 @@ def make_optimizer(config, rt=ONE_RANK, ops=OPS, dtype=torch.float32):
     (False, False, 0.0, 6, 2), (True, True, 0.5, 3, 2), (False, True, 0.0, 6, 1), (False, False, 0.0, 6, 1)])
 def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every,
                                                        monkeypatch):
-    """All parameters, also of three heads, even and odd steps, tied, the split with its state transfer, untied; fp64
-    oracle without bf16 rounding. Half of the rows of the tables have no gradient. Lazy tables have beta1 = 0. The slow
-    averages have a time constant of 3 steps here, and NorMuon uses them from step 5 on."""
+    """All parameters, even and odd steps, tied, the split with its state transfer, untied; the oracle does not round.
+    Half of the rows of tables have no gradient. Slow averages have 3 steps here, and are used from step 5 on."""
     config = small_config(head_pairs, lazy_tables, slow_momentum, num_heads, adam_every)
     tables = "value_embeds", "bigram_embed"
     for label in tables if lazy_tables else ():

@@ -252,7 +252,8 @@ def test_losses_of_endings_do_not_depend_on_the_packing(rows):
 
 def test_sampled_classes_begin_with_the_gate():
     config, tokens = T.Config(model=T.Model(vocab_size=120, model_dim=48, pointer=True)), np.arange(41) % 30
-    batch = L.make_batch(tokens.astype(np.uint16), L.cu_seqlens([40], 40, 128), config, torch.device("cpu"), 60, row=2)
+    batch = L.make_batch(tokens.astype(np.uint16), L.cu_seqlens([40], 40, 128), config, torch.device("cpu"),
+                         count=60, row=2)
     assert batch.candidates[0] == 120 and batch.candidates[batch.targets].tolist() == tokens[1:].tolist()
 
 

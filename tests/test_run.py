@@ -231,8 +231,7 @@ def test_ranks_quantise_with_the_same_scales(runs):
 
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_ranks_agree(runs, name):
-    """bf16 gradients are added in another order, and Muon, a sign function of sorts, blows the rounding up. So runs part,
-    the faster the higher the rates."""
+    """bf16 gradients are added in another order, and Muon blows the rounding up, the more the higher the rates."""
     loss_tolerance, state_tolerance = 5e-3, 0.5  # seen: 5.0e-4; relative 0.11 (attn_gate_bank), another seed gives 1
     one, other, wrong = runs["one"], runs[name], runs["sum"]
     assert one.state["loader"] == other.state["loader"] and list(one.val) == list(other.val) == VAL_STEPS
