@@ -23,8 +23,7 @@ from pathlib import Path
 # ---- The server ------------------------------------------------------------------------------------------------------
 
 def serve(requests):
-    """Each message on the socket `requests` is a request, with file descriptors for stdout, stderr and the report. Ends
-    at EOF."""
+    """Each message on the socket is a request, with descriptors for stdout, stderr and the report; ends at EOF."""
     import train_gpt  # noqa: F401
     gc.collect()
     gc.freeze()  # a run collects garbage in every pause: not among what was imported
@@ -128,8 +127,7 @@ class Forks:
         self.pids = json.loads(self.report.readline())
 
     def communicate(self, timeout=None):
-        """(stdout, stderr) when all processes have ended; after `timeout` seconds they are killed, and TimeoutExpired
-        is raised."""
+        """(stdout, stderr) at the end of all processes; after `timeout` seconds they are killed: TimeoutExpired."""
         timer = threading.Timer(timeout or 1000, self.kill)
         timer.start()
         with self.folder, self.stdout, self.report:

@@ -79,8 +79,7 @@ def bigram_hash(tokens, rows):
 
 
 def rotate(u, tau, freqs):
-    """Rotary embedding of u (N, H, d); tau (N, H) holds the angle index of every head vector. The first two channels
-    turn by the first frequency, and so on; channels without a frequency stay."""
+    """u (N, H, d), channels 2j and 2j + 1 turned by frequency j times the angle index tau (N, H); others stay."""
     freqs = torch.as_tensor(freqs, dtype=u.dtype, device=u.device)
     angle = tau[:, :, None].to(u.dtype) * freqs  # (N, H, pairs)
     cos, sin = torch.cos(angle), torch.sin(angle)
@@ -144,7 +143,6 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     v = (x @ (sa[0] * params["vo_bank"][row, 0]).T).reshape(N, H, d)
     if narrow is not None:
         freqs, attn_scale = narrow
-
     t, h = torch.arange(N, device=x.device)[:, None], torch.arange(H, device=x.device)[None, :]
     tau = 2 * t + h % 2 if paired else t + 0 * h
     q, k = rotate(q, tau, freqs), rotate(k, tau, freqs)
@@ -152,18 +150,15 @@ def attention(params, i, layer, x, ve, cu, *, S, L, freqs, attn_scale, H, xsa=No
     if key_offset:  # the half that is not rotated comes from the previous token of the packed row
         moved = torch.cat([k[:1, :, d // 2:], k[:-1, :, d // 2:]], dim=0)
         k = torch.cat([k[:, :, :d // 2], moved], dim=-1)
-
     if value is not None:
         table, from_x, from_ve = value
         inp = torch.cat([x[:, :from_x], ve[:, :from_ve]], dim=-1)
         gate = 2 * torch.sigmoid(inp @ params["ve_gate_bank"][table].T)  # (N, H)
         v = v + gate[:, :, None] * ve.reshape(v.shape)
-
     if paired:
         y = unpair(attend(pair(q), pair(k), pair(v), [2 * c for c in cu], window, attn_scale))
     else:
         y = attend(q, k, v, cu, window, attn_scale)
-
     y = y * torch.sigmoid(x[:, :GATE] @ params["attn_gate_bank"][row].T)[:, :, None]
     if xsa is not None:
         along = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (N, H)
@@ -200,7 +195,6 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
     def lambdas(label):  # rounded to lambda_dtype before use (K6)
         p = params[label]
         return p if lambda_dtype is None else p.to(lambda_dtype).to(p.dtype)
-
     rho, pi = lambdas("resid_lambdas"), lambdas("post_lambdas")
     pi = pi if pi.dim() == 3 else pi[:, :, None].expand(-1, 2, 2)  # with one lane, the MLP alone has a factor
     alpha, beta = lambdas("x0_lambdas"), lambdas("bigram_lambdas")
@@ -217,10 +211,8 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
             constants[i, "xsa"] = params["xsa_lambdas"][xsa.index(i)]
     if mix is not None:
         constants |= {(mix, "mix"): params["mix_lambdas"][:6], (end, "mix"): params["mix_lambdas"][6:]}
-
     def network(place):  # the number of networks that begin up to there: the last of them serves the place
         return sum(start <= place for start in dynamic)
-
     served = sorted((key for key in constants if network(key[0])), key=lambda key: network(key[0]))
     ends = accumulate(len(constants[key]) for key in served)
     rows_out = {key: slice(end - len(constants[key]), end) for key, end in zip(served, ends)}
@@ -233,11 +225,9 @@ def model_hidden(params, tok, cu, bigram_rows, *, lambda_dtype=None, lanes_from=
             return constants[key]
         hidden = gelu(network_streams[k] @ params["dynamic_in"][k].T)
         return constants[key] + 0.1 * hidden @ params["dynamic_out"][rows_out[key]].T
-
     def weighted(factors, sources):
         assert factors.shape[-1] == len(sources)
         return sum(factors[..., j:j + 1] * source for j, source in enumerate(sources))
-
     # token embedding, bigram rows, value embeddings
     e = params["embed"][tok]
     gate = smear_lambda * torch.sigmoid(e[1:, :GATE] @ params["smear_gate"].T)  # (N-1, 1)
@@ -308,11 +298,6 @@ def target_losses(z, targets, weights, gate=None, mass=None, sink_mass=None):
     return -(torch.as_tensor(weights).to(z) * (targets >= 0) * log_p).sum(1)
 
 
-def mtp_losses(z, targets, weights):
-    """Losses (N,) from softcapped logits z (N, V); prediction k of token t has target t+k of the packed sequence."""
-    return target_losses(z, later_targets(targets, len(weights)), weights)
-
-
 def pointer_inputs(params, h, cu):
     """Queries, keys (N, 128) and the sink's scores (N,) of the pointer head, from the normalised output h (N, D).
 
@@ -335,10 +320,7 @@ def pointer_attention(q, k, sink, cu, window, scale):
 
 
 def pointer_hits(tokens, targets):
-    """(K, N, N) booleans: the token k places behind token j, which is not after token i, is target k of token i.
-
-    targets (N, K), -1 = none.
-    """
+    """(K, N, N): token j + k, not after token i, is target k of token i; targets (N, K), -1 = none."""
     n, K = targets.shape
     tokens, targets = torch.as_tensor(tokens).tolist(), targets.tolist()
     hits = torch.zeros(K, n, n, dtype=torch.bool)
@@ -372,10 +354,7 @@ def losses_of_head(params, h, tok, targets, cu, mtp_weights, pointer=None):
 
 
 def model_loss(params, tok, targets, cu, bigram_rows, *, mtp_weights, loss_scale, pointer=None, **settings):
-    """Without FP8: (loss_scale * sum_t loss_t, softcapped logits (N, V)).
-
-    pointer: as for losses_of_head(); settings: as for model_hidden().
-    """
+    """(loss_scale * sum_t loss_t, softcapped logits (N, V)); pointer: see losses_of_head, settings: model_hidden."""
     h = model_hidden(params, tok, cu, bigram_rows, **settings)
     losses, z = losses_of_head(params, h, tok, targets, cu, mtp_weights, pointer)
     return loss_scale * losses.sum(), z
@@ -583,8 +562,7 @@ class OracleOptimizer:
 
     @torch.no_grad()
     def step(self, grads, step, s, mu, split_step, slow=None, every=2):
-        """Optimizer step number `step` at learning-rate factor s and momentum mu; slow: see `normuon_step`; every:
-        steps per update of all but banks and tables."""
+        """At learning-rate factor s and momentum mu; slow: see `normuon_step`; every: steps per Adam update."""
         assert split_step % 2 == 1
         for label in self.banks:
             muls = NORMUON_TABLE[label]
@@ -653,11 +631,24 @@ only_gpu = lambda *values: pytest.param(*values, marks=gpu)  # noqa: E731
 bf16 = only_gpu(torch.bfloat16)  # the interpreter gets tl.dot on bf16 wrong and truncates to bf16
 
 
-def framed(values, *margins):
-    """(buffer, view): `values` as a view inside a buffer of NaN. margins: (before, after) of each of the last axes.
+def leaves(values, dtype=None):
+    """Each tensor as a leaf of autograd, of another dtype if one is given; None and numbers stay."""
+    return [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() if isinstance(x, torch.Tensor) else x
+            for x in values]
 
-    A read outside an operand makes results NaN; assert_only_view_written() finds a write outside a result.
-    """
+
+def with_gradients(function, inputs, upstream, dtype=None):
+    """[*results, *gradients of the inputs], leaving out what is None; inputs and upstream may get another dtype."""
+    inputs = leaves(inputs, dtype)
+    results = function(*inputs)
+    results = [x for x in (results if isinstance(results, (tuple, list)) else [results]) if x is not None]
+    grads = torch.autograd.grad(results, [x for x in inputs if isinstance(x, torch.Tensor)],
+                                [g.to(x.dtype) for g, x in zip(upstream, results, strict=True)], materialize_grads=True)
+    return [*(x.detach() for x in results), *grads]
+
+
+def framed(values, *margins):
+    """(buffer of NaN, view in it of `values`); margins: (before, after) of each of the last axes."""
     margins = [(0, 0)] * (values.dim() - len(margins)) + [*margins]
     shape = [before + size + after for size, (before, after) in zip(values.shape, margins)]
     buffer = torch.full(shape, math.nan, device=values.device).to(values.dtype)

@@ -2,8 +2,8 @@
 and a start compiles all kernels before the first step.
 
     python tests/test_arch.py 89    compile for compute capability 8.9; print each kernel's shared memory and launch
-    python tests/test_arch.py ahead FOLDER --model_dim=256 --num_heads=2    print the kernels that a start forgets to
-                                    compile; writes shards
+    python tests/test_arch.py ahead FOLDER --preset=short    print the kernels that a start forgets to compile; writes
+                                    shards
     python tests/test_arch.py variants FOLDER --preset=record    print how often a micro-step launches each kernel, and
                                     how many compiled variants of it; writes shards
 
@@ -31,8 +31,7 @@ FP8_ONLY = {"_quantise_weights_kernel"}  # 8.9 and up
 
 
 def pretend_gpu(arch):
-    """Let launches compile for a GPU that this machine lacks, and launch nothing; tensors stay on the CPU. Returns the
-    list to which each launch adds (name, compiled kernel, launch parameters)."""
+    """Launches compile for a GPU that this machine lacks, and are in the list: (name, compiled kernel, parameters)."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
@@ -47,7 +46,6 @@ def pretend_gpu(arch):
         kernel = run(self, *args, grid=grid, warmup=True, **launch)
         launched.append((self.__name__, kernel,
                          {name: value for name, value in launch.items() if isinstance(value, int)}))
-
     jit.JITFunction.run = compile_only
     tk._takes_ref = lambda *tensors, any_dtype=False: False
     tk._sm_count, tk._shared_memory = lambda device: 128, lambda device: 1024 * SHARED_KIB[arch]
@@ -90,8 +88,7 @@ def compile_all(arch):
 
 
 def make_trainer(folder, *args):
-    """(launches, a trainer of a small model with all kernels); the launches only compile, for an H200. args: of the
-    model. Products by the library are in fp32."""
+    """(launches, which only compile for an H200, a trainer of a small model with all kernels); args: of the model."""
     launched = pretend_gpu(90)
     import oracles
     import train_gpt as T
@@ -119,17 +116,20 @@ def make_trainer(folder, *args):
 
 
 def compile_ahead(folder, *sizes):
-    """The names of the kernels that `compile_kernels` leaves to the steps of a run on an H200. sizes: arguments that
-    choose the size of the model."""
-    _, trainer = make_trainer(folder, "--preset=short", "--fp8=false", *sizes)
+    """Kernels that `compile_kernels` leaves to the steps of a run on an H200; sizes: arguments of the model."""
+    _, trainer = make_trainer(folder, "--fp8=false", *sizes)
     import train_gpt as T
     import triton_kernels as tk
     from data.run import warmup
     trainer.graphs.stream = None  # torch.cuda.stream(None) changes nothing
-    before = [param.detach().clone() for param in trainer.model.parameters()]
+
+    def state():
+        parts = (part for parts in trainer.optimizer.state.values() for part in parts.values())
+        return [x.clone() for x in (*trainer.model.parameters(), *parts) if x is not None]
+    before = state()
     warmup.compile_kernels(trainer)
-    for old, param in zip(before, trainer.model.parameters()):
-        assert torch.equal(param, old) and (param.grad is None or not param.grad.any())  # no kernel has run
+    assert all(map(torch.equal, before, state()))  # no kernel has run
+    assert not any(param.grad is not None and param.grad.any() for param in trainer.model.parameters())
     compiled = []
     tk.triton.knobs.runtime.jit_post_compile_hook = lambda fn, **others: compiled.append(fn.name)
     for step in warmup.steps_with_new_keys(trainer.plans[:-1], set()):
@@ -184,8 +184,9 @@ def test_every_kernel_compiles_and_fits(compilers, arch):
 
 
 @pytest.mark.parametrize("sizes", [
-    "--model_dim=256 --num_heads=2 --depth=6", "--model_dim=384 --num_heads=3 --depth=4",
-    "--model_dim=192 --num_heads=3 --depth=3"])
+    "--preset=short --model_dim=256 --num_heads=2 --depth=6", "--preset=short --model_dim=384 --num_heads=3 --depth=4",
+    "--preset=short --model_dim=192 --num_heads=3 --depth=3",
+    "--preset=record74 --ngram_rows=0 --model_dim=256 --num_heads=2"])
 def test_a_start_compiles_all_kernels(tmp_path, sizes):
     """A kernel that the first steps compile one by one costs every cold start a second or more."""
     assert printed(start_program("ahead", tmp_path, *sizes.split())) == []
@@ -209,7 +210,6 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
 
     def random(*shape, dtype=dtype):
         return torch.randn(shape, device=device).to(dtype)
-
     weight = random(H * (2 * d // (1 + narrow) + d), D) * D**-0.5
     x, rotary, grad = random(N, D), random(2 * N, d // 4, 2), random(N, H, d)
     ve, gate = (random(N, H * d), random(N, H).sigmoid()) if value else (None, None)
@@ -226,7 +226,6 @@ def test_tiles_by_pointers_are_the_same(monkeypatch, device, paired, offset, nar
         products = [tk.XXT(gram, gram.new_empty(2, 100, 100)), tk.XTX(gram, gram.new_empty(2, 64, 64)),
                     tk.ba_plus_cAA(square, 0.5, -2.0, torch.empty_like(square), 3.0)]
         return [q, k, v, rstd, y, lse, *grads, *products]
-
     if not gpu:  # with AVX-512, OpenBLAS sums in another order if an operand of the interpreter is transposed in memory
         matmul = np.matmul
         monkeypatch.setattr(np, "matmul", lambda *ab, **more: matmul(*map(np.ascontiguousarray, ab), **more))

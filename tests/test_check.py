@@ -58,7 +58,6 @@ def check(folder, capsys, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # set by the trainer, so put back afterwards
     preset = ["--preset=cpu", f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_[12].bin",
               f"--log_dir={folder}/new/logs"]
-
     def table(*args):
         T.init_runtime.reset_mock()
         status, rows, key = T.main(["--check", *preset, *args]), {}, None
@@ -73,7 +72,6 @@ def check(folder, capsys, monkeypatch):
         assert [row for row in rows if row not in ("tokenizer", "size")] == ROWS
         assert status == int(any(ok == "no" for _, ok in rows.values()))
         return status, rows
-
     def start(*args):
         status = T.main([*preset, *args])
         return status, capsys.readouterr().err
@@ -101,7 +99,6 @@ def gpus(check, folder, monkeypatch):
     write_shard(folder / "gpt2.bin", [50256, *[97] * 599] * 82)  # 49200 tokens; a row has 49153 of them
     args = ["--preset=record", f"--train_files={folder}/gpt2.bin", f"--val_files={folder}/gpt2_val.bin",
             "--val_tokens=65536", "--val_batch_tokens=65536"]
-
     def fresh(run):
         def process(*more):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -264,14 +261,8 @@ def test_check_reads_the_first_shards(check, folder):
     assert L.Shard(folder / "train_1.bin", T.PRESETS["cpu"].config.model, 700).lengths.tolist() == [600, 100]
 
 
-def test_one_minimum_of_torch():
-    """That of the script which installs PyTorch."""
-    assert re.search(r'version < \(2, 11\):\n.*"torch-old"', (ROOT / "run.sh").read_text())
-
-
 def test_without_triton(folder):
-    """macOS and Windows: imports, runs on the CPU; a GPU would be refused in one line. `resource` is missing on
-    Windows, too."""
+    """macOS and Windows: runs on the CPU; a GPU is refused in one line. Windows has no `resource`, too."""
     code = """import sys; sys.modules.update(triton=None, resource=None)
 import torch, train_gpt as T, triton_kernels as tk
 try: tk.choose_ops(torch.device('cuda'))
@@ -313,8 +304,7 @@ def test_a_later_rank_tells_what_the_first_cannot_see(check, monkeypatch, capsys
 # ---- Disk and caches -------------------------------------------------------------------------------------------------
 
 def test_disk_space_for_log_and_checkpoint(monkeypatch):
-    """What is kept is what the optimizer and the model really have; the gradients of an even step wait. Large
-    checkpoints are announced."""
+    """What optimizer and model really have, and waiting gradients. Large checkpoints are announced."""
     config, cpu = T.parse_config(["--preset=cpu", "--ngram_rows=0"]), torch.device("cpu")
     model = T.GPT(config.model, None, torch.float32, cpu)
     optimizer = T.NorMuonAndAdam(model, config, machine.Runtime(0, 1, cpu), None)
@@ -404,8 +394,7 @@ class LiveBytes(TorchDispatchMode):
     ("record74", 17.3), ("record", 16.7), ("short --model_dim=768 --num_heads=6 --depth=11 --micro_batches=1", 17.3),
     ("short --model_dim=384 --num_heads=3 --depth=4 --micro_batches=1", 14.7)])
 def test_streams_of_a_validation(monkeypatch, arguments, streams):
-    """Counted on the device "meta", which has shapes and no data; no kernel runs. Each name in `layers` that outlives
-    its use adds a stream."""
+    """Counted without data or kernels: each name in `layers` that outlives its use adds a stream."""
     monkeypatch.setattr(kernels, "_takes_ref", lambda *tensors, any_dtype=False: False)
     monkeypatch.setattr(type(kernels._mlp_kernel), "run", lambda *args, **options: None)
     config, meta = T.parse_config(f"--preset={arguments}".split()), torch.device("meta")
@@ -440,8 +429,7 @@ def test_single_takes_what_fits(gpus, free, micro_batches, times):
 
 
 def test_what_keeps_the_rows_of_n_grams(gpus):
-    """A number set by hand, a preset without n-grams or with the most rows, several ranks (each has a part of the
-    rows), a resumed run."""
+    """A number by hand, a preset without n-grams or with most rows, several ranks, a resumed run."""
     for args, end in ((["--preset=single", "--ngram_rows=5e5,5e5"], " --ngram_rows=500000.0,500000.0"),
                       (["--preset=record74"], " --micro_batches=8"), ([], " --ngram_rows=2000000.0,2000000.0")):
         rows = gpus.check(*args)[1]
@@ -454,8 +442,7 @@ def test_what_keeps_the_rows_of_n_grams(gpus):
 
 @pytest.mark.parametrize("free, micro_batches", [(40000, 2), (16000, 4), (5000, 128)])
 def test_second_start_takes_what_fits_now(gpus, monkeypatch, free, micro_batches):
-    """At least twice as many micro-batches, and no more rows of n-grams than now; what this process holds will be
-    free."""
+    """Twice as many micro-batches or more, no more rows; what this process holds will be free."""
     commands, gpus.free, gpus.own = [], free, free - 600
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append(command[-2:]))
     config = T.parse_config(["--preset=short", "--micro_batches=1", "--ngram_rows=5e5,5e5"])
@@ -468,7 +455,6 @@ def test_micro_batches_that_divide():
     def possible(*batches, world=1):
         stages = (f"--stage{i}.batch_tokens={tokens}" for i, tokens in enumerate(batches, 1))
         return possible_micro_batches(T.parse_config(["--preset=short", *stages], world), world)
-
     assert possible(*[131072] * 4) == [4, 8, 16, 32, 64, 128]
     assert possible(*[98304] * 4) == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert possible(32, 64, 96, 96) == [1, 2] and possible(32, 64, 96, 96, world=2) == [2]

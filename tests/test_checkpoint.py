@@ -70,7 +70,6 @@ def differing(path, other):
         tensors = {f"{key} {label}": x for label, part in state["optimizer"].items() for key, x in part.items()}
         flat.append({key: state[key] for key in ("step", "loader", "sources", "rng")} | tensors
                     | {f"p {label}": x for label, x in state["model"].items()})
-
     def equal(x, y):
         return torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y
     return [name for name in flat[0] | flat[1] if not equal(*(part.get(name) for part in flat))]
@@ -147,8 +146,7 @@ def moved(corpus, tmp_path):
 
 @pytest.mark.parametrize("case", EXCHANGES)
 def test_a_run_resumes_on_its_own_shards(base, moved, tmp_path, fails, capsys, monkeypatch, case):
-    """Refused before the first step, which waits for the checksums, or before there is a log; also by --check. The knob
-    goes on, and says so in the log."""
+    """Refused before the first step or before a log, also by --check. The knob goes on, and says so."""
     change, message = EXCHANGES[case]
     waiting, inspect = threading.Event(), Shards.inspect
     monkeypatch.setattr(Shards, "inspect", lambda self, path: waiting.wait(60) and inspect(self, path))
@@ -272,7 +270,7 @@ def test_the_length_of_a_run_from_a_checkpoint(base):
 def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     """In the middle of Adam's two steps. With Adam at rest weights and losses do not depend on the ranks at all
     (test_run.py); Adam's moments and its waiting gradients agree to a few bf16 roundings (2^-9 each)."""
-    args = [*PAIR, "--save_every=5", "--keep=99"]
+    args = [*PAIR, "--ngram_rows=300,203", "--bigram_signs=true", "--save_every=5", "--keep=99"]
     two = start(corpus, *args, f"--log_dir={tmp_path / 'two'}", ranks=2)
     ready(two, "^checkpoint: .*5.pt\n")
     two.kill()
@@ -286,14 +284,14 @@ def test_from_two_ranks_to_one_and_back(corpus, tmp_path):
     want, *states = (torch.load(run.saved[STEPS], weights_only=True) for run in (one, *runs))
     for run, got in zip(runs, states):
         assert run.val.items() <= one.val.items() and str(STEPS) in run.val and got["loader"] == want["loader"]
-        assert "grad" in got["optimizer"]["bigram_embed"] and "m" in got["optimizer"]["embed"]
+        assert "rows" in got["optimizer"]["ngram_embed"] and "m" in got["optimizer"]["embed"]
         for label, weights in want["model"].items():
             assert torch.equal(weights, got["model"][label]), label
             theirs, ours = want["optimizer"][label], got["optimizer"][label]
             assert theirs.keys() == ours.keys()
             for key in theirs.keys() - {"mantissa"}:
                 x, y = theirs[key].double(), ours[key].double()
-                assert (x - y).norm() <= 8 * 2**-9 * x.norm(), (key, label, (x - y).norm() / x.norm())
+                assert (x - y).norm() <= 12 * 2**-9 * x.norm(), (key, label, (x - y).norm() / x.norm())
 
 
 STALLS = """import torch
@@ -433,8 +431,7 @@ def test_a_resumed_run_keeps_its_number_of_micro_batches(monkeypatch, saved, wor
 
 
 def test_a_resumed_run_has_the_settings_of_its_checkpoint(corpus, base, tmp_path, capsys):
-    """Whatever the preset says, which may have moved since; --check shows it. A finished run has nothing left to train.
-    """
+    """Whatever the preset says; --check shows it. A finished run has nothing left to train."""
     state = torch.load(base.saved[5], weights_only=True)
     config = config_from_dict(T.Config(), state["config"])
     resumed = T.parse_config([f"--resume={base.saved[5]}", "--val_every=7"])
@@ -448,24 +445,29 @@ def test_a_resumed_run_has_the_settings_of_its_checkpoint(corpus, base, tmp_path
 OTHER_WIRING = ["--stages=5", "--stage4.long_window=56", "--stage5.batch_tokens=768", "--stage5.max_doc_len=96",
                 "--stage5.long_window=72", "--layer6=long", "--layer4.skip_from=1", "--layer9.value_embed=false",
                 "--backout_layer=8", "--layer0.dynamic=1", "--layer3.xsa=1", "--layer9.input_from=6",
-                "--layer10=two_lanes value_embed long xsa dynamic mix", "--bigram_tables=7.5", "--bigram_signs=1",
-                "--head_pairs=1", "--lazy_tables=1", "--slow_momentum=0.5"]
+                "--layer10=two_lanes value_embed long xsa dynamic mix", "--ngram_rows=300,203", "--bigram_signs=1",
+                "--head_pairs=1", "--lazy_tables=1", "--slow_momentum=0.5", "--pointer=1", "--average_blend=0.5"]
 
 
-def test_any_stages_and_layers(corpus, tmp_path, capsys):
-    """Five stages, another layer table, all features: resumed bit for bit, evaluated, sampled; another layer table is
-    refused."""
-    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=4")
-    saved = torch.load(run.saved[STEPS], weights_only=True)
+def test_any_stages_and_layers(corpus, tmp_path, capsys, monkeypatch):
+    """Five stages, another layer table, all features: resumed bit for bit while gradients wait, with a warm-up on the
+    way, evaluated, sampled; another layer table is refused."""
+    run = train(corpus, tmp_path / "run", *OTHER_WIRING, "--save_every=1", "--keep=99")
+    saved, waiting = (torch.load(run.saved[step], weights_only=True) for step in (STEPS, 9))
     assert saved["model"]["vo_bank"].shape[0] == 11 and saved["model"]["ve_gate_bank"].shape[0] == 4
-    for label in "dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas":
+    for label in ("dynamic_in", "dynamic_out", "xsa_lambdas", "mix_lambdas", "ngram_embed", "pointer_weights",
+                  "pointer_sink", "pointer_gain"):
         assert saved["model"][label].any() and saved["optimizer"][label]["v"].any(), label
+    table = waiting["optimizer"]["ngram_embed"]
+    assert table["grad"].shape == (len(table["rows"]), 48) and table["grad"].any() and len(table["last"]) == 503
     assert evaluate.main([str(run.saved[STEPS]), "--device=cpu"]) == 0
     assert f"\nval_loss: {run.val[str(STEPS)]}\n" in capsys.readouterr().out
     assert T.main([f"--sample={run.saved[STEPS]}", "--device=cpu", "--tokens=3", "--prompt=the "]) == 0
     with pytest.raises(UserError, match="layer3 is xsa here, long xsa there$"):
         T.parse_config([f"--resume={run.saved[8]}", "--layer3.long=false"])
-    again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[8]}", *LAST_ONLY)
+    load = T.Trainer.load_state_dict
+    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
+    again = train(corpus, tmp_path / "again", *OTHER_WIRING, f"--resume={run.saved[9]}", *LAST_ONLY)
     assert differing(again.saved[STEPS], run.saved[STEPS]) == []
 
 

@@ -38,8 +38,7 @@ def header(source="x = 1\n", kernels="torch", **facts):
 
 
 def steps(losses, ms=30):
-    """The lines of a run. losses: {step: validation loss}, the last step ends the run; ms: duration of a step. The
-    training loss of step k is 5.k."""
+    """The lines of a run of {step: validation loss}, with `ms` a step; the training loss of step k is 5.k."""
     total, lines = max(losses), []
     for step in range(total + 1):
         times = f"train_time:{ms * step:.0f}ms step_avg:{ms:.2f}ms"
@@ -172,11 +171,9 @@ def test_errors_are_one_line(call, args, message):
 
 
 def test_groups():
-    """Labels, files, folders, patterns. A file without a label joins the group before it. A copy of a log counts once,
-    whatever its name, group and line ends."""
+    """Labels, files, folders, patterns. A file without a label joins the group before. A copy counts once."""
     for name in "a_1.txt", "a_2.txt", "b/1.txt", "b/2.log", "b/notes.md", "lr=2.txt":
         write(name, steps({0: 9.0, 5: 5.0}), f"{name}\n")
-
     def names(*args):
         return {label: [run.name for run in runs] for label, runs in compare.read_groups(args).items()}
     found = {"runs": ["lr=2"], "old": ["a_2", "a_1"], "new": ["1", "2"]}  # "lr=2.txt" is a file, not a label
@@ -390,7 +387,6 @@ def test_intervals_of_an_exchange(tokens):
 
     def numbers(means):
         return exchanged(*((shape[0], *mean) for shape, mean in zip(shapes, means)))
-
     parts = []
     for i, values in enumerate(data):
         n, moved = len(values), 1e-20j * (values - means[i])

@@ -113,6 +113,10 @@ REFUSED = {  # arguments (and processes, if more than one) -> what the message s
     "--fp8=yes": "expected true or false, for example --fp8=True",
     "--preset=h100": "preset=h100.*record74, record, single, short, cpu",
     # values that would crash later; test_every_number_has_bounds has the bounds of all
+    "--ngram_rows=1": "--ngram_rows=1.0: up to 7 whole numbers, each 0 or at least 2",
+    "--ngram_rows=9,9,9,9,9,9,9,9": "--ngram_rows=9.0,9.0,9.0,9.0,9.0,9.0,9.0,9.0: up to 7 whole numbers",
+    "--ngram_rows=2e9,2e9": "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows",
+    "--ngram_rows=2.5": "--ngram_rows=2.5: up to 7 whole numbers, each 0 or at least 2",
     "--ngram_rows=0 --bigram_tables=0": "--bigram_tables=0.0: the table of bigrams needs two rows or more",
     "--muon_momentum=0.9": "--muon_momentum=0.9: must be 2 numbers",
     "--stage1.mtp_end=0,1,0": "--stage1.mtp_end=0.0,1.0,0.0: the first weight, of the next token, must be above 0",
@@ -270,8 +274,7 @@ def test_every_number_has_bounds(kind):
 
 
 def test_a_preset_is_one_entry(monkeypatch, capsys):
-    """Its layers have the depth that the run trains and logs; --depth makes others. A size that the rule does not know
-    stays, whatever the length."""
+    """With the depth of its layers; --depth makes others. A size that the rule does not know stays."""
     short = T.PRESETS["short"]
     def size_is_open(*args):
         return left_open(["--preset=mine", *args], T.PRESETS)[0]
@@ -338,7 +341,6 @@ def test_momentum_over_fractions_of_the_run():
     def momenta(*knobs):
         config = T.parse_config(["--preset=record74", "--scheduled_steps=90", "--extension_steps=10", *knobs])
         return [T.make_plan(config, step).momentum for step in range(101)]
-
     assert momenta("--muon_warmup=0.2", "--muon_cooldown=0.05") == momenta("--muon_warmup=20", "--muon_cooldown=5")
     assert momenta("--muon_warmup=0", "--muon_cooldown=0") == [0.95] * 101
     assert max(momenta("--muon_warmup=101")) < 0.95  # a trial that ends within the warm-up of a longer run
@@ -347,8 +349,7 @@ def test_momentum_over_fractions_of_the_run():
 
 
 def test_slow_momentum():
-    """From 43 % of the run on, Muon's input contains the slow averages, and the fast ones are as fast as at the start.
-    The share of the averages in the input stays that of --muon_momentum."""
+    """From 43 % of the run on; then the fast averages are as fast as at the start. The whole share stays."""
     knobs = "--preset=record74", "--scheduled_steps=90", "--extension_steps=10", "--muon_warmup=20", "--muon_cooldown=5"
     plain, slow = ([T.make_plan(T.parse_config([*knobs, *more]), step) for step in range(101)]
                    for more in ([], ["--slow_momentum=0.56"]))
@@ -482,18 +483,16 @@ def test_rows_that_no_optimizer_can_serve(label, change, message):
 
 def test_parameters_of_features_that_record74_lacks():
     config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
-                             "--layer8.mix=1", "--pointer=1"]).model
+                             "--layer8.mix=1", "--pointer=1", "--ngram_rows=300,200"]).model
     known = {row.label for row in T.param_table(RECORD74.model)}
-    rows = {row.label: row for row in T.param_table(config) if row.label not in known}
-    assert {label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul) for label, row in rows.items()} == {
-        "dynamic_in": (*SMOOTH, 0.25, 1), "dynamic_out": (*SMOOTH, 0.25, 1), "xsa_lambdas": (*SMOOTH, 1, 0),
-        "mix_lambdas": (*SMOOTH, 1, 0), "pointer_weights": (*SMOOTH, 1, 1), "pointer_sink": (*SMOOTH, 1, 0),
-        "pointer_gain": (*SMOOTH, 1, 0)}
-    # From layer 4 on: 2 factors in each of 6 layers with attention, those of 6 heads, 6 + 5 of the mixtures.
-    assert {label: row.shape for label, row in rows.items()} == {
-        "dynamic_in": (1, 64, 768), "dynamic_out": (29, 64), "xsa_lambdas": (2, 6), "mix_lambdas": (11,),
-        "pointer_weights": (3, 128, 768), "pointer_sink": (128,), "pointer_gain": (1,)}
-    assert [row.dtype for row in rows.values()] == [BF16, FP32, FP32, FP32, BF16, FP32, FP32]
+    rows = {row.label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul, row.shape, row.dtype)
+            for row in T.param_table(config) if row.label not in known}
+    assert rows == {  # dynamic from layer 4 on: 2 factors in 6 layers with attention, those of 6 heads, 11 of mixtures
+        "dynamic_in": (*SMOOTH, 0.25, 1, (1, 64, 768), BF16), "dynamic_out": (*SMOOTH, 0.25, 1, (29, 64), FP32),
+        "xsa_lambdas": (*SMOOTH, 1, 0, (2, 6), FP32), "mix_lambdas": (*SMOOTH, 1, 0, (11,), FP32),
+        "pointer_weights": (*SMOOTH, 1, 1, (3, 128, 768), BF16), "pointer_sink": (*SMOOTH, 1, 0, (128,), FP32),
+        "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32),
+        "ngram_embed": ("rows", None, (0.0, None), 75, 5, (500, 768), BF16)}
     found = fresh(3, config)
     a, b, zeros = found["pointer_weights"]
     assert uniform(found["dynamic_in"], 768**-0.5) and not torch.equal(a, b) and not zeros.any()
@@ -536,18 +535,19 @@ def test_zeros_and_constants(weights):
     assert not weights["mlp_bank"][:, 1].any() and torch.equal(weights["embed"], weights["lm_head"].T)
 
 
-def uniform(x, bound):
-    """Largest value, spread and the share in the inner half, to 5 standard errors (bf16 rounds by up to 2^-9)."""
+def drawn(x, std, inner, share):
+    """Mean, spread and the share within ±inner, to 5 standard errors (bf16 rounds by up to 2^-9)."""
     x, n = x.double().flatten(), x.numel()
-    return (x.abs().max() <= bound * (1 + 2**-9) and abs(x.mean()) < 5 * bound / (3 * n) ** 0.5
-            and abs((x.abs() < bound / 2).double().mean() - 0.5) < 5 * 0.5 / n**0.5 + 2**-9
-            and x.abs().max() > 0.99 * bound)
+    return (abs(x.mean()) < 5 * std / n**0.5 and abs(x.std() / std - 1) < 5 / (2 * n) ** 0.5 + 2**-9
+            and abs((x.abs() < inner).double().mean() - share) < 5 * 0.5 / n**0.5 + 2**-9)
+
+
+def uniform(x, bound):
+    return drawn(x, bound / 3**0.5, bound / 2, 0.5) and 0.99 * bound < x.abs().max() <= bound * (1 + 2**-9)
 
 
 def normal(x, std):
-    x, n = x.double().flatten(), x.numel()
-    return (abs(x.mean()) < 5 * std / n**0.5 and abs(x.std() / std - 1) < 5 / (2 * n) ** 0.5 + 2**-9
-            and abs((x.abs() < std).double().mean() - 0.6827) < 5 * 0.5 / n**0.5 + 2**-9)
+    return drawn(x, std, std, 0.6827)
 
 
 def test_random_weights(weights):
@@ -571,8 +571,7 @@ def test_seed_decides_the_weights(weights):
 
 
 def test_values_are_those_of_whole_matrices():
-    """Record 74 draws four matrices for each layer with attention. Three heads take their rows of Q
-    and K from them, each as a matrix of its own; narrow heads take the first half."""
+    """Three heads are rows of record 74's four matrices a layer, narrow heads their first half."""
     found = fresh(5, T.parse_config(["--preset=single", "--model_dim=96", "--num_heads=3", "--kernels=torch"]).model)
     bound, d = 3**0.5 * 0.5 * 96**-0.5, 32
     drawn = torch.empty(10, 4, 96, 96).uniform_(-bound, bound, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -590,8 +589,7 @@ WIRED = (
 
 
 def test_wiring():
-    """At depth 11 it is what records/2026-11-22_model found, in `record` and `single` without the mixtures. Other
-    depths keep its shape."""
+    """At depth 11 that of records/2026-11-22_model, in `record` and `single` without the mixtures."""
     short, *others = (T.parse_config([f"--preset={name}", "--depth=11"]).model.layers
                       for name in ("short", "record", "single"))
     assert T.wire(11) == T.LAYERS == short == tuple(parse_value("layer", text, T.Layer, T.Layer()) for text in WIRED)

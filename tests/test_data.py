@@ -32,8 +32,7 @@ SOME = 30  # candidates of 128 classes; a row of 64 tokens has more targets
 
 
 def random_shard(rng, documents, headless=False):
-    """Documents of 1 to 60 tokens with their separator, a tenth only a separator. headless: the shard starts inside a
-    document."""
+    """Documents of 1 to 60 tokens, a tenth only a separator. headless: it starts inside a document."""
     parts = [rng.integers(0, SEP, 10)] if headless else []
     for length in rng.integers(0, 60, documents) * (rng.random(documents) > 0.1):
         parts += [[SEP], rng.integers(0, SEP, length)]
@@ -107,8 +106,7 @@ def layout(batch):
 
 
 def assert_batch(batch, row):
-    """A batch equals the oracle's row (inputs, targets, document lengths or cu_seqlens, perhaps a sample), with dtypes.
-    """
+    """A batch equals the oracle's row (inputs, targets, lengths or cu_seqlens, perhaps a sample), with dtypes."""
     inputs, targets, cu, *sample = row
     if isinstance(cu, list):
         cu = oracles.cu_seqlens(cu, len(inputs), oracles.cu_capacity(len(inputs)))
@@ -153,8 +151,7 @@ def assert_pieces(pieces, ids):
 @pytest.mark.parametrize("ids", [
     [3, 2**31 - 1, 65536 + 3, 3, 65535, 65536, 0, 2 * 65536 + 3] * 200, [2**20], [7] * 130, [5, 1] * L.PIECE + [1]])
 def test_pieces_of_large_ids(ids):
-    """Ids of more than 16 bits, with equal lower halves; those of the batches here are smaller. The last list has as
-    many of one id as a piece may hold, and one more of another."""
+    """Of more than 16 bits, with equal lower halves; as many as a piece may hold, and one more."""
     ids = np.array(ids, np.int32)
     assert_pieces(L.sorted_pieces(ids), ids)
 
@@ -174,8 +171,7 @@ def test_ranks_together_serve_the_rows_of_the_oracle(tmp_path, seed, micro_batch
 
 
 def test_a_graph_gets_its_batch_by_one_copy(tmp_path):
-    """All batches with the key of a graph have the layout of the graph's own batch. Here, in place of a graph, a replay
-    calls the function again."""
+    """Batches of one key have the layout of the graph's own; a replay calls the function again."""
     corpus, layouts = random_corpus(tmp_path, 0, candidates=SOME), set()
     loader, graphs = corpus.loader(), MicroStepGraphs(lambda batch, weights, attn: weights @ batch.tokens[-2:], False)
     graphs.enabled, graphs.run_eagerly = True, lambda run, *args: run(*args)
@@ -347,7 +343,6 @@ def test_no_damage_gets_past_the_checks(tmp_path, content, message):
         loader = L.Loader(config, Runtime(0, 1, CPU), plans, warn=print)
         for _ in range(40 * 8):
             assert max(int(loader.next_batch().tokens.max()), 0) <= SEP
-
     for reader in (lambda: read_shard(path, 50), lambda: L.Shard(path, MODEL), train,
                    lambda: L.ValidationData(config, Runtime(0, 1, CPU))):
         with pytest.raises(UserError, match=f"^{path}: [^\n]*({message})[^\n]*$"):
@@ -590,48 +585,26 @@ def test_small_shards_get_short_rows(tmp_path, tokens, least):
     assert possible_micro_batches(config, 1)[0] == least and max(possible_micro_batches(config, 2)) == 128
 
 
-# ---- Vectors ---------------------------------------------------------------------------------------------------------
-
-def test_bigram_rows():
-    """Rows computed by hand, also across a document's border; the oracle's rows for ids up to 59138, whose products
-    reach 2^31; larger ids stay inside the table."""
-    rows = T.Model().ngrams[0][1]
-    for dtype in (np.uint16, np.int32, np.int64):
-        got = L.ngram_hash(np.array([50256, 464, 3290, 0, 0], dtype), 2, rows)
-        assert got.dtype == np.int32 and got[[0, 1, 2, 4]].tolist() == [251519, 19030, 223622, 0]
-    tokens = np.random.default_rng(0).integers(0, 59139, 20000).astype(np.uint16)
-    tokens[-2:] = 59138
-    assert L.ngram_hash(tokens, 2, rows).tolist() == oracles.bigram_hash(tokens, rows)
-    tokens = np.random.default_rng(0).integers(50000, 65536, 20000).astype(np.uint16)
-    tokens[:4] = 65535
-    for rows in (251520, 327680, 640):
-        got = L.ngram_hash(tokens, 2, rows)
-        assert got.dtype == np.int32 and got[0] == rows - 1
-        assert got[1:].min() >= 0 and got[1:].max() < rows - 1 and len(np.unique(got)) > min(rows, 20000) / 2
-
-
-# ---- Candidates of the sampled softmax -------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("classes, count, tokens, most, rows", [
     (128, 30, 4, 128, 15), (640, 256, 20, 640, 9), (50304, 8192, 16, 50304, 21),
     (640, 256, 2000, 200, 60), (32768, 8192, 40000, 4000, 60)])  # few negatives; sizes with a large common factor
 def test_candidates_sweep_through_all_classes(classes, count, tokens, most, rows):
-    """None twice, all targets among them; in these rows, each class once at least. most: targets are below it."""
-    rng, left = np.random.default_rng(0), np.ones(classes, bool)
-    for row in range(rows):
-        targets = rng.integers(0, most, tokens)
-        targets[-1] = targets[0]
-        candidates, positions = L.sample_candidates(targets, classes, count, row)
-        assert len(np.unique(candidates)) == len(candidates) == count and (candidates[positions] == targets).all()
-        assert candidates.dtype == positions.dtype == np.int64
-        left[candidates] = False
-    assert not left.any()
-    ids = np.unique(targets)  # as many targets as candidates, and one more
-    assert sorted(L.sample_candidates(targets, classes, len(ids), 5)[0]) == [*ids]
-    assert L.sample_candidates(targets, classes, len(ids) - 1, 5) is None
+    """None twice, all targets among them; in these rows, each class once at least. most: targets are below it. The gate
+    of a pointer, which is no target, is the first."""
+    for gate in (None, *[most] * (most < classes)):
+        rng, left = np.random.default_rng(0), np.ones(classes, bool)
+        for row in range(rows):
+            targets = rng.integers(0, most, tokens)
+            targets[-1] = targets[0]
+            candidates, positions = L.sample_candidates(targets, classes, count, row, gate)
+            assert len(np.unique(candidates)) == len(candidates) == count and (candidates[positions] == targets).all()
+            assert candidates.dtype == positions.dtype == np.int64 and gate in (None, candidates[0])
+            left[candidates] = False
+        assert not left.any()
+        ids = [*[gate] * (gate is not None), *np.unique(targets)]  # as many targets as candidates, and one more
+        assert sorted(L.sample_candidates(targets, classes, len(ids), 5, gate)[0]) == sorted(ids)
+        assert L.sample_candidates(targets, classes, len(ids) - 1, 5, gate) is None
 
-
-# ---- GPU -------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned copies on a side stream need a GPU")
 def test_batches_on_the_gpu(tmp_path):

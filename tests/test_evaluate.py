@@ -2,7 +2,6 @@
 numbers."""
 
 import copy
-import dataclasses
 import hashlib
 import io
 import json
@@ -165,27 +164,6 @@ EXAMPLES = [{"ctx": context, "endings": endings, "label": label, "activity_label
     ("there is no more", ["tea", "rest at all", "ide", "one"], "2"))]
 
 
-def test_losses_of_endings_are_those_of_one_at_a_time(eloquent):
-    """In packed sequences of 128 and of 1536 tokens, against each ending alone in the plain model."""
-    pairs = [([*example["ctx"].encode()], [*ending.encode()]) for example in EXAMPLES for ending in example["endings"]]
-
-    def packed(tokens):
-        data = dataclasses.replace(eloquent.config.data, val_batch_tokens=tokens)
-        config = dataclasses.replace(eloquent.config, data=data)
-        return E.ending_losses(eloquent.model, config, eloquent.attention, pairs)
-
-    def alone(before, context, ending):
-        z = oracle(eloquent.model, before, [256], [256, *context, *ending])
-        return oracles.mtp_losses(z[-len(ending) - 1:-1], ending, [1.0])
-
-    for pair, few, many in zip(pairs, packed(128), packed(1536), strict=True):
-        expected = alone([256], *pair)
-        for losses in few, many:
-            torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
-    other = alone([256, *b"another"], *pair)  # why there are two separators
-    assert not torch.allclose(other, expected, atol=1e-3)
-
-
 def test_hellaswag_is_fetched_once_and_scored(trained, tmp_path, capsys, monkeypatch):
     """The file must be the published one, and no part of a file is left. The least sum and the least mean of the losses
     choose different endings: here two and three of three are right."""
@@ -240,8 +218,6 @@ def test_errors_are_one_line(trained, tmp_path, monkeypatch, args, message):
         else:
             E.main(argv + ["--validate=false"] * ("--val" not in args))
 
-
-# ---- Export ----------------------------------------------------------------------------------------------------------
 
 def test_export(trained, tmp_path, capsys):
     """All weights, bit for bit, and the config, by the published description of the format."""

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ import torch
 import train_gpt as T
 from data.run import launch, log
 from data.run.state import load_checkpoint
-from data.run.machine import Runtime, all_come
+from data.run.machine import all_come
 from data.run.program import UserError, error_message
 from forks import free_port, rank_variables
 from test_run import ROOT, VAL_BATCH, corpus, fails, finish, ready, start, start_interpreter  # noqa: F401 (fixtures)
@@ -90,8 +90,7 @@ def test_a_killed_process_ends_the_other_node(corpus, tmp_path, victim):
     (signal.SIGTERM, []), (signal.SIGUSR1, []), (signal.SIGINT, ["run.sh: ended by signal 2: Ctrl-C"]),
     (signal.SIGKILL, None)])
 def test_a_signal_to_torchrun_ends_all(corpus, tmp_path, signum, lines):
-    """With one line, and the log has all that was done. Nobody can catch SIGKILL, but then no process survives. What
-    the parent ignores, as nohup does, ends nothing; a script ignores Ctrl-C for what it starts in the background."""
+    """With one line, and the log has all that was done. What the parent ignores, as nohup does, ends nothing."""
     ignored = [signal.SIGHUP] + [signal.SIGINT, signal.SIGQUIT] * (signum == signal.SIGUSR1)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     process = start_interpreter(corpus, f"--log_dir={tmp_path}", ENDLESS, torchrun=TWO_RANKS)
@@ -133,7 +132,7 @@ def test_what_run_sh_shows(err, lines):
     assert as_run_sh_shows(err) == lines
 
 
-def test_a_step_that_does_not_end(monkeypatch):
+def test_a_step_that_does_not_end():
     """NCCL does not watch the collectives of a CUDA graph, so the host does, with several ranks."""
     event = SimpleNamespace(query=lambda: False)
     with pytest.raises(RuntimeError) as error:
@@ -142,12 +141,6 @@ def test_a_step_that_does_not_end(monkeypatch):
     T.wait_for(SimpleNamespace(query=lambda: True), world=2, limit=0)
     event.synchronize = lambda: setattr(event, "query", lambda: True)
     T.wait_for(event, world=1, limit=0)
-    calls = Mock()  # waiting for all work of a GPU has a limit, too
-    monkeypatch.setattr(T, "wait_for", calls.wait_for)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: "event"))
-    monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
-    T.Trainer.synchronize(SimpleNamespace(rt=Runtime(0, 2, torch.device("cuda"))))
-    assert calls.mock_calls == [call.wait_for("event", 2), call.synchronize()]
 
 
 SIGNALLED = """step, rank = T.Trainer.step, os.environ.get("RANK", "0")
@@ -163,8 +156,7 @@ T.main = lambda argv: [status := main(argv), say(f"rank {rank} has status {statu
 @pytest.mark.parametrize("ranks, sender, saves, last", [
     (1, "0", "--save_every=2", 3), (1, "0", "--val_every=1", 3), (2, "1", "--save=true", 3)])
 def test_a_signal_ends_a_run_after_a_step(corpus, tmp_path, ranks, sender, saves, last):
-    """On all ranks after the same one, on GPUs two later if there are several; here the signal is for rank 1 alone. A
-    checkpoint of this step continues the run (test_checkpoint.py); signal 28 has a handler of its own."""
+    """On all ranks after the same one; here the signal is for rank 1 alone. Signal 28 has a handler of its own."""
     hook = SIGNALLED.replace("SENDER", sender) + "\nimport signal; signal.signal(28, lambda *_: say('resized'))"
     out, err, status, log = ended(corpus, tmp_path, saves, "--keep=1", ranks=ranks, hook=hook)
     for rank in range(ranks):
@@ -220,7 +212,6 @@ def test_an_error_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatc
         if plan.step == 5 and what == "weights":
             self.model.embed.data[0, 0] = torch.nan
         return loss * (torch.nan if what == "loss" and plan.step == 5 else 1)
-
     def fail_first(self, plan, *args):
         if plan.step == 5 and what == "update":
             raise RuntimeError("NCCL error: remote process exited")
@@ -259,13 +250,6 @@ T.Trainer.step = stop if os.environ["RANK"] == "{rank}" else T.Trainer.step"""
     assert status == 1 and err.count("Traceback") == 1 and "error: lost" not in err, err
 
 
-def test_whether_all_ranks_come(monkeypatch):
-    store = torch.distributed.HashStore()
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    assert not all_come(Runtime(0, 2, None), "here", 0.1) and all_come(Runtime(1, 2, None), "here", 0.1)
-    assert not all_come(Runtime(0, 2, None), "there", 0.1)
-
-
 WATCH = """import os, signal, sys, time
 from pathlib import Path
 from data.run.launch import die_at_ctrl_c, watch_signals
@@ -298,8 +282,7 @@ def test_a_signal_before_torchrun_has_processes(capfd, monkeypatch):
 
 @pytest.mark.parametrize("impatient", [False, True])
 def test_waiting_for_a_process_that_hangs_can_be_ended(corpus, tmp_path, impatient):
-    """By a second SIGTERM at once, although the main thread waits in the collective; by the timeout in any case.
-    Without torchrun, as Slurm starts processes."""
+    """By a second SIGTERM, in the middle of a collective, or by the timeout; without torchrun."""
     one, other = (start(corpus, ENDLESS, f"--log_dir={tmp_path}", hook=IMPATIENT * impatient, variables=[rank])
                   for rank in rank_variables(2))
     seen = ready(one, "^step:3/")
@@ -376,8 +359,7 @@ T.write_header = limited"""
 
 
 def test_ranks_with_other_settings_or_code(corpus, tmp_path):
-    """As when somebody starts a second machine with another command. Paths may differ. A prompt may have bytes that are
-    no UTF-8."""
+    """As from a second machine. Paths may differ. A prompt may have bytes that are no UTF-8."""
     hook = """sys.argv[-1] += os.environ["RANK"]
 if os.environ["RANK"] == "1":
     sys.argv += ["--muon_lr=0.01", "--layer0.dynamic=true"]

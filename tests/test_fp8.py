@@ -7,7 +7,6 @@ definition of the formats.
 
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -123,20 +122,6 @@ def test_weights_bit_for_bit(layers, columns, M, N, device):
     assert arguments[2].float().isnan()[x.isnan()].all()
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(2, 4, 16)), "x must be contiguous torch.bfloat16 .* got torch.float32"),
-    (dict(x=torch.ones(2, 16, 4, dtype=BF16).mT), r"x must be contiguous .* strides \(64, 1, 4\)"),
-    (dict(scales=torch.ones(2, 2)), r"scales must be .* shape \(2, 1\) .* got .* shape \(2, 2\)"),
-    (dict(codes_t=torch.ones(2, 4, 16).to(E4M3)), r"codes_t must be .* shape \(2, 16, 4\)"),
-    (dict(codes=torch.ones(2, 4, 16).to(E5M2)), "codes must be contiguous torch.float8_e4m3fn")])
-def test_quantise_weights_refuses(change, message):
-    arguments = dict(x=torch.ones(2, 4, 16, dtype=BF16),
-                     scales=torch.ones(2, 1), codes=torch.ones(2, 4, 16).to(E4M3),
-                     codes_t=torch.ones(2, 16, 4).to(E4M3))
-    with pytest.raises(ValueError, match=f"quantise_weights: {message}"):
-        tk.quantise_weights(**arguments | change)
-
-
 # ---- Products with codes as results ----------------------------------------------------------------------------------
 
 def sparse_signs(rows, columns, count):
@@ -147,9 +132,9 @@ def sparse_signs(rows, columns, count):
 
 @pytest.mark.parametrize("M, N, K", [(1, 3, 5), (70, 136, 40), (16, 16, 16), (208, 144, 144),
                                      *[pytest.param(N, 3072, 768, marks=gpu) for N in (1008, 16384)]])
-def test_products_of_small_integers(M, N, K, device, either_kernel):
-    """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima. torch.empty
-    returns NaN. Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2."""
+def test_products_of_small_integers(M, N, K, device, either_kernel, poisoned_empty):
+    """Everything is exact, so kernel and oracle have the same bits: codes in both layouts and maxima.
+    Codes hold the squares of 0 to 4 and, with 3 significant bits, twice 0 to 4 times 0 to 2."""
     if ON_GPU and either_kernel == "best" and (M % 16 or N % 16 or K % 16):
         pytest.skip("the kernel of Hopper takes rows of whole 16 bytes")
     a, g, b = (sparse_signs(*shape) for shape in ((M, K, 4), (M, K, 2), (N, K, K)))
@@ -158,12 +143,8 @@ def test_products_of_small_integers(M, N, K, device, either_kernel):
     pre = (-0.5 * a @ b.T).relu()
     post, dpre = pre.square(), -(g @ b.T) * pre
     a, g, b = a.to(device, E4M3), g.to(device, E5M2), b.to(device, E4M3)
-    torch.use_deterministic_algorithms(True)
-    try:
-        codes = tk._relu_square_codes(a, b, *scales, largest[0])
-        grads = tk._relu_square_codes(g, b, *scales, largest[1], codes[0], scales[2])
-    finally:
-        torch.use_deterministic_algorithms(False)
+    codes = tk._relu_square_codes(a, b, *scales, largest[0])
+    grads = tk._relu_square_codes(g, b, *scales, largest[1], codes[0], scales[2])
     for (got, got_t), wanted in (codes, post / 4), (grads, dpre / 4):
         assert torch.equal(got.float().cpu(), wanted) and torch.equal(got_t.float().cpu(), wanted.T)
     assert largest.tolist() == [post.max(), dpre.abs().max(), 0]
@@ -194,8 +175,7 @@ def test_overflow_and_nan_of_a_product(dtype, product, device, either_kernel):
 @gpu
 @pytest.mark.parametrize("N", [1008, 16384, 49152])
 def test_codes_of_products(N, device, either_kernel):
-    """Random values: the codes of the reference, but for sums that round to the other side. A race would change what
-    comes again."""
+    """The codes of the reference, but for sums that round to the other side. Each comes again."""
     x, g, W1, W2 = (torch.randn(shape, device=device).to(BF16) for shape in ((N, 768), (N, 768), *[(3072, 768)] * 2))
     one = scalar(1.0, device)
     x8, g8, w1, w2 = (tk.both_layouts(t, one, dtype)[0]
@@ -256,7 +236,6 @@ def oracle(x, g, W1, W2, factor, post_scale, dpre_scale):
 
     def coded(value, scale, dtype):
         return rounded(value / scale, dtype) * scale
-
     x, g, W1, W2 = (t.double() for t in (x, g, W1, W2))
     p = 1.0 if factor is None else factor.double()
     x8, g8 = coded(x, 2.0**-4, E4M3), coded(g, LOSS_SCALE * 2.0**-6, E5M2)
@@ -297,24 +276,10 @@ def test_mlp_against_the_definition(N, D, F, factor, device):
         assert maxima[0] == 0 and maxima[1].item() == pytest.approx(value.item(), rel=1e-2)
 
 
-def test_error_of_the_formats(device):
-    """The MLP in FP8 is near the exact one, so no scale is missing. Seen: .05 to .12 of the exact norm."""
-    bank, x, g, factor = inputs(80, 48, 144, device)
-    mlps = tk.Fp8Mlps(bank, LOSS_SCALE)
-    settle(mlps, 0, x, g, factor)
-    results = run(mlps, 0, x, g, factor)
-    (W1, W2), p, x, g = bank[0].double(), factor.double(), x.double(), g.double()
-    pre = (x @ W1.T).relu()
-    dpre = 2 * p * (g @ W2.T) * pre
-    for name, a, b in zip(NAMES, results, (p * pre**2 @ W2, dpre @ W1, dpre.T @ x, p * (pre**2).T @ g)):
-        assert (a.double() - b).norm() <= 0.15 * b.norm(), name
-
-
 @pytest.mark.parametrize("references", [True, False])
 @pytest.mark.parametrize("factor", [0.5, None])
 def test_mlp_of_small_integers(factor, references, device, monkeypatch):
-    """No code is rounded, so all results are those of exact arithmetic, rounded to bf16 once. The kernels and the
-    library's products on the one hand, the references on the other, on every machine."""
+    """No code is rounded: the results of exact arithmetic, by kernels and by references."""
     monkeypatch.setattr(tk, "_takes_ref", lambda *tensors, any_dtype=False: references)
     N, D, F = 48, 64, 80
     bank = torch.stack([sparse_signs(F, D, D), sparse_signs(F, D, D)])[None]
@@ -333,16 +298,6 @@ def test_mlp_of_small_integers(factor, references, device, monkeypatch):
     for name, a, b in zip(NAMES, got, wanted):
         assert torch.equal(a.cpu(), b.to(a.dtype)), name
     assert mlps.post_max.item() == pre.max()**2 and mlps.dpre_max.item() == dpre.abs().max()
-
-
-@gpu
-def test_backward_in_a_new_thread(device):
-    """The backward pass as the first CUDA call of its thread, which happens in the autograd engine."""
-    bank, x, g, _ = inputs(1008, 768, 3072, device, count=1)
-    y = tk.Fp8Mlps(bank, LOSS_SCALE)(0, x.requires_grad_(), *bank[0])
-    with ThreadPoolExecutor(1) as new:
-        got = new.submit(tk._MlpFp8.backward, y.grad_fn, g).result()
-    assert all(map(torch.equal, got[:3], tk._MlpFp8.backward(y.grad_fn, g)[:3]))
 
 
 @gpu
@@ -415,20 +370,6 @@ def test_bank_must_not_be_quantised_before_backward(device):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(g)
 
-
-@pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(8, 32, dtype=BF16)), r"multiples of 16, got 8 and \(48, 32\)"),
-    (dict(x=torch.ones(16, 32)), "x must be contiguous torch.bfloat16 .* got torch.float32"),
-    (dict(x=torch.ones(16, 48, dtype=BF16)), r"x must be .* shape \(16, 32\) .* got .* shape \(16, 48\)"),
-    (dict(W2=torch.ones(32, 48, dtype=BF16).mT), r"W2 must be contiguous .* strides \(1, 48\)")])
-def test_fp8_mlps_refuses(change, message, device):
-    bank, x, _, _ = inputs(16, 32, 48, device)
-    arguments = dict(x=x, W1=bank[0, 0], W2=bank[0, 1]) | change
-    with pytest.raises(ValueError, match=f"Fp8Mlps: .*{message}"):
-        tk.Fp8Mlps(bank, LOSS_SCALE)(0, **{name: t.to(device) for name, t in arguments.items()})
-
-
-# ---- The trainer -----------------------------------------------------------------------------------------------------
 
 def test_bytes_of_the_codes():
     """The estimate of the memory knows them, for MLPs and for projections."""

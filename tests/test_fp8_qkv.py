@@ -1,9 +1,7 @@
 """The projection of the attention block in FP8. The reference is held against fp64, the kernels against the reference.
 
 Triton's interpreter rounds to FP8 and bf16 wrongly. So on a CPU the kernels read real codes, compute in fp32, and
-write fp32 numbers where a GPU writes codes. Oracles are in fp64 and round with `rounded`, which knows only the
-definition of the formats.
-"""
+write fp32 numbers where a GPU writes codes. Oracles are those of test_fp8.py."""
 
 import re
 from types import SimpleNamespace
@@ -14,8 +12,8 @@ import torch.nn.functional as F
 
 import train_gpt as T
 import triton_kernels as tk
-from oracles import ON_GPU, gpu
-from test_attention_block import KINDS, SCALE, WINDOW, gate_weights, leaves, plain, rotary, switches
+from oracles import ON_GPU, gpu, with_gradients
+from test_attention_block import KINDS, SCALE, WINDOW, gate_weights, plain, rotary, switches
 from test_checkpoint import differing, train
 from test_fp8 import BF16, E4M3, E5M2, FP32, FP64, LOSS_SCALE, bits, pytestmark, rounded  # noqa: F401
 from test_guard import KNOBS, make_corpus
@@ -36,8 +34,7 @@ def unrounded(monkeypatch):
 
 
 def block_inputs(kind, N, device, dtype):
-    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes). weight is FACTOR times that of
-    layer 1."""
+    """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes); weight: FACTOR times layer 1."""
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
     D = H * d
@@ -59,16 +56,13 @@ def codes_of(projections, x):
 
 
 def block_run(block, args, codes, grad, dtype):
-    """{name: y and the gradients}. In the kernels' codes the weight's gradient contains the factor; the gradients of
-    the plain block get it here."""
+    """{name: y and the gradients}; that of the weight contains the factor, as the kernels' codes make it."""
     x, weight, table, ve, w_ve, w_out, *others = args
-    inputs = x, weight, ve, w_ve, w_out = leaves((x, weight, ve, w_ve, w_out), dtype)
-    y = block(x, weight, table.to(dtype), ve, w_ve, w_out, *others, codes)
-    names, inputs = zip(*((name, u) for name, u in zip(GRADS, inputs) if u is not None))
-    grads = dict(zip(names, torch.autograd.grad(y, inputs, grad.to(dtype))))
-    if not codes:
-        grads["dweight"] = FACTOR * grads["dweight"]
-    return {"y": y.detach()} | grads
+    inputs = x, weight, ve, w_ve, w_out
+    found = with_gradients(lambda x, weight, *gates: block(x, weight, table.to(dtype), *gates, *others, codes), inputs,
+                           [grad], dtype)
+    found = dict(zip(["y", *(name for name, u in zip(GRADS, inputs) if u is not None)], found, strict=True))
+    return found if codes else found | {"dweight": FACTOR * found["dweight"]}
 
 
 def upstream(args, scale=0.01 * LOSS_SCALE):
@@ -122,15 +116,6 @@ def test_reference_against_the_definition(kind, dtype, monkeypatch):
     got, ref = (block_run(f, args, codes, grad, dtype) for f in (tk.attention_block, tk.attention_block_ref))
     assert all(torch.equal(got[name], ref[name]) for name in ref)
     assert_near(got, oracle(args, grad, monkeypatch), 2**-8 if dtype == FP32 else 2**-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_error_of_the_formats(kind, device):
-    """The block in FP8 is near the block without codes, so no scale is missing."""
-    args, _, codes = block_inputs(kind, 48, device, DTYPE)
-    grad = upstream(args)
-    exact = block_run(tk.attention_block_ref, args, None, grad, FP64)
-    assert_near(block_run(tk.attention_block_ref, args, codes, grad, DTYPE), exact, 0.15)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,7 +199,6 @@ def test_graph(device):
 
     def step():
         return block_run(tk.attention_block, args, codes_of(projections, args[0]), grad, BF16)
-
     with torch.cuda.graph(graph, stream=stream):
         results = step()
     for _ in range(3):
@@ -226,47 +210,6 @@ def test_graph(device):
         projections.refresh()
 
 
-@pytest.mark.parametrize("N, change, message", [
-    (48, dict(x8=torch.zeros(48, 64)), "codes.x8 must be contiguous torch.float8_e4m3fn .* got torch.float32"),
-    (48, dict(x8_t=torch.zeros(48, 64).to(E4M3)), r"codes.x8_t must be .* got .* \(48, 64\)"),
-    (48, dict(w8=torch.zeros(64, 192).to(E4M3).mT), r"codes.w8 must be contiguous .* strides \(1, 192\)"),
-    (48, dict(w8_t=torch.zeros(64, 96).to(E4M3)), r"codes.w8_t must be .* got .* \(64, 96\)"),
-    (40, {}, ".*multiples of 16 for codes, got 40 and ")])
-def test_codes_that_are_refused(N, change, message):
-    args, _, codes = block_inputs("plain", N, torch.device("cpu"), FP32)
-    with pytest.raises(ValueError, match=f"attention_block: {message}"):
-        tk.attention_block(*args, codes._replace(**change))
-
-
-# ---- Codes -----------------------------------------------------------------------------------------------------------
-
-def test_refresh(device):
-    """Codes of both widths by the definition, at the same addresses after the weights have changed."""
-    kinds = [(numbers, torch.randn(len(numbers), rows, 64).to(device, BF16))
-             for numbers, rows in (([1, 4], 192), ([0, 2, 3], 128))]
-    kinds[0][1][0] = 0
-    projections = tk.Fp8Projections(lambda: kinds, LOSS_SCALE)
-    factors = {i: torch.tensor(-2.0 - i, device=device) for i in range(5)}
-    addresses = [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
-    inputs = tk.both_layouts(kinds[0][1][1, :16], tk.x8_scale(64), E4M3)
-    for _ in range(2):
-        scales = projections.factored(factors)
-        for i, weight in ((i, weight.double()) for numbers, weights in kinds for i, weight in zip(numbers, weights)):
-            codes = projections(i, inputs, scales[i])
-            scale = (weight.abs().max().float() / 448).clamp(min=1e-12)
-            assert torch.equal(codes.w_scale, factors[i] * scale) and codes.dw_scale == factors[i] * 2**-5
-            near = [codes.w8.double() == rounded(weight / scale.double() * (1 + j * 2**-22), E4M3) for j in (-1, 0, 1)]
-            assert torch.stack(near).any(0).all() and codes.w8.float().abs().max() == 448 * (i != 1)
-            assert torch.equal(bits(codes.w8_t), bits(codes.w8).mT)
-            assert codes.x8 is inputs[0] and codes.x8_t is inputs[1]
-        assert codes.x_scale == 2**-5 and codes.grad_scale == LOSS_SCALE / 64
-        assert addresses == [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
-        assert all(scale.data_ptr() % 16 == 0 for pair in scales.values() for scale in pair)
-        for _, weights in kinds:
-            weights.mul_(-2)
-        projections.refresh()
-
-
 def test_bank_must_not_be_quantised_before_backward(device):
     args, projections, codes = block_inputs("plain", 48, device, DTYPE)
     y = tk.attention_block(args[0].requires_grad_(), *args[1:], codes)
@@ -274,8 +217,6 @@ def test_bank_must_not_be_quantised_before_backward(device):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
-
-# ---- The trainer -----------------------------------------------------------------------------------------------------
 
 LAYERS = ["--layer0=paired value_embed narrow", "--layer4=two_lanes paired narrow input_from=3",
           "--layer5=two_lanes long value_embed input_from=3"]
@@ -295,13 +236,11 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
     def moved(optimizer, label, full):
         padded = pad(optimizer, label, full)
         return padded if label in optimizer.buffers else padded.clone()
-
     def counted(x, scale, dtype):
         result = make(x, scale, dtype)
         if not isinstance(scale, torch.Tensor):  # not the codes of weights and gradients
             made.append(result)  # keeps the codes, so that each has an id of its own
         return result
-
     def watched(x, weight, *args):
         codes = next((arg for arg in args if isinstance(arg, tk.ProjectionCodes)), None)
         seen.append((codes and id(codes.x8), torch.is_grad_enabled()))
@@ -311,12 +250,10 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
             error = (codes.w8.float() * codes.w_scale - wanted).abs()
             assert (error <= wanted.abs() * 0.07 + codes.w_scale.abs() * 2**-9).all()
         return block(x, weight, *args)
-
     def watched_mlp(self, i, x, W1, *args):
         mlps.append((i, torch.is_grad_enabled()))
         assert torch.equal(bits(make(W1.detach(), self.scales[i, 1, 0], E4M3)[0]), bits(self.codes[i, 0]))
         return mlp(self, i, x, W1, *args)
-
     monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)
     monkeypatch.setattr(tk, "both_layouts", counted)
     monkeypatch.setitem(tk.IMPLEMENTATIONS["attention"], "torch", watched)

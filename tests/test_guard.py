@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -89,8 +88,7 @@ def make_corpus(folder, bos=VOCABULARY - 1):
 
 
 def numbers_of_numpy():
-    """Inside this context torch draws from NumPy, because one seed gives other numbers on another device or version of
-    torch (2.11 and 2.13)."""
+    """Inside this context torch draws from NumPy: one seed gives torch other numbers on other devices."""
     rng = np.random.RandomState(3)
     return patch.multiple(
         torch.Tensor,
@@ -100,8 +98,7 @@ def numbers_of_numpy():
 
 
 def curve(args):
-    """The loss at each of POINTS: nats per token; of a step, the training loss of its last micro-batch, with the
-    weights of the later tokens."""
+    """The loss at each of POINTS, per token; of a step, that of its last micro-batch with later tokens."""
     config = T.parse_config(["--preset=record74", *GUARD, *args])
     rt = Runtime(0, 1, torch.device("cuda", 0) if config.system.device == "cuda" else torch.device("cpu"))
     ops, _ = kernels.choose_ops(rt.device, config.system.kernels)
@@ -138,10 +135,9 @@ def leaves(losses, name, tolerance):
 
 @pytest.mark.parametrize("preset", [*T.PRESETS, *SHAPES])
 def test_cpu(corpus, preset):
-    """Rounding differs by library, instruction set and threads, and grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1,
-    1 and 2 threads, and random changes of what every norm sees by 2^-24, the largest distance seen was 3e-6 at step 1,
-    4e-5 up to step 4, 9e-5 from there, but 3.7e-4 for `cpu` in two steps with AVX-512 on a Xeon; of `odd` and `deep`
-    2e-5 and 6e-5 by three random changes and 1 and 2 threads."""
+    """Rounding grows. Over torch 2.11 and 2.13, AVX-512 to SSE4.1, 1 and 2 threads, and random changes of what every
+    norm sees by 2^-24, the largest distance seen was 3e-6 at step 1, 4e-5 up to step 4, 9e-5 from there, but 3.7e-4 for
+    `cpu` in two steps with AVX-512 on a Xeon; of `odd` and `deep` 2e-5 and 6e-5."""
     if stored(preset):
         assert leaves(curve([*corpus, *CURVES[preset]]), preset, "cpu_tolerance") is None
     else:  # without training: its settings are those of the other preset, with these knobs
@@ -150,22 +146,12 @@ def test_cpu(corpus, preset):
         assert (ours.model, ours.schedule, ours.optim) == (others.model, others.schedule, others.optim)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here: test_gpu")
-def test_sums_by_kernels(corpus):
-    """The kernels of `mix`, in the interpreter, through every kind of sum: two losses and the update between them."""
-    small = ["--micro_batches=1", "--model_dim=32", "--stage1.batch_tokens=96", "--val_tokens=96", "--val_batch_tokens=96"]
-    by_kernels, plain = (list(islice(curve([*corpus, *CURVES["cpu"], *small, f"--kernels=mix:{which}"]), 3))
-                         for which in ("triton", "torch"))
-    assert by_kernels == pytest.approx(plain, abs=2e-5) and plain[2] < plain[1] - 0.01
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", [*T.PRESETS, "fp8"])
 @pytest.mark.parametrize("graphs, mix", [("false", "torch"), ("true", "torch"), ("true", "triton")])
 def test_gpu(corpus, name, graphs, mix):
-    """All kernels, bf16 activations. An H200 (torch 2.11, triton 3.6) came within 3.3e-4, with the FP8 head within
-    4.3e-4; up to step 1 within 2e-5 and 1.5e-4. Plain PyTorch in bf16 on a CPU, its norms' inputs off by another
-    rounding at random: 5e-4, 7e-4; 4e-5, 2e-4. Graphs launch the same kernels."""
+    """All kernels, bf16. An H200 came within 3.3e-4, with the FP8 head 4.3e-4; up to step 1 within 2e-5 and 1.5e-4.
+    Plain PyTorch in bf16 on a CPU, with random roundings: 5e-4, 7e-4; 4e-5, 2e-4. Graphs launch the same kernels."""
     if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     if not stored(name):
@@ -248,19 +234,6 @@ def test_it_bites_on_a_gpu(corpus, monkeypatch):
     """With the break that moves the loss most of those that do not depend on the kernels."""
     BREAKS["state at the split"](monkeypatch)
     assert leaves(curve([*corpus, *GPU]), "record74", "gpu_tolerance")
-
-
-@pytest.mark.parametrize("layers", [8, 14])
-@pytest.mark.parametrize("preset", ["record74", "record", "short", "cpu"])
-def test_another_number_of_layers(corpus, preset, layers):
-    """A preset with fewer or more layers learns; the message of a refusal names the knob that is missing."""
-    args = [*corpus, f"--preset={preset}", f"--layers={layers}"]
-    for layer in range(11, layers if preset == "record74" else 0):
-        with pytest.raises(UserError, match=f"; add --layer{layer}.two_lanes=true$"):
-            next(curve(args))
-        args.append(f"--layer{layer}.two_lanes=true")
-    before, first, second = islice(curve(args), 3)
-    assert second < first and 4.8 < before < 4.9  # log(128) before the first step
 
 
 # ---- Every knob that is learned moves the loss -----------------------------------------------------------------------
@@ -390,7 +363,6 @@ def test_every_other_knob_has_its_effect(tmp_path, monkeypatch, capfd):
         files = [*tmp_path.rglob("*")]
         shown = [path.read_text().split("=" * 100)[-1] for path in files if path.suffix == ".txt"]
         return "\n".join([capfd.readouterr().err, *map(str, files), *shown])
-
     plain = outcome(start)
     assert "step:4/4 val_loss" in plain and "adam_lr is multiplied by 0.841" in plain
     for knob, (value, shows, *more) in EFFECTS.items():

@@ -71,12 +71,10 @@ def test_minutes_on_a_slow_machine(preset, world):
         momenta = [T.make_plan(config, step).momentum for step in range(total + 1)]
         peak = max(momenta)
         return peak, momenta[-1], momenta.index(peak) / total, 1 - momenta[::-1].index(peak) / total
-
     def slow(*more):  # 6.3 times slower than the machine of the estimate
         config = T.parse_config([*args, "--minutes=5", *more], world)
         per_token = 6.3 * SECONDS_PER_TOKEN["cuda"] / world
         return with_minutes(config, [stage.batch_tokens * per_token for stage in config.schedule.stages])
-
     assert slow().schedule.scheduled_steps < 800
     assert course(slow()) == pytest.approx(course(T.parse_config([*args, "--train_tokens=0"], world)), abs=2e-3)
     by_hand = slow("--muon_warmup=100", "--muon_cooldown=9").schedule

@@ -96,8 +96,7 @@ NAMES = "train_gpt.py", "data/loader.py", "mine/new.py", "triton_kernels.py"
     ("lib/python3/site-packages/project", ".")])
 @pytest.mark.parametrize("missing", ["", "triton_kernels.py"])
 def test_sources_are_those_of_the_repository(tmp_path, monkeypatch, project, place, missing):
-    """What a run has loaded, the script first; not Python itself and its packages, wherever they lie. No log lacks code
-    of the trainer."""
+    """The script first; not Python and its packages. No log lacks code of the trainer."""
     root, lib = tmp_path / project, tmp_path / place / "lib/python3"
     packages = lib / "os.py", lib / "site-packages/numpy.py", root / "env/lib/site-packages/torch.py"
     loaded = [*packages, *(root / name for name in NAMES)]
@@ -125,7 +124,6 @@ def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
     def git(folder, *words):
         command = ["git", "-C", folder, "-c", "user.name=x", "-c", "user.email=x", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
     def found(folder):
         monkeypatch.setattr("data.run.log.ROOT", folder)
         return revision(sources)
@@ -158,9 +156,6 @@ def test_the_commit_is_that_of_the_sources(tmp_path, monkeypatch):
     assert found(copy) == "unknown"  # another repository
 
 
-# ---- Console ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def console(tmp_path, monkeypatch):
     """console(whether it is a terminal) -> (a new log, what it shows after the line that names the file)."""
@@ -175,8 +170,7 @@ def console(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_stays_on_one_line_of_a_terminal(console, terminal):
-    """On a terminal step lines overwrite each other and tell the time left; elsewhere, and in the log, they are lines
-    as they are."""
+    """It overwrites itself and tells the time left; elsewhere, and in the log, it is lines."""
     log, shown = console(terminal)
     log.progress("step:1/9 train_loss:3.1000", "step:1/9 train_time:5ms", 119.7)
     log.line("step:1/9 val_loss:3.0000")

@@ -10,18 +10,12 @@ import train_gpt as T
 import triton_kernels as tk
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
-from oracles import ON_GPU, assert_as_good, bf16
+from oracles import ON_GPU, assert_as_good, bf16, leaves, with_gradients
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 FP64 = torch.float64
-MIX_REF = tk.mix_ref
+MIX_REF, NO_REFERENCE = tk.mix_ref, ["mix_ref"]
 SIZES = [(1, 16), (37, 48), (70, 176)]  # tokens, channels: less than a chunk, no multiple of one
-
-
-@pytest.fixture(autouse=True)
-def no_reference(monkeypatch):
-    """A wrapper that falls back to its reference fails."""
-    monkeypatch.setattr(tk, "mix_ref", None)
 
 
 def columns(N, count, device):
@@ -32,15 +26,6 @@ def columns(N, count, device):
 def factors(N, device):
     """None, a number, tensors of one number, a column."""
     return [None, 0.5, torch.randn((), device=device), torch.randn(1, device=device), *columns(N, 1, device)]
-
-
-def leaves(values, dtype=None):
-    """Each as a leaf of autograd; None and numbers stay."""
-    return [x.detach().to(dtype or x.dtype).requires_grad_() if isinstance(x, torch.Tensor) else x for x in values]
-
-
-def tensors(values):
-    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def run(mix, streams, factors, reader, later, dtype=None):
@@ -60,7 +45,7 @@ def run(mix, streams, factors, reader, later, dtype=None):
     results = [u for u in (one.x, one.normed, one.first, two.x, channels, numbers[1] * pieces[1]) if u is not None]
     torch.manual_seed(1)
     upstream = [torch.randn(u.shape, dtype=FP64).to(u) for u in results]
-    inputs = [*streams, vector, *table, *tensors(factors), *tensors(later[0]), *tensors(later[1])]
+    inputs = [x for x in (*streams, vector, *table, *factors, *later[0], *later[1]) if isinstance(x, torch.Tensor)]
     return [*results, *torch.autograd.grad(results, inputs, upstream)]
 
 
@@ -108,32 +93,6 @@ def test_the_gradient_as_codes(N, D, device):
     assert channel.take() is None
 
 
-@pytest.mark.parametrize("has_factor", [False, True])
-def test_an_mlp_in_fp8_between_two_sums(has_factor, device, monkeypatch):
-    """Its input and its gradient travel as codes: the same gradients as without, within the interpreter's rounding of
-    codes, which is towards zero."""
-    monkeypatch.setattr(tk, "mlp_ref", None)
-    N, D, F = 48, 48, 64
-    bank = (torch.randn(1, 2, F, D, device=device) * D**-0.5).bfloat16()
-    given = [torch.randn(N, D, device=device).bfloat16() for _ in range(2)]
-    numbers = [torch.tensor(0.8, device=device).bfloat16(), torch.tensor([0.75], device=device)]
-    upstream, mlps = torch.randn(N, D, device=device).bfloat16(), tk.Fp8Mlps(bank, 1.0)
-
-    def run(mix, reader, grad_codes):
-        lane, a, weights, resid, factor = inputs = leaves([*given, bank, *numbers])
-        if has_factor:
-            [(W1, W2)], [scales] = mix.scaled_weights(weights, factor, in_codes=True), mlps.factored(factor)
-        else:
-            (W1, W2), scales = weights[0], None
-        stream = mix([(None, lane), (None, a)], reader)
-        m = mlps(0, stream.normed, W1, W2, scales, stream.codes, grad_codes)
-        out = mix([(resid, stream.x), (None, m)], grad_codes=grad_codes)
-        return out.x.detach(), *torch.autograd.grad(out.x, inputs[:4 + has_factor], upstream)
-    wanted = run(MIX_REF, tk.Reader(), None)
-    for got, plain in zip(run(tk.mix, tk.Reader(tk.x8_scale(D)), mlps.new_grad_codes()), wanted, strict=True):
-        assert (got - plain).norm() <= (0.01 if ON_GPU else 0.3) * plain.norm()
-
-
 def bank_of(P, dtype, device):
     """Four layers of matrices larger than a block of the kernel. With one matrix a layer, they lie between NaN."""
     bank = torch.randn(4, 2, 50, 90, device=device).to(dtype)
@@ -158,16 +117,11 @@ class TestScaledWeights:
         bank, factors = bank_of(P, dtype, device), torch.tensor([0.7, 0.0, -1.3], device=device)
         upstream = [torch.randn(50, 90, device=device).to(dtype) for _ in range(4 * P)]
 
-        def run(function, dtype, of_factors):
-            inputs = *leaves([bank], dtype), *leaves([factors], of_factors)
-            matrices = [matrix for layer in function(*inputs) for matrix in layer]
-            grads = torch.autograd.grad(matrices, inputs, [g.to(dtype) for g in upstream])
-            return *(m.detach() for m in matrices), *grads
-
         def exact(bank, factors):
             return [(*layer[:-1], factor * layer[-1]) for layer, factor in zip(bank, [*factors, 1.0])]
-        for part in zip(run(tk.scaled_weights, dtype, torch.float32), run(tk.scaled_weights_ref, dtype, torch.float32),
-                        run(exact, FP64, FP64), strict=True):
+        for part in zip(*(with_gradients(lambda *inputs: sum(map(list, function(*inputs)), []), (bank, factors),
+                                         upstream, dtype) for function, dtype in (
+                (tk.scaled_weights, None), (tk.scaled_weights_ref, None), (exact, FP64))), strict=True):
             # The gradient of a factor is a sum of products, which may cancel.
             assert_as_good(*part, floor=torch.full_like(part[2], 40 * 4500**0.5) if part[2].ndim == 1 else None)
 
@@ -190,8 +144,7 @@ class TestScaledWeights:
 
 @pytest.mark.parametrize("by_sums", [False, True])
 def test_every_reader_counts(by_sums, device):
-    """Also beyond those whose gradients come to mix by themselves. A sum that reads the stream leaves a gradient and a
-    factor for its mix."""
+    """Also beyond those whose gradients come to mix by themselves, and sums that read the stream."""
     x, count = torch.randn(9, 16, device=device).requires_grad_(), tk.READERS + 2
     upstream, factors = torch.randn(2 * count, 9, 16, device=device), torch.randn(count, 9, 1, device=device)
 
@@ -253,11 +206,8 @@ def test_token_gate(N, C, dtype, device):
     factor = torch.full((1,), -1.7, device=device)
     upstream = torch.randn(N, 1, device=device)
 
-    def run(function, *dtypes):
-        inputs = [x.detach().to(d).requires_grad_() for x, d in zip((*given, factor), dtypes)]
-        gate = function(*inputs)
-        return gate.detach(), *torch.autograd.grad(gate, inputs, upstream.to(gate.dtype))
-    for got, exact in zip(run(tk.token_gate, dtype, dtype, torch.float32), run(tk.token_gate_ref, FP64, FP64, FP64)):
+    for got, exact in zip(with_gradients(tk.token_gate, (*given, factor), [upstream]),
+                          with_gradients(tk.token_gate_ref, (*given, factor), [upstream], FP64)):
         assert (got - exact).norm() <= 4 * torch.finfo(got.dtype).eps * max(exact.norm(), N**0.5)
 
 
@@ -273,11 +223,10 @@ def test_exclude_values(per_token, dtype, device):
     gate[5] = 0
 
     def reference(*args):
-        y, v, share, gate = (x.detach().requires_grad_() for x in args)
-        one = torch.ones_like(gate).requires_grad_()  # y has been multiplied by the gate: d/dgate = dy . y / gate
-        z = tk.exclude_values_ref(one[..., None] * y, v, share)
-        *grads, dgate = torch.autograd.grad(z, (y, v, share, one), dz.to(y.dtype))
-        return z.detach(), *grads, torch.where(gate > 0, dgate / gate, 0).detach().float()
+        *args, gate = args  # y has been multiplied by the gate: d/dgate = dy . y / gate
+        *found, dgate = with_gradients(lambda y, v, share, one: tk.exclude_values_ref(one[..., None] * y, v, share),
+                                       (*args, torch.ones_like(gate)), [dz])
+        return *found, torch.where(gate > 0, dgate / gate, 0).float()
     got = tk.exclude_values(y, v, share), *tk.output_grad(dz, y, v, share, gate)
     exact = reference(*(x.double() for x in (y, v, share, gate)))
     for part in zip(got, reference(y, v, share, gate), exact):

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,14 +11,8 @@ import triton_kernels as tk
 from oracles import bf16, framed, gpu
 
 FP32, BF16 = torch.float32, torch.bfloat16
-MLP_REF = tk.mlp_ref
+MLP_REF, NO_REFERENCE = tk.mlp_ref, ["mlp_ref"]
 both_dtypes = pytest.mark.parametrize("dtype", [FP32, bf16])
-
-
-@pytest.fixture(autouse=True)
-def no_reference(monkeypatch):
-    """A wrapper that falls back to its reference fails."""
-    monkeypatch.setattr(tk, "mlp_ref", None)
 
 
 def operands(N, D, F, dtype, device):
@@ -29,9 +22,7 @@ def operands(N, D, F, dtype, device):
 
 
 def run(mlp, x, g, W1, W2):
-    inputs = [t.detach().requires_grad_() for t in (x, W1, W2)]
-    y = mlp(*inputs)
-    return (y.detach(), *torch.autograd.grad(y, inputs, g))
+    return oracles.with_gradients(mlp, (x, W1, W2), [g])
 
 
 @both_dtypes
@@ -48,18 +39,11 @@ def test_mlp(N, D, F, dtype, device, either_kernel):
 
 @both_dtypes
 @pytest.mark.parametrize("N, D, F", [(70, 40, 136), *[pytest.param(1000, 768, F, marks=gpu) for F in (2816, 3072)]])
-def test_bits(N, D, F, dtype, device, either_kernel):
-    """Sums of products of small integers are exact in any order: post and dpre must have the bits of mlp_ref.
-
-    Roots of fp32 are exact for squares of small integers, not in general. torch.empty returns NaN.
-    """
+def test_bits(N, D, F, dtype, device, either_kernel, poisoned_empty):
+    """Sums of products of small integers, and roots of their squares, are exact: the bits of mlp_ref."""
     x, g, W1, W2 = (torch.randint(-2, 3, shape).to(device, dtype) for shape in ((N, D), (N, D), (F, D), (F, D)))
     pre, dpost = x @ W1.mT, g @ W2.mT
-    torch.use_deterministic_algorithms(True)
-    try:
-        post, dpre = tk._relu_square(x, W1), tk._relu_square(g, W2, pre.relu().square())
-    finally:
-        torch.use_deterministic_algorithms(False)
+    post, dpre = tk._relu_square(x, W1), tk._relu_square(g, W2, pre.relu().square())
     assert torch.equal(post, pre.relu().square()) and torch.equal(dpre, 2 * dpost * pre.relu())
 
 
@@ -102,48 +86,11 @@ def test_repeats(device):
         assert torch.equal(tk._relu_square(x, W1), post) and torch.equal(tk._relu_square(g, W2, post), dpre)
 
 
-@gpu
-def test_backward_in_a_new_thread(device):
-    """The backward pass as the first CUDA call of its thread, which happens in the autograd engine."""
-    x, g, W1, W2 = operands(1000, 768, 3072, BF16, device)
-    y = tk.mlp(x.requires_grad_(), W1, W2)
-    with ThreadPoolExecutor(1) as new:
-        got = new.submit(tk._Mlp.backward, y.grad_fn, g).result()
-    assert all(map(torch.equal, got, tk._Mlp.backward(y.grad_fn, g)))
-
-
 @both_dtypes
 def test_gradient_not_contiguous(dtype, device):
     x, _, W1, W2 = operands(70, 40, 136, dtype, device)
     g = torch.ones(1, 1, device=device, dtype=dtype).expand(70, 40)
     assert all(map(torch.equal, run(tk.mlp, x, g, W1, W2), run(tk.mlp, x, g.contiguous(), W1, W2)))
-
-
-def test_cpu_takes_the_reference(monkeypatch):
-    x, g, W1, W2 = operands(6, 8, 16, FP32, "cpu")
-    monkeypatch.setattr(tk, "mlp_ref", MLP_REF)
-    monkeypatch.setattr(tk, "INTERPRETED", False)
-    monkeypatch.setattr(tk, "_Mlp", None)
-    assert torch.equal(tk.mlp(x, W1, W2), MLP_REF(x, W1, W2))
-
-
-@pytest.mark.parametrize("change, message", [
-    (dict(x=torch.ones(2, 6, 8)), r"x must be .* shape \(N, D\) .* got .* shape \(2, 6, 8\)"),
-    (dict(x=torch.ones(0, 8)), "N must be above 0"),
-    (dict(W1=torch.ones(8)), r"W1 must be .* shape \(F, 8\) .* got .* \(8,\)"),
-    (dict(W1=torch.ones(16, 16)), r"W1 must be .* shape \(16, 8\) .* got .* shape \(16, 16\)"),
-    (dict(W2=torch.ones(24, 8)), r"W2 must be .* shape \(16, 8\) .* got .* shape \(24, 8\)"),
-    (dict(W1=torch.ones(16, 8, dtype=BF16)), "W1 must be contiguous torch.float32 .* got torch.bfloat16"),
-    (dict(x=torch.ones(6, 8).half(), W1=torch.ones(16, 8).half(), W2=torch.ones(16, 8).half()),
-     "x must be contiguous torch.bfloat16 or torch.float32 .* got torch.float16"),
-    (dict(x=torch.ones(8, 6).mT), r"x must be contiguous .* strides \(1, 6\)"),
-    (dict(W1=torch.ones(18, 8), W2=torch.ones(18, 8)), "16 bytes"),
-    (dict(x=torch.ones(6, 6), W1=torch.ones(16, 6), W2=torch.ones(16, 6)), "16 bytes"),
-])
-def test_wrong_arguments(change, message, device):
-    args = dict(x=torch.ones(6, 8), W1=torch.ones(16, 8), W2=torch.ones(16, 8)) | change
-    with pytest.raises(ValueError, match=message):
-        tk.mlp(**{name: t.to(device) for name, t in args.items()})
 
 
 @gpu

@@ -1,7 +1,6 @@
 """The table of n-grams: rows and signs, gradients and updates of the rows that occur, and runs with such a table."""
 
 import functools
-import math
 from itertools import product
 from types import SimpleNamespace
 
@@ -12,15 +11,12 @@ import torch
 import data.loader as L
 import train_gpt as T
 import triton_kernels as tk
-from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.memory import state_bytes
-from data.run.program import UserError
 from data.run.sample import forward, log_probabilities
-from data.run.state import whole_state
 from forks import Forks, rank_variables
 from oracles import gpu, only_gpu, rows_step
-from test_checkpoint import LAST_ONLY, differing, read_logs, train
+from test_checkpoint import read_logs, train
 from test_embedding import sorted_ids
 from test_run import STEPS, VAL_BATCH, corpus, finish, start  # noqa: F401 (corpus is a fixture)
 
@@ -31,8 +27,7 @@ OPS, _ = tk.choose_ops(CPU, "torch")
 # ---- Rows and signs --------------------------------------------------------------------------------------------------
 
 def test_rows_of_all_orders():
-    """Against Python's numbers; other factors would make another model of a checkpoint. Parts of the table lie one
-    below the other, and the last row of each is for the tokens without a whole n-gram."""
+    """Against Python's numbers. The last row of each part is for tokens without a whole n-gram."""
     tokens = np.random.default_rng(0).integers(0, 65536, 500).astype(np.uint16)
     factors = 36313, 27191, 51637, 44987, 58379, 40507, 62539, 33941
     for rows in (300, 0, 70), (0, 1000), (10**6,), (2**30, 2**20, 2**10), (0, 0, 0, 90, 0, 0, 10**6):
@@ -92,8 +87,7 @@ def ops(request, monkeypatch):
 
 @pytest.mark.parametrize("rows, width, n", [(1, 8, 3), (50, 24, 40), (400, 300, 64), only_gpu(10**5, 768, 24576)])
 def test_updates_are_those_of_all_rows(rows, width, n, ops, device):
-    """Five updates after two or three micro-batches each, against a pass over all rows in fp64; other rows stay as they
-    are, bit for bit. Every second update gets its numbers as tensors."""
+    """Five, against a pass over all rows in fp64; other rows stay. Numbers may be tensors."""
     table = torch.randn(rows, width, device=device)
     few = tk.FewRows(table, min(rows, 3 * n))
     v, last = torch.zeros(rows, 1, device=device), torch.zeros(rows, 1, dtype=torch.int32, device=device)
@@ -263,95 +257,15 @@ def test_no_token_sees_what_it_must_not():
             assert not args or differs[border:].any() == (place >= border - ORDERS)
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
-def make_trainer(arguments, *more):
-    config = T.parse_config([*arguments, TABLE, *more])
-    return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), OPS, Stopwatch(0.0))
-
-
-@pytest.mark.parametrize("beta2", [0.0, 0.95])
-def test_two_steps_of_a_run(corpus, beta2):  # noqa: F811
-    """Gradients of two steps, each of several micro-batches, and the update, against Adam of the dense gradient."""
-    trainers = [make_trainer(corpus.args, f"--table_beta2={beta2}", "--seed=3") for _ in range(2)]
-    trainer, dense = trainers
-    dense.model.tables["ngram_embed"].few = None  # so the gradient goes to the whole table
-    with torch.no_grad():
-        for each in trainers:
-            each.model.ngram_embed.copy_(torch.randn(each.model.ngram_embed.shape,
-                                                     generator=torch.Generator().manual_seed(1)))
-    start = trainer.model.ngram_embed.detach().clone()
-    batches = [batch for batch in (trainer.loader.next_batch() for _ in range(2 * trainer.micro_steps))]
-    for each in trainers:
-        for i, batch in enumerate(batches):
-            plan = each.plans[i // each.micro_steps]
-            each.micro_step(batch, each.mtp_table[plan.step, :len(plan.mtp_weights)], each.attn[plan.stage])
-    grad = dense.model.ngram_embed.grad.double()
-    few = trainer.optimizer.tables["ngram_embed"].few
-    occurred = torch.cat([batch.row_ids["ngram_embed"] for batch in batches]).unique().long()
-    assert set(few.rows[:few.count.item()].tolist()) == set(occurred.tolist()) and len(occurred) < len(grad)
-    torch.testing.assert_close(few.grad[few.place[occurred].long()].double(), grad[occurred], rtol=0.02, atol=1e-6)
-    grad = torch.zeros_like(grad)
-    grad[occurred] = few.grad[few.place[occurred].long()].double()
-    assert trainer.plans[1].adam and not trainer.plans[0].adam
-    trainer.optimizer.step_rows(trainer.plans[1], T.update_numbers(trainer.config, trainer.plans[1]))
-    assert few.count.item() == 0
-    optim, lr = trainer.config.optim, trainer.config.optim.adam_lr * trainer.plans[1].lr_factor * 75
-    start = start.double()
-    wanted, _ = rows_step(start, 0, grad, lr * math.sqrt(1 - beta2), lr**2 * optim.adam_wd * 5, beta2, optim.adam_eps,
-                          one_number=True)
-    tolerance = dict(rtol=2**-7, atol=1e-5)  # bf16
-    torch.testing.assert_close(trainer.model.ngram_embed.double()[occurred], wanted[occurred], **tolerance)
-    idle = torch.ones(len(grad), dtype=torch.bool)
-    idle[occurred] = False
-    assert idle.any() and torch.equal(trainer.model.ngram_embed[idle].double(), start[idle])
-
-
-def test_a_checkpoint_does_not_depend_on_places(corpus):  # noqa: F811
-    trainer = make_trainer(corpus.args)
-    few = trainer.optimizer.tables["ngram_embed"].few
-    rows, grad = torch.randperm(ROWS)[:9], torch.randn(9, few.grad.size(1))
-    saved = []
-    for order in torch.arange(9), torch.arange(9).flip(0):
-        few.load(rows[order], grad[order])
-        saved.append(whole_state(trainer.optimizer)["ngram_embed"])
-    assert saved[0]["rows"].tolist() == sorted(rows.tolist())
-    assert torch.equal(saved[0]["grad"], grad[rows.argsort()].to(few.grad.dtype))
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-
-
-def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  # noqa: F811
-    """Before step 5 gradients wait; a warm-up on the way leaves no trace."""
-    base = train(corpus, tmp_path / "base", TABLE, "--save_every=5", "--keep=99")
-    state = torch.load(base.saved[5], weights_only=True)["optimizer"]["ngram_embed"]
-    assert state["grad"].shape == (len(state["rows"]), T.parse_config(corpus.args).model.model_dim)
-    assert state["v"].shape == state["last"].shape == (ROWS, 1) and state["grad"].any()
-    load = T.Trainer.load_state_dict
-    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
-    run = train(corpus, tmp_path / "resumed", TABLE, f"--resume={base.saved[5]}", *LAST_ONLY)
-    assert differing(run.saved[STEPS], base.saved[STEPS]) == []
-    assert torch.load(run.saved[STEPS], weights_only=True)["model"]["ngram_embed"].any()
-
-
 def test_memory(corpus):  # noqa: F811
     """The estimate counts what the optimizer holds for the table."""
     config = T.parse_config([*corpus.args, TABLE])
     with_table, without = (sum(state_bytes(config, [p for p in T.param_table(config.model) if keep(p)]))
                            for keep in (lambda p: True, lambda p: p.optim != "rows"))
-    optimizer = make_trainer(corpus.args).optimizer
+    optimizer = T.NorMuonAndAdam(T.GPT(config.model, OPS, torch.float32, CPU), config, Runtime(0, 1, CPU), OPS)
     few, state = optimizer.tables["ngram_embed"].few, optimizer.state["ngram_embed"]
     held = [optimizer.params["ngram_embed"], few.grad, few.place, *state.values()]
     assert with_table - without == sum(x.numel() * x.element_size() for x in held)
-
-
-@pytest.mark.parametrize("args, message", [
-    ("--ngram_rows=1", "--ngram_rows=1.0: up to 7 whole numbers, each 0 or at least 2"),
-    ("--ngram_rows=9,9,9,9,9,9,9,9", "--ngram_rows=9.0,9.0,9.0,9.0,9.0,9.0,9.0,9.0: up to 7 whole numbers"),
-    ("--ngram_rows=2e9,2e9", "--ngram_rows=2000000000.0,2000000000.0: at most 2147483647 rows"),
-    ("--ngram_rows=2.5", "--ngram_rows=2.5: up to 7 whole numbers, each 0 or at least 2")])
-def test_refused(args, message):
-    with pytest.raises(UserError, match=message):
-        T.parse_config(args.split())
 
 
 # ---- Several ranks ---------------------------------------------------------------------------------------------------
@@ -368,8 +282,7 @@ def on_ranks(corpus, logs, ranks, *args):  # noqa: F811
 
 
 def near(got, wanted, saved, rest=False):
-    """Whether checkpoint number `saved` of two runs has the same table. rest: Adam is at rest, so all that differs are
-    the roundings of the gradients to bf16; else these grow."""
+    """Two runs have the same table in checkpoint `saved`; rest: Adam is at rest, and only gradients are rounded."""
     states = [torch.load(run.saved[saved], weights_only=True) for run in (got, wanted)]
     ours, theirs = (state["optimizer"]["ngram_embed"] for state in states)
     assert ours.keys() == theirs.keys() and torch.equal(ours["last"], theirs["last"]) and theirs["v"].any()
@@ -396,15 +309,6 @@ def test_ranks_share_the_table(corpus, tmp_path, rest):  # noqa: F811
         run = on_ranks(corpus, tmp_path / str(ranks), ranks, *more)
         for saved in 5, 10, STEPS:
             near(run, one, saved, rest)
-
-
-def test_from_two_ranks_to_one_and_back(corpus, tmp_path):  # noqa: F811
-    """Before step 5, when gradients of rows wait."""
-    one, two = train(corpus, tmp_path / "1", *RANKS), on_ranks(corpus, tmp_path / "2", 2)
-    near(train(corpus, tmp_path / "2_1", *RANKS, f"--resume={two.saved[5]}"), one, STEPS)
-    near(on_ranks(corpus, tmp_path / "1_2", 2, f"--resume={one.saved[5]}"), one, STEPS)
-    again = on_ranks(corpus, tmp_path / "2_2", 2, f"--resume={two.saved[5]}")
-    near(again, two, STEPS)
 
 
 COUNT_FETCHES = """

@@ -1,8 +1,5 @@
 """The pointer head against the fp64 code of oracles.py: kernels compiled on a GPU, in Triton's interpreter without one.
-
-Floating-point operands are slices of buffers of NaN, integers lie between targets that must not be read, and
-torch.empty returns NaN.
-"""
+Operands lie in buffers of NaN, integers between others that must not be read, and torch.empty returns NaN."""
 
 import dataclasses
 import itertools
@@ -16,10 +13,10 @@ import train_gpt as T
 import triton_kernels as tk
 from data import loader as L
 from data.run.sample import forward, log_probabilities
-from oracles import framed, gpu, only_gpu
+from oracles import framed, gpu, leaves, only_gpu, with_gradients
 from records import evaluate as E
-from test_checkpoint import differing, train
-from test_run import FINAL_WINDOW, FOUR, STAGES, VAL_BATCH, VAL_TOKENS, corpus, finish, start  # noqa: F401 (a fixture)
+from test_checkpoint import train
+from test_run import corpus  # noqa: F401 (a fixture)
 
 SCALE = 0.21
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -34,17 +31,10 @@ def final_attention(config, model):
     return T.attention_settings(config, model.embed.device, model.dtype)[-1]
 
 
-def leaves(*tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
 # ---- Attention on copies ---------------------------------------------------------------------------------------------
 
 def operands(lengths, d, count, device, dtype, words=5):
-    """q, k, sink, tokens, start, end, targets. Few words, so that there are many copies.
-
-    Targets are the next tokens as in the trainer, a fifth of them another word and a tenth none.
-    """
+    """q, k, sink, tokens, start, end, targets: of few words the next, a fifth of them another and a tenth none."""
     N, cu = sum(lengths), torch.tensor(borders(lengths) + [sum(lengths)] * 3, dtype=torch.int32, device=device)
     q, k = (framed((2 * torch.randn(N, d)).to(device, dtype), (1, 1), (0, 0))[1] for _ in range(2))
     sink = framed(torch.randn(N).to(device), (1, 1))[1]
@@ -61,15 +51,14 @@ def operands(lengths, d, count, device, dtype, words=5):
 def run(function, x, window, upstream):
     """(mass, sink_mass, dq, dk, dsink)."""
     q, k, sink, tokens, start, end, targets = x
-    inputs = [x.detach().requires_grad_() for x in (q, k, sink)]
-    out = function(*inputs, tokens, start, end, window, SCALE, targets)
-    return *(y.detach() for y in out), *torch.autograd.grad(out, inputs, upstream)
+    return with_gradients(lambda *inputs: function(*inputs, tokens, start, end, window, SCALE, targets), (q, k, sink),
+                          upstream)
 
 
 def dense(x, cu, window, upstream):
     """As run(), in fp64 with dense matrices, and the sizes of the terms of the gradients before they cancel."""
     q, k, sink, tokens, _, _, targets = x
-    q, k, sink = leaves(*(y.double() for y in (q, k, sink)))
+    q, k, sink = leaves((q, k, sink), torch.float64)
     attn = oracles.pointer_attention(q, k, sink, cu, window, SCALE)
     hits = oracles.pointer_hits(tokens, targets).to(q.device)
     out = oracles.copy_masses(attn, hits)
@@ -142,29 +131,6 @@ def test_large_scores(function, device):
                                    msg=lambda text: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name, change, message", [
-    ("q", lambda x: x.double(), "q must be contiguous torch.bfloat16 or torch.float32 .* got torch.float64"),
-    ("q k", lambda x: x[:, :8].contiguous(), "d must be a power of two from 16"),
-    ("q k", lambda x: torch.cat((x, x, x), 1), "d must be a power of two from 16"),
-    ("q", lambda x: x[0], "q must be"),
-    ("k", lambda x: x.to(BF16), "k must be contiguous torch.float32 .* got torch.bfloat16"),
-    ("k", lambda x: x[1:], r"k must be .* shape \(30, 16\) .* got .* shape \(29, 16\)"),
-    ("k", lambda x: x.t().contiguous().t(), "k must be contiguous"),
-    ("sink", lambda x: x.to(BF16), "sink must be contiguous torch.float32"),
-    ("tokens", lambda x: x.long(), "tokens must be contiguous torch.int32"),
-    ("start", lambda x: x[:-1], r"start must be .* shape \(30,\)"),
-    ("end", lambda x: x.long(), "end must be contiguous torch.int32"),
-    ("targets", lambda x: x[:, 0], r"targets must be .* shape \(30, J\) .* got .* shape \(30,\)"),
-    ("targets", lambda x: x[:, :0], r".* targets must be \(N, 1 or more\), got .* \(30, 0\)"),
-    ("targets", lambda x: x.int(), "targets must be torch.int64 .* got torch.int32"),
-    ("targets", lambda x: x[1:], r"targets must be .* shape \(30, J\) .* got .* shape \(29, 3\)")])
-def test_attention_on_copies_refuses(name, change, message, device):
-    names = "q", "k", "sink", "tokens", "start", "end", "targets"
-    arguments = dict(zip(names, operands((30,), 16, 3, device, FP32))) | dict(window=9, scale=1.0)
-    with pytest.raises(ValueError, match=f"^pointer: {message}"):
-        tk.pointer(**arguments | {name: change(arguments[name]) for name in name.split()})
-
-
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -172,8 +138,7 @@ def test_attention_on_copies_refuses(name, change, message, device):
                                         *[pytest.param(x, 128, marks=gpu) for x in ((1000, 1, 7), (49152,))]])
 @pytest.mark.parametrize("dtype", [FP32, only_gpu(BF16)])
 def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
-    """The fp64 reference is the oracle, for an identity in place of weights. Rows on both sides of the input are NaN;
-    blocks have 16 tokens. A run repeats bit for bit."""
+    """With an identity in place of weights, between rows of NaN, in blocks of 16 tokens."""
     N, cu = sum(lengths), torch.tensor(borders(lengths) + [sum(lengths)] * 2, dtype=torch.int32, device=device)
     start, _ = tk.document_of_tokens(cu, N)
     projected = framed(torch.randn(N, 3 * d).to(device, dtype), (1, 1), (0, 0))[1]
@@ -185,12 +150,9 @@ def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
         return oracles.pointer_inputs(dict(
             pointer_weights=torch.eye(3 * d, device=device).double().view(3, d, 3 * d), pointer_gain=gain,
             pointer_sink=weights), projected, borders(lengths))
-
-    def run(function, exact=False):
-        inputs = leaves(*(x.double() if exact else x for x in (projected, gain, weights)))
-        out = function(*inputs, start)
-        return *(x.detach() for x in out), *torch.autograd.grad(out, inputs, [u.to(x) for u, x in zip(upstream, out)])
-    ref, exact, wanted = run(tk.pointer_inputs_ref), run(tk.pointer_inputs_ref, exact=True), run(oracle, exact=True)
+    def run(function, dtype=None):
+        return with_gradients(lambda *inputs: function(*inputs, start), (projected, gain, weights), upstream, dtype)
+    ref, exact, wanted = run(tk.pointer_inputs_ref), *(run(f, torch.float64) for f in (tk.pointer_inputs_ref, oracle))
     for a, b in zip(exact, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     monkeypatch.setattr(tk, "pointer_inputs_ref", None)  # a fallback of the wrapper fails
@@ -201,14 +163,6 @@ def test_inputs_of_the_pointer(lengths, d, dtype, device, monkeypatch):
         oracles.assert_as_good(*parts, name, floor=floor and torch.full_like(parts[2], floor))
     assert all(map(torch.equal, got, run(tk.pointer_inputs)))
 
-
-def test_widths_that_the_inputs_refuse(device):
-    args = [torch.ones(shape, device=device) for shape in ((4, 72), (1,), (24,))]
-    with pytest.raises(ValueError, match=r"pointer_inputs: projected must be \(N, 3 d\), d a power of two"):
-        tk.pointer_inputs(*args, torch.zeros(4, dtype=torch.int32, device=device))
-
-
-# ---- The model -------------------------------------------------------------------------------------------------------
 
 TINY = ["--preset=cpu", "--model_dim=48", "--num_heads=6", "--pointer=true", "--val_batch_tokens=128",
         "--dtype=float32", "--device=cpu", "--fp8=false"]
@@ -278,40 +232,9 @@ def test_validation_points_into_whole_documents():
     assert loss == pytest.approx(whole, rel=1e-5) and abs(whole - short) > 1e-3
 
 
-def test_other_parameters_are_drawn_as_without_the_pointer():
-    """And without gate the head is the old one: nothing of it remains when the knob is off."""
-    ops, _ = tk.choose_ops(torch.device("cpu"), "torch")
-    plain, model = (T.GPT(T.Model(vocab_size=120, model_dim=48, pointer=pointer), ops, FP32, torch.device("cpu"))
-                    for pointer in (False, True))
-    for either in plain, model:
-        either.init_weights(5)
-    own = {"pointer_weights", "pointer_sink", "pointer_gain"}
-    assert {*dict(model.named_parameters())} == {*dict(plain.named_parameters())} | own
-    assert all(torch.equal(param, model.get_parameter(label)) for label, param in plain.named_parameters())
-    assert plain.config.gate_id is None and T.Model(vocab_size=128).padded_vocab == 128
-
-
-def test_bf16_is_near_fp32():
-    """The loss of the same weights with activations in bf16; seen: 3e-3 of 5.7."""
-    config, model = tiny_model()
-    half = T.GPT(config.model, model.ops, BF16, torch.device("cpu"))
-    half.load_state_dict(model.state_dict())
-    model.load_state_dict(half.state_dict())  # the same rounded weights
-    tokens = [config.model.bos_id, *torch.randint(9, (126,)).tolist()]
-    losses = []
-    for each in model, half:
-        output, targets = forward(each, config, [tokens], final_attention(config, each))
-        assert output.point.sink.dtype == FP32 and output.point.q.dtype == each.dtype
-        losses.append(E.head(each).losses(output.h, targets, torch.ones(1), output.point)[:126].mean().item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-
-
-# ---- Endings ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("rows", ["500", "500,300", "500,300,200", "0,0,200"])
 def test_losses_of_endings_do_not_depend_on_the_packing(rows):
-    """Of sequences of 64 and of 512 tokens; they are those of the oracle for each pair alone, so no question sees the
-    one before, whatever n-grams it reads."""
+    """They are the oracle's of each pair alone: no question sees the one before."""
     config, model = tiny_model(f"--ngram_rows={rows}", "--bigram_signs=true")
     text = b"a rose is a rose is a rose"
     pairs = [(text[:9 + i], text[9 + i:20 + 2 * (i % 3)]) for i in range(6)]
@@ -327,98 +250,19 @@ def test_losses_of_endings_do_not_depend_on_the_packing(rows):
             torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-# ---- Loader ----------------------------------------------------------------------------------------------------------
-
-def test_candidates_begin_with_the_gate():
-    """Distinct, positions right, the rest the same sweep; None when gate and targets are one too many."""
-    rng, left = np.random.default_rng(0), np.ones(640, bool)
-    for row in range(12):
-        targets = rng.integers(0, 513, 40)
-        candidates, positions = L.sample_candidates(targets, 640, 256, row, 513)
-        assert candidates[0] == 513 and len(np.unique(candidates)) == len(candidates) == 256
-        assert (candidates[positions] == targets).all() and candidates.dtype == positions.dtype == np.int64
-        assert positions.min() > 0
-        left[candidates] = False
-    assert not left.any()
-    targets = np.array([7, 3, 9, 3])
-    candidates, positions = L.sample_candidates(targets, 128, 4, 5, 120)
-    assert candidates[0] == 120 and sorted(candidates[1:]) == [3, 7, 9] and (candidates[positions] == targets).all()
-    assert L.sample_candidates(targets, 128, 3, 5, 120) is None
-    candidates, _ = L.sample_candidates(targets, 128, 3, 5, None)
-    assert sorted(candidates) == [3, 7, 9]
+def test_sampled_classes_begin_with_the_gate():
+    config, tokens = T.Config(model=T.Model(vocab_size=120, model_dim=48, pointer=True)), np.arange(41) % 30
+    batch = L.make_batch(tokens.astype(np.uint16), L.cu_seqlens([40], 40, 128), config, torch.device("cpu"),
+                         count=60, row=2)
+    assert batch.candidates[0] == 120 and batch.candidates[batch.targets].tolist() == tokens[1:].tolist()
 
 
-@pytest.mark.parametrize("size, pointer", [(128, True), (120, True), (120, False)])
-def test_batches_name_the_gate(size, pointer):
-    """With sampled classes; none when there are too many targets."""
-    config = T.Config(model=T.Model(vocab_size=size, model_dim=48, pointer=pointer))
-    tokens = np.arange(41, dtype=np.uint16) % 30
-    cu = L.cu_seqlens([40], 40, 128)
-    batch = L.make_batch(tokens, cu, config, torch.device("cpu"), count=60, row=2)
-    assert batch.candidates.unique().numel() == 60 and batch.candidates.max() < config.model.padded_vocab
-    assert torch.equal(batch.candidates[batch.targets], torch.from_numpy(tokens[1:].astype(np.int64)))
-    assert batch.candidates[0] == (size if pointer else 0)
-    batch = L.make_batch(tokens, cu, config, torch.device("cpu"), count=30, row=2)
-    assert (batch.candidates is None) == pointer
-    wanted = torch.from_numpy(tokens[1:].astype(np.int64))
-    assert torch.equal(batch.targets if pointer else batch.candidates[batch.targets], wanted)
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
-
-SHORT = ["--pointer=true", "--scheduled_steps=4", "--extension_steps=1", "--val_every=99", *FOUR]
-
-
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):  # noqa: F811
-    """A run with a checkpoint before every step but the first, and after the last."""
-    torch.manual_seed(7)
-    return train(corpus, tmp_path_factory.mktemp("pointer"), *SHORT, "--save_every=1", "--keep=99")
-
-
-def test_a_resumed_run_is_the_uninterrupted_one(corpus, trained, tmp_path):  # noqa: F811
-    """Bit for bit, from a step with a sampled softmax on; and the weights of the pointer learn."""
-    run = train(corpus, tmp_path, *SHORT, f"--resume={trained.saved[1]}", "--save_every=0", "--save=true")
-    assert differing(run.saved[5], trained.saved[5]) == [] and run.val["5"] == trained.val["5"]
-    assert T.make_plan(T.parse_config([*corpus.args, *SHORT]), 1).candidates == 256
-    first, last = (torch.load(trained.saved[i], weights_only=True)["model"] for i in (1, 5))
-    assert not first["pointer_weights"][2].any() and last["pointer_weights"][2].any()
-    assert all(not torch.equal(first[name], last[name]) for name in ("pointer_weights", "pointer_sink", "pointer_gain"))
-    assert float(trained.val["5"]) < float(trained.val["0"]) - 0.2
-
-
-def test_the_final_loss_is_that_of_the_oracle(corpus, trained):  # noqa: F811
-    """To the 4 digits of the log."""
-    params = {name: tensor.float() for name, tensor in torch.load(trained.saved[5], weights_only=True)["model"].items()}
-    losses, freqs, scale = [], oracles.base_freqs(48 // 6 // 4), 0.1
-    for old, new in zip(STAGES, STAGES[1:]):
-        freqs, scale = oracles.yarn(freqs, scale, old[3], new[3])
-    for pos in range(0, VAL_TOKENS, VAL_BATCH):
-        tok, targets, cu = oracles.validation_piece(corpus.val, pos, VAL_BATCH, 256, 128)
-        rows = torch.tensor(oracles.bigram_hash(tok, len(params["bigram_embed"])))
-        losses.append(oracles.validation_loss(
-            params, torch.tensor(tok), targets, cu.tolist(), rows, S=STAGES[-1][2], L=FINAL_WINDOW, H=6, freqs=freqs,
-            attn_scale=scale, lambda_dtype=torch.bfloat16, pointer=(257, VAL_BATCH)))
-    assert abs(float(trained.val["5"]) - torch.stack(losses).mean().item()) < 0.5e-4 + 1e-5
-
-
-def test_two_ranks_agree_with_one(corpus, trained, tmp_path):  # noqa: F811
-    """To the tolerances of test_run.py: gradients in bf16 are added in another order."""
-    out, err, status = finish(start(corpus, *SHORT, f"--log_dir={tmp_path}", "--save=true", ranks=2))
-    assert status == 0, out + err
-    one, two = (torch.load(path, weights_only=True) for path in (trained.saved[5], *tmp_path.glob("*/*.pt")))
-    assert one["loader"] == two["loader"]
-    for name in "pointer_weights", "pointer_sink", "pointer_gain":
-        for a, b in ((one["model"][name], two["model"][name]),
-                     *((one["optimizer"][name][key], two["optimizer"][name][key]) for key in "mv")):
-            distance = ((a.double() - b.double()).norm() / a.double().norm()).item()
-            print(name, distance)
-            assert distance < 0.1, name
-
-
-def test_sampling_and_hellaswag_of_a_checkpoint(trained, tmp_path, capsys):
+def test_sampling_and_hellaswag_of_a_checkpoint(corpus, tmp_path, capsys):  # noqa: F811
     """From the command line."""
+    trained = train(corpus, tmp_path / "logs", "--pointer=true", "--scheduled_steps=4", "--extension_steps=1",
+                    "--val_every=99", "--save=true")
     path = str(trained.saved[5])
+    capsys.readouterr()
     assert T.main([f"--sample={path}", "--device=cpu", "--tokens=8", "--prompt=the "]) == 0
     assert capsys.readouterr().out.startswith("the ")
     (tmp_path / "made.jsonl").write_text(

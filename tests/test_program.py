@@ -80,7 +80,6 @@ def test_a_pipe_that_nobody_reads_ends_every_program_without_a_word(home):
                               stdout=write, stderr=subprocess.PIPE, text=True)
         os.close(write)
         return done.returncode, done.stderr
-
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(PROGRAMS, pool.map(status_and_words, PROGRAMS)))
     assert {status for status, _ in found.values()} <= {0, 1, 141}  # argparse looks away
@@ -141,8 +140,6 @@ def test_the_command_of_prepare_runs_where_it_is_printed(tmp_path):
     done = subprocess.run(["sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and re.search("^training data .* yes$", done.stdout, re.M), (done.stdout, done.stderr)
 
-
-# ---- The network -----------------------------------------------------------------------------------------------------
 
 def test_one_process_needs_no_network(monkeypatch):
     monkeypatch.setattr(T.dist, "init_process_group", Mock(side_effect=AssertionError("it makes a process group")))

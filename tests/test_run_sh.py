@@ -137,8 +137,7 @@ def gpus(count) -> dict:
     return {"SMI_GPUS": str(count), "TORCH_GPUS": str(count)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hardware, preset, data
+# ---- Hardware, preset, data ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("count, arguments, data, procs, preset", [
     (1, [], FINEWEB, 1, "single"), (3, [], FINEWEB, 2, "record"), (9, [], FINEWEB, 8, "record"),
@@ -212,8 +211,7 @@ def test_data_that_is_there_is_not_prepared_again(machine):
     assert machine.run(status=7) == [STDLIB]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Python
+# ---- Python ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("has, arguments, status, pip, then, message", [
     ("numpy huggingface_hub triton", ["test", "-k", "a or b"], 0, "tiktoken|pytest|pytest-xdist",
@@ -296,8 +294,7 @@ def test_an_old_driver_gets_another_build(machine, driver, words):
     assert machine.err.splitlines()[1:] == [f"run.sh: the NVIDIA driver {driver} {words}"] * bool(words)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Other ways to call it
+# ---- Other ways to call it -------------------------------------------------------------------------------------------
 
 def test_repeated_runs_are_runs_of_their_own(machine):
     """Each label with its own preset and data. --repeat may stand anywhere."""
@@ -419,8 +416,7 @@ def test_ctrl_c_before_the_training(machine, command):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_is_named(machine, number):
-    """SIGHUP comes when a terminal closes, SIGUSR1 from a scheduler. A process of run.sh prints the line, which gets the
-    signal, too."""
+    """From a closed terminal or a scheduler. The process that prints the line gets it, too."""
     machine.env["TRAIN"] = f"""trap 'echo "W1 torch/distributed/ Received {number} death signal" >&2; exit 9' {number}
                                touch "$CALLS.waits"; sleep 60 & wait"""
     machine.env["NPROC"] = "2"

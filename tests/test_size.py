@@ -32,8 +32,7 @@ RECORD = Path(__file__).resolve().parents[1] / "records/2026-11-28_proven"
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("world", [1, 8])
 def test_longer_runs_take_larger_models(name, world):
-    """And slower GPUs smaller ones. The tokens of the best size in a time have that size again, but for times in which
-    a smaller one took as many."""
+    """Slower GPUs smaller ones. The tokens of the best size in a time have that size again."""
     gpu, times, previous = GPUS[name], np.geomspace(0.3, 1e6, 200), 0
     slow = Gpu(gpu.products / 5, gpu.copies / 5, gpu.launch)
     chosen = [rank_sizes(time, gpu, world) for time in times]
@@ -121,7 +120,6 @@ def test_the_best_size_that_fits(monkeypatch, free, world, chosen):
 
     def report(config, device, world):
         return "", 1000 * config.model.depth + config.model.model_dim <= free
-
     for name in "memory.memory_report", "start.memory_report":
         monkeypatch.setattr(f"data.run.{name}", report)
     config, line, time, parse = fitted("--minutes=60", world=world)
@@ -168,8 +166,7 @@ def test_rows_are_those_of_the_rule_before_rounding(world, tokens):
 
 @pytest.fixture
 def begin(gpus, monkeypatch):  # noqa: F811
-    """begin(argument, ...) -> (status, stderr, config, line about the size and seconds that `train` got) of a start on
-    an H100 that is already running; .measured: the calls that measured it."""
+    """begin(argument, ...) -> (status, stderr, config, line of the size, seconds) of a start; .measured: its calls."""
     train, measured = Mock(), []
     for name, value in dict(train=train, Log=lambda config, rt: None,
                             measure_gpu=lambda fp8: measured.append(fp8) or H100,

@@ -12,11 +12,10 @@ import torch
 
 import train_gpt as T
 import triton_kernels as tk
-from data.run import warmup
 from data.run.log import Stopwatch
 from data.run.machine import Runtime
 from data.run.program import UserError
-from data.run.warmup import can_only_compile, compile_kernels, modules_apart, require_codes, steps_with_new_keys
+from data.run.warmup import can_only_compile, modules_apart, require_codes, steps_with_new_keys
 from test_run import corpus  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
@@ -65,7 +64,6 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
         module.launch = path
         time.sleep(0.002)
         return module
-
     build = SimpleNamespace(_load_module_from_path=load)
     monkeypatch.setattr(tk, "triton", SimpleNamespace(runtime=SimpleNamespace(build=build)))
 
@@ -73,7 +71,6 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
         found = build._load_module_from_path("launcher", path)
         time.sleep(0.002)
         return found.launch
-
     paths = [str(i) for i in range(40)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(launcher, paths)) != paths
@@ -82,48 +79,12 @@ def test_threads_do_not_exchange_launchers(monkeypatch):
     assert build._load_module_from_path is load
 
 
-@pytest.fixture
-def make_trainer(corpus):  # noqa: F811
-    """make_trainer(*arguments) -> a small Trainer of four stages with other lengths and windows."""
-    def make(*arguments):
-        config = T.parse_config([*corpus.args, "--fp8_mlp=false", "--fp8_qkv=false", "--bigram_normal=false",
-                                 "--micro_batches=1", "--model_dim=64", "--num_heads=2", *arguments])
-        ops, _ = tk.choose_ops(CPU, config.system.kernels)
-        return T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
-    return make
-
-
-def test_a_warm_up_says_where_its_time_goes(make_trainer):
+def test_a_warm_up_says_where_its_time_goes(corpus):  # noqa: F811
     """Its steps are the first of each kind. That it leaves no trace: test_checkpoint."""
-    trainer = make_trainer("--preset=record74", "--kernels=torch")
+    config, (ops, _) = T.parse_config([*corpus.args, "--micro_batches=1"]), tk.choose_ops(CPU, "torch")
+    trainer = T.Trainer(config, Runtime(0, 1, CPU), SimpleNamespace(line=print), ops, Stopwatch(0.0))
     steps = steps_with_new_keys(trainer.plans[:-1], set())
     T.warm_up(trainer)
     assert len(steps) > 4
     assert list(trainer.watch) == ["imports", "data", "model", "compilation", *(f"step {s}" for s in steps),
                                    "evaluation"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts the launches of the interpreter")
-@pytest.mark.parametrize("preset", ["short", "record74"])
-def test_kernels_are_compiled_ahead(make_trainer, monkeypatch, poisoned_empty, preset):
-    """`compile_kernels` launches every kernel that steps and validations launch. No kernel has run, and weights,
-    gradients and the optimizer's state are as before. That their compiled variants are the same: test_arch."""
-    launched = []
-    monkeypatch.setattr(type(tk._mlp_kernel), "run", lambda self, *args, **options: launched.append(self.fn.__name__))
-    monkeypatch.setattr(warmup, "only_compiling", contextlib.nullcontext)
-    trainer = make_trainer(f"--preset={preset}", "--candidates=8" if preset == "short" else "--ngram_rows=0",
-                           "--kernels=" + ",".join(f"{op}:triton" for op in tk.IMPLEMENTATIONS))
-
-    def state():
-        parts = (part for parts in trainer.optimizer.state.values() for part in parts.values())
-        return [x.clone() for x in (*trainer.model.parameters(), *parts) if x is not None]
-    before = state()
-    compile_kernels(trainer)
-    ahead, changed = {*launched}, [not torch.equal(*pair) for pair in zip(before, state(), strict=True)]
-    assert not any(changed) and not any(
-        param.grad.any() for param in trainer.model.parameters() if param.grad is not None)
-    launched.clear()
-    for step in steps_with_new_keys(trainer.plans[:-1], set()):
-        trainer.step(trainer.loader, trainer.plans[step], 1)
-    T.validate(trainer.summed_loss, trainer.validation, trainer.attn[-1], trainer.rt)
-    assert ahead == {*launched} and len(ahead) > 20

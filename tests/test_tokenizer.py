@@ -41,7 +41,6 @@ def test_reaches_the_hash_and_the_checkpoint(tmp_path, monkeypatch, fails):
 
     def no_tokenizer(size):
         raise UserError("no GPT-2 tokenizer")
-
     for module in T, start:
         monkeypatch.setattr(module, "text_codec", no_tokenizer)
     resumed = train(corpus, tmp_path / "resumed", f"--resume={whole.saved[2]}")
@@ -65,7 +64,6 @@ def test_signs_follow_the_normalised_ids():
     rows = {"bigram_embed": T.torch.zeros(4, dtype=T.torch.int32)}
     def bigrams(*ids):
         return model.lookup(T.torch.tensor(ids, dtype=T.torch.int32), rows)[1]
-
     assert not T.torch.equal(bigrams(0, 1, 0, 2), bigrams(4, 1, 4, 2))
     model.hash_ids[4] = 0
     assert T.torch.equal(bigrams(0, 1, 0, 2), bigrams(4, 1, 4, 2))

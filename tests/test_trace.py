@@ -68,8 +68,7 @@ class Recorder:
         return self.links
 
     def kernel(self, name, region, dur=None, link=None):
-        """By a graph's launch `link`, or by a launch of its own, after a gap. Distinct durations show a kernel in the
-        wrong region."""
+        """By a graph's launch `link`, or its own after a gap. Distinct durations show a wrong region."""
         gap, dur = 0 if link else self.gap, dur or self.random.randint(1, 1000)
         kind = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")
         self.event(kind, name, self.device + gap, dur, stream=7, correlation=link or self.launch())
@@ -99,8 +98,7 @@ class Recorder:
                            2 if kind == "node" else 1, **args)
 
     def graph(self, item, known=True):
-        """A call that plays a micro-step or an update as one graph, after a copy of its inputs and before a copy of its
-        result. If not `known`, its kernels keep one region."""
+        """A call that plays an item as one graph between two copies. If not `known`, it has one region."""
         def replay():
             link = self.launch("cudaGraphLaunch")
             for region, names in (text.split(": ") for text in kernels(item)):
@@ -160,8 +158,7 @@ def test_regions_of_a_gpu(steps):
 
 
 def test_graphs_of_other_kernels():
-    """A graph has the regions of an earlier micro-step launched kernel by kernel if its kernels are the same, and else
-    one region."""
+    """A graph has the regions of an earlier micro-step only if its kernels are the same."""
     rec, other, part = Recorder(), micro_step("other_gemm"), ("micro-step", *micro_step()[2:])
     rec.play(("step 0", rec.graph(micro_step(), known=False), LAUNCHED, rec.graph(micro_step()),
               rec.graph(other, known=False), rec.graph(part, known=False), rec.graph(micro_step())),
@@ -199,14 +196,12 @@ def in_us(result):
 
 
 def test_communication_and_overlap():
-    """Streams 7 and 8 compute, 20 and 21 communicate. Kernels compute from 0 to 12 and from 30 to 40. Communication is
-    exposed from 12 to 18 and from 20 to 30. The GPU is idle from 18 to 20."""
+    """Kernels compute from 0 to 12 and 30 to 40 on streams 7, 8; others communicate to 18, and from 20."""
     rec = Recorder()
 
     def at(name, start, end, stream):
         kind = "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
         return lambda: rec.event(kind, name, start, end - start, stream, stream=stream, correlation=rec.launch())
-
     rec.play(("step 5", ("update qk_bank", at("a", 0, 10, 7), at("b", 30, 40, 7)),
               ("update mlp_bank", at("c", 8, 12, 8)),
               ("reduce mlp_bank", at("ncclDevKernel_ReduceScatter_Sum_bf16(args)", 5, 15, 20),
@@ -222,13 +217,11 @@ def test_communication_and_overlap():
 
 
 def test_operators_of_a_cpu():
-    """An operator's time is without the operators inside it. Waiting is communication unless an operator runs. Numbers
-    of operations tell the layers of the backward pass. The thread of the loader does not count."""
+    """Without the operators inside, and the thread of the loader. Waiting is communication unless an operator runs."""
     rec = Recorder()
 
     def op(name, start, dur, number=None, tid=1):
         rec.event("cpu_op", name, start, dur, tid, **({} if number is None else {"Sequence number": number}))
-
     for t, step in (0, 7), (1000, 8):
         for name, start, end in (
                 (f"step {step}", 0, 1000), ("data", 0, 50), ("micro-step", 50, 720), ("forward", 60, 300),
@@ -329,8 +322,7 @@ def test_work_by_counting():
                         "update_rows", "update_few_rows", "signed_rows"}),
     ("mlp_codes", "project_codes", {"mlp", "mlp_backward", "project", "project_backward"})])
 def test_rates_of_our_kernels(mlp, project, others):
-    """Each kernel takes four times the least time of its operation, so it runs at 1/4 of the limit. The first step
-    does not count. A missing launch leaves no rate."""
+    """Each kernel takes four times the least time of its operation. A missing launch leaves no rate."""
     rec, run = Recorder(), RUN | {"fp8_mlps": mlp == "mlp_codes", "fp8_qkv": project == "project_codes"}
     run |= {"lazy_tables": ["value_embeds"], "few_rows": ["bigram_embed"], "signs": True} if run["fp8_qkv"] else {}
     for step in RUN["steps"]:
@@ -434,8 +426,8 @@ def check(path, ranks):
 
 
 def test_a_profiled_run(small, tmp_path, monkeypatch, capsys):
-    """The log has the tables that records/trace.py prints. Starting and stopping the profiler, here 100 s each by a
-    changed clock, are outside the clock. The losses are those of a run without the profiler."""
+    """The log has the tables of records/trace.py. Starting and stopping it, 100 s each here, is outside the clock.
+    The losses are those of a run without it."""
     late, now, start, stop = [0], time.perf_counter, trace.Profiler.start, trace.Profiler.stop
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: now() + late[0])

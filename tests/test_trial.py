@@ -91,8 +91,7 @@ def test_all_parts_of_the_sums_are_tried(part):
 
 @pytest.mark.parametrize("op, kept", [("update_rows", (2, 3, 4)), ("update_few_rows", (2, 3, 4, 6))])
 def test_what_an_update_leaves_is_compared(op, kept):
-    """Numbers of the last update, the list of touched rows, and gradients; kept: the arguments that stay as they
-    are."""
+    """Last update, list of rows, gradients; kept: the arguments that stay as they are."""
     config, ops = setting()
 
     def forgetful(changed):
