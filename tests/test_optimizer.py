@@ -177,13 +177,14 @@ def make_optimizer(config, rt=ONE_RANK, ops=OPS, dtype=torch.float32):
 
 
 def test_replicated_parameters_share_their_memory():
-    """One vector per dtype has their weights, another one their gradients; each lies as if it had its own memory."""
+    """One vector per dtype has their weights, another one their gradients; each lies as if it had its own memory. They
+    are updated first, the banks last."""
     model, optimizer = make_optimizer(small_config())
     same = T.GPT(small_config().model, OPS, torch.float32, CPU)
     same.init_weights(0)
     parts = {label: model.get_parameter(label) for label in optimizer.replicated.state}
-    for vectors, tensors in ((optimizer.replicated.weights, [p.detach() for p in parts.values()]),
-                             (optimizer.replicated.grads, [p.grad for p in parts.values()])):
+    weights, grads, *_ = zip(*optimizer.replicated.vectors)
+    for vectors, tensors in ((weights, [p.detach() for p in parts.values()]), (grads, [p.grad for p in parts.values()])):
         assert {x.data_ptr() for x in vectors} == {x.untyped_storage().data_ptr() for x in tensors}
         starts = [x.storage_offset() * x.element_size() for x in tensors]
         assert len(vectors) == 2 and all(start % 512 == 0 for start in starts)
@@ -192,6 +193,9 @@ def test_replicated_parameters_share_their_memory():
             own = sorted((start, start + x.nbytes) for start, x in zip(starts, tensors) if x.dtype == vector.dtype)
             assert own and own[-1][1] <= vector.nbytes
             assert all(end <= start for (_, end), (start, _) in zip(own, own[1:]))
+    tables, banks = ["value_embeds", "bigram_embed", "lm_head", "embed"], ["qk_bank", "vo_bank", "mlp_bank"]
+    assert [each.row.label for each in optimizer.reduced] == [*banks, "replicated", *tables]
+    assert [each.row.label for each in optimizer.updated] == ["replicated", *tables, *banks]
     assert len(parts) > 10 and all(
         torch.equal(p, same.get_parameter(label)) for label, p in parts.items())
     for param in model.parameters():
@@ -224,7 +228,7 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
             grads[label][torch.rand(len(grads[label])) < 0.5] = 0
         for label, param in model.named_parameters():
             param.grad += grads[label]
-            if optimizer.is_lazy(label):
+            if label in optimizer.sharded and optimizer.sharded[label].touched is not None:
                 optimizer.tables[label].touched |= grads[label].any(1)
         optimizer.step(plan, T.update_numbers(config, plan))
         oracle.step({k: g.double() for k, g in grads.items()}, plan.step, plan.lr_factor, plan.momentum, split_step=5,
@@ -251,9 +255,10 @@ def test_second_moment_of_a_table(label, beta2, every, decay):
     fast if it is updated in every step."""
     config = dataclasses.replace(small_config(), optim=T.Optim(table_beta2=0.5625, adam_every=every))
     _, optimizer = make_optimizer(config)
-    optimizer.settings[label] = optimizer.settings[label]._replace(betas=(0.9, beta2))
+    sharded = optimizer.sharded[label]
+    sharded.row = sharded.row._replace(betas=(0.9, beta2))
     grad = torch.full_like(optimizer.params[label], 2.0)
-    optimizer._update(label, grad, T.update_numbers(config, T.make_plan(config, 1)), False)
+    sharded.update(grad, T.update_numbers(config, T.make_plan(config, 1)), False)
     assert (optimizer.state[label]["v"] == (1 - decay) * 4).all()
 
 
@@ -266,7 +271,7 @@ def test_head_pairs_against_svd(world):
     for rank in range(world):
         ops = SimpleNamespace(**vars(OPS) | {"normuon_update": lambda p, mantissa, v, y, *args: got.append(y)})
         _, optimizer = make_optimizer(config, Runtime(rank, world, CPU), ops)
-        optimizer._update("qk_bank", optimizer._shard("qk_bank", grads).double(), numbers, False)
+        optimizer.sharded["qk_bank"].update(optimizer.sharded["qk_bank"].own(grads).double(), numbers, False)
     reached, s = singular_values(torch.cat(got)[:60], grads.double())
     assert (s > 1e-3 * torch.linalg.matrix_norm(grads)[..., None]).all() and ((reached - 1).abs() < 0.1412).all()
 
@@ -294,7 +299,7 @@ class Steps:
             if few is not None:
                 few.load(rows.nonzero()[:, 0], grad[rows])
                 continue
-            if self.optimizer.is_lazy(label):
+            if label in self.optimizer.sharded and self.optimizer.sharded[label].touched is not None:
                 grad *= rows[:, None]
                 self.optimizer.tables[label].touched |= rows.to(param.device)
             target += grad.to(target)
@@ -371,13 +376,13 @@ def test_wide_matrices_keep_their_norms():
     """Pairs of heads have fewer rows than columns; three steps against the oracle."""
     config = small_config(True)
     _, optimizer = make_optimizer(config)
-    bank, state = optimizer.shards["qk_bank"], optimizer.state["qk_bank"]
+    bank, state = optimizer.sharded["qk_bank"].part, optimizer.state["qk_bank"]
     bank.normal_(0, 0.05)[0] = 0
     start = bank.double()
     oracle = dict(w=start.clone(), m=torch.zeros_like(start), v=torch.zeros_like(start)[:, :, :1])
     for plan in (T.make_plan(config, step) for step in range(3)):
         grads = torch.randn(60, 16, 48)
-        optimizer._update("qk_bank", grads, T.update_numbers(config, plan), False)
+        optimizer.sharded["qk_bank"].update(grads, T.update_numbers(config, plan), False)
         lr = oracles.NORMUON_LR * plan.lr_factor
         oracles.normuon_step(oracle, grads.double(), plan.momentum, [lr] * 60, oracles.NORMUON_WD * lr)
     weights = kernels.join_master(bank.view(torch.int16), state["mantissa"]).double()
@@ -407,12 +412,12 @@ def train(rt, steps, saved=None, head_pairs=False):
                     grad[torch.isin(torch.arange(len(param)), rows, invert=True)] = 0
                 if (plan.step + part) % rt.world == rt.rank:
                     param.grad += grad
-                    if optimizer.is_lazy(label):
+                    if label in optimizer.sharded and optimizer.sharded[label].touched is not None:
                         optimizer.tables[label].touched |= grad.any(1)
         optimizer.step(plan, T.update_numbers(config, plan))
-    for label, buffers in optimizer.buffers.items():  # what is behind a parameter
+    for label, sharded in optimizer.sharded.items():  # what is behind a parameter
         size = model.get_parameter(label).numel()
-        assert not any(buffer.flatten()[size:].any() for buffer in buffers), label
+        assert not any(x.flatten()[size:].any() for x in (sharded.whole, *sharded.grads)), label
     return {"model": model.state_dict(), "optimizer": whole_state(optimizer)}
 
 
