@@ -97,10 +97,8 @@ class Layer:
     dynamic: bool = False  # a network reads lane 0 and adds to factors until the next dynamic layer (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
-    @property
-    def embeds(self):
-        """Whether the layer adds the token embedding and the bigram embedding."""
-        return self.attention or self.skip_from is None
+    # Whether the layer adds the token embedding and the bigram embedding.
+    embeds = property(lambda self: self.attention or self.skip_from is None)
 
 
 RECORD74_LAYERS = (
@@ -164,55 +162,27 @@ class Model:
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
     width_lr_power: Part = 0.0  # Adam multiplies its rates by (768 / D) to this power, for lm_head and embed twice
 
-    @property
-    def depth(self):
-        return len(self.layers)
-
-    @property
-    def table(self) -> tuple:
-        """The parameters that follow from these sizes and layers."""
-        return param_table(self)
-
-    @property
-    def is_wired(self) -> bool:
-        """Whether the layers are those of `wire`."""
-        return self.layers in (self.rewired(self.depth, paired) for paired in (False, True))
+    depth = property(lambda self: len(self.layers))
+    head_dim = property(lambda self: self.model_dim // self.num_heads)
+    mlp_dim = property(lambda self: 16 * round(self.mlp_ratio * self.model_dim / 16))
+    padded_vocab = property(lambda self: -(-(self.vocab_size + self.pointer) // 128) * 128)  # K3
+    bos_id = property(lambda self: self.vocab_size - 1)
+    # The class whose probability is the weight of the pointer, or None; no token has it.
+    gate_id = property(lambda self: self.vocab_size if self.pointer else None)
+    ngram_table = property(lambda self: "ngram_embed" if any(self.ngram_rows) else "bigram_embed")  # its label
+    table = property(lambda self: param_table(self))  # the parameters that follow from these sizes and layers
+    # Whether the layers are those of `wire`.
+    is_wired = property(lambda self: self.layers in (self.rewired(self.depth, paired) for paired in (False, True)))
 
     def rewired(self, depth, paired) -> tuple[Layer, ...]:
         """So many layers by the rules of `wire`, narrow or mixed if some layer is."""
         return wire(depth, bool(self.layers_with("narrow")), paired, bool(self.layers_with("mix")))
 
     @property
-    def bos_id(self):
-        return self.vocab_size - 1
-
-    @property
-    def gate_id(self) -> int | None:
-        """The class whose probability is the weight of the pointer; no token has it."""
-        return self.vocab_size if self.pointer else None
-
-    @property
-    def padded_vocab(self):  # K3
-        return -(-(self.vocab_size + self.pointer) // 128) * 128
-
-    @property
-    def head_dim(self):
-        return self.model_dim // self.num_heads
-
-    @property
-    def mlp_dim(self):
-        return 16 * round(self.mlp_ratio * self.model_dim / 16)
-
-    @property
     def ngrams(self) -> list[tuple[int, int]]:
         """[(order, number of rows)] of the table of n-grams: 2 for bigrams, 3 for trigrams."""
         found = [(order, int(rows)) for order, rows in enumerate(self.ngram_rows, 2) if rows]
         return found or [(2, int(self.bigram_tables * self.padded_vocab))]
-
-    @property
-    def ngram_table(self) -> str:
-        """Label of the table of n-grams."""
-        return "ngram_embed" if any(self.ngram_rows) else "bigram_embed"
 
     @property
     def qk_banks(self) -> list[tuple[list[int], str, tuple[int, ...]]]:
@@ -532,10 +502,8 @@ class Param(NamedTuple):
     codes: tuple[str, float] = ("", 0.0)  # knob with which it has FP8 codes, and their bytes per weight
     dtype: torch.dtype = torch.bfloat16
 
-    @property
-    def sparse(self) -> bool:
-        """Whether it is a table of which a step has gradients of few rows."""
-        return self.lazy or self.optim == "rows"
+    # Whether it is a table of which a step has gradients of few rows.
+    sparse = property(lambda self: self.lazy or self.optim == "rows")
 
 
 def uniform(p, generator, bound=None):
@@ -571,18 +539,18 @@ def check_row(row, labels):
     is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
     are_betas = isinstance(betas, tuple) and not demand(
         tuple[Memory, Memory], (*betas[:1], *(0.0 if beta is None else beta for beta in betas[1:])))
+    unread, read = (("betas", "lr_mul", "wd_mul"), "matrix_lr") if is_muon else (("matrix_lr",), "lr_mul")
     for ok, problem in (
             (labels.count(row.label) == 1, "another row has this name"),
             (row.optim in ("normuon", "adam", "rows", "replicated"), "must be normuon, adam, rows or replicated"),
             (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
             (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
             (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
-            (is_muon or row.matrix_lr == (1.0,), "does not read matrix_lr; its factor is lr_mul"),
+            *((getattr(row, field) == Param._field_defaults[field], f"does not read {field}; its factor is {read}")
+              for field in unread),
             (not is_muon or len(shape) > 2, "needs a shape of three numbers or more"),
-            (not is_muon or math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
-             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}"),
-            (not is_muon or (betas, row.lr_mul, row.wd_mul) == (None, 1.0, 1.0),
-             "does not read betas, lr_mul and wd_mul; its factors are matrix_lr")):
+            (math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
+             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}")):
         if not ok:
             raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")
 
@@ -923,16 +891,8 @@ class GPT(nn.Module):
             bank.copy_(qk[..., :width, :].reshape(bank.shape))
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
-        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch -> Output."""
-        return self.output(self.layers(self.lookup(tokens, row_ids, pieces), cu_seqlens, attn), tokens, attn)
-
-    def output(self, results, tokens, attn) -> Output:
-        """The result of `layers` as an Output. The pointer reads its own document, and nothing else."""
-        h, codes, point = results
-        if point:
-            q, k, sink, start, end = point
-            point = kernels.Point(q, k, sink, tokens, start, end, attn.pointer_window, POINTER_WIDTH**-0.5)
-        return Output(h, point, codes)
+        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch."""
+        return self.layers(self.lookup(tokens, row_ids, pieces), tokens, cu_seqlens, attn)
 
     def lookup(self, tokens, row_ids, pieces=None):
         """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings."""
@@ -1028,9 +988,8 @@ class GPT(nn.Module):
                 kernels.Reader(scale) if trains and self.fp8_mlps else kernels.Reader(),
                 kernels.Reader(kernels.X_SCALE if trains and self.fp8_head else None, whole=True))
 
-    def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The forward pass without lookup and pointer: the result of `lookup` -> (final stream after its norm, its
-        codes for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
+    def layers(self, embeddings, tokens, cu_seqlens, attn: AttentionSettings) -> Output:
+        """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
@@ -1136,16 +1095,15 @@ class GPT(nn.Module):
             streams = [embedded, backout, before_mix, first_ve, *(skip.x for skip in skips.values())]
             ends += [*zip(factors[last + 1, "mix"], streams, strict=True)][3 * bool(at_end):]
         x = mix(ends, by_head, at_end)
-        return x.normed, x.codes, self.pointer_inputs(x.normed, documents) if config.pointer else None
+        point = self.point(x.normed, tokens, *documents[False], attn.pointer_window) if config.pointer else None
+        return Output(x.normed, point, x.codes)
 
-    def pointer_inputs(self, x, documents):
-        """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
-
-        The key of a token also tells what came before it, but nothing of another document.
-        """
-        start, end = documents[False]
+    def point(self, x, tokens, start, end, window):
+        """Where the pointer head looks. A token sees its own document alone, and the key of a token also tells what
+        came before it there. start, end (N,): of the documents."""
         projected = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype))
-        return *self.ops.pointer_inputs(projected, self.pointer_gain, self.pointer_sink, start), start, end
+        q, k, sink = self.ops.pointer_inputs(projected, self.pointer_gain, self.pointer_sink, start)
+        return kernels.Point(q, k, sink, tokens, start, end, window, POINTER_WIDTH**-0.5)
 
 
 # ---- Optimizer: state and communication between ranks (triton_kernels.py has the rules of the updates) --------------
@@ -1490,15 +1448,10 @@ class StepPlan(NamedTuple):
         """Whether a parameter is updated at this step."""
         return row.optim == "normuon" or (self.tables if row.sparse else self.adam)
 
-    @property
-    def forward_key(self):
-        """Steps with equal keys have the same shapes and windows, so they share one CUDA graph of the micro-step."""
-        return self.stage, self.candidates
-
-    @property
-    def update_key(self):
-        """Steps with equal keys run the same operations of the optimizer."""
-        return self.adam, self.tables, self.tied, self.split, frozenset(self.average_rates)
+    # Steps with equal keys have the same shapes and windows, so they share one CUDA graph of the micro-step; or they run
+    # the same operations of the optimizer.
+    forward_key = property(lambda self: (self.stage, self.candidates))
+    update_key = property(lambda self: (self.adam, self.tables, self.tied, self.split, frozenset(self.average_rates)))
 
 
 def average_rates(config, step, total) -> dict[str, float]:

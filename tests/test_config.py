@@ -465,7 +465,7 @@ def test_parameter_table():
     ("vo_bank", {"optim": "adam"}, "optim='adam': betas=None: must be two numbers from 0 to below 1, the second one"),
     ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam, rows or replicated"),
     ("vo_bank", {"shape": (64, 64)}, "needs a shape of three numbers or more"),
-    ("vo_bank", {"lr_mul": 2.0}, "does not read betas, lr_mul and wd_mul; its factors are matrix_lr"),
+    ("vo_bank", {"lr_mul": 2.0}, "does not read lr_mul; its factor is matrix_lr"),
     ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
     ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
     ("smear_gate", {"shape": (7.5,)}, "the shape .7.5,. must be a tuple of whole numbers"),
