@@ -50,7 +50,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate, groupby, islice, takewhile
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from typing import Annotated, Callable, Literal, NamedTuple
 
@@ -61,7 +61,7 @@ from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctr
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, keep_compiled, one_line,
-    open_outputs, run_program, told)
+    open_outputs, require_finite, run_program, told)
 
 if __name__ == "__main__":
     open_outputs()
@@ -458,13 +458,12 @@ from data.loader import Batch, Loader, ValidationData
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    PATIENCE, all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
-    rank_from_env, require_equal_ranks)
+    all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
+    rank_from_env, require_equal_ranks, wait_for)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
-from data.run.state import (
-    check_weights, join_parts, load_checkpoint, load_state, shard_table, whole_state, write_checkpoint)
+from data.run.state import check_weights, load, load_checkpoint, load_weights, save
 from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
 from data.shards import inspect_all, run_shards
@@ -1648,11 +1647,11 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
             restart_with_more_micro_batches(config, rt.device)
         raise
     if resumed:
-        trainer.load_state_dict(resumed)
+        load(trainer, resumed)
         log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
                  f" {quoted(published(system.resume))}")
     elif initial:
-        trainer.load_weights(initial)
+        load_weights(trainer, initial)
     agree_on_shards(trainer, resumed)
     if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
         log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
@@ -1689,7 +1688,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
         log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
                  f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
     if system.save or system.save_every:
-        trainer.save(trainer.total, clock.counted)
+        save(trainer, trainer.total, clock.counted)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -1712,24 +1711,6 @@ def validate(summed_loss, data, attn, rt) -> float:
     return total.item() / data.config.data.val_tokens
 
 
-def require_finite(value, name):
-    """Raises NotFinite when a loss, a Python float, is nan or inf."""
-    if not math.isfinite(value):
-        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
-
-
-def wait_for(event, world, limit=PATIENCE):
-    """Wait until the GPU has passed an event. Raises RuntimeError after `limit` seconds, with several ranks: NCCL's own
-    limit does not see the collectives of a CUDA graph, which wait for a rank that hangs."""
-    if world == 1:
-        return event.synchronize()
-    end = time.monotonic() + limit
-    while not event.query():
-        if time.monotonic() > end:
-            raise RuntimeError(f"timed out waiting for {limit} s for a step of the GPUs")
-        time.sleep(0.0002)
-
-
 def add_gradients(loss, leaves):
     """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
 
@@ -1748,7 +1729,7 @@ class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
     sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start; stop:
+    weights a new run begins with; profiler: class Profiler; shards: `run_shards` at the start; stop:
     the Stop of `watch_signals`.
     """
 
@@ -1831,49 +1812,11 @@ class Trainer:
         if self.model.fp8_projections:
             self.model.fp8_projections.refresh()
 
-    def load_state_dict(self, state):
-        """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
-        load_state(self.optimizer, state["optimizer"])
-        self.load_weights(state)
-        self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng"])
-
-    def load_weights(self, state):
-        """Load the weights alone, and the scales of their FP8 codes."""
-        parts = {label: self.optimizer.sharded[label].own(state["model"][label]) for label in self.optimizer.of_rows}
-        self.model.load_state_dict(state["model"] | parts)
-        self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
-
-    def save(self, step, seconds):
-        """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
-        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
-        self.whole = None  # an error in here would come again
-        state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
-                 "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
-                 "loader": self.loader.state_dict(), "optimizer": whole_state(self.optimizer)}
-        whole = {label: join_parts(self.optimizer.sharded[label], self.model.get_parameter(label).detach())
-                 for label in self.optimizer.of_rows}
-        if self.rt.rank == 0:
-            read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
-            wait(check for part, end in read.items() for check in [*self.shards[part].checks.values()][:end])
-            state["shards"] = {part: shard_table(each) for part, each in self.shards.items()}
-            if self.model.fp8_mlps:
-                state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
-            model = self.model.state_dict().items()
-            # The tensors are copied, since a view would bring the whole padded buffer into the file.
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
-            numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
-            for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
-                require_finite(bound.item(), f"largest weight before step {step}")
-            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
-            write_checkpoint(state, path, self.config.system.keep)
-            self.log.line(f"checkpoint: {quoted(published(str(path)))}")
-
     def validate(self, step, plan, seconds) -> float:
         """Validation loss before a step; logs it with `seconds`, the training time."""
         attn = self.attn[-1 if step == self.total else plan.stage]
         loss = validate(self.summed_loss, self.validation, attn, self.rt)
-        self.log.line("\n".join(self.step_lines(step, f"val_loss:{loss:.4f}", seconds)))
+        self.log.step(step, self.total, f"val_loss:{loss:.4f}", seconds)
         require_finite(loss, f"validation loss before step {step}")
         return loss
 
@@ -1881,11 +1824,6 @@ class Trainer:
         """Summed loss of a validation batch."""
         self.fetch_rows(batch)
         return summed_loss(self.model, self.head, batch, attn)
-
-    def step_lines(self, step, loss, seconds):
-        """The two lines of a step in the log: the loss, which a diff can compare, and the training time."""
-        return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
-                f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
 
     def wish(self) -> Tensor | None:
         """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
@@ -1902,8 +1840,8 @@ class Trainer:
             step, copied, loss, seconds = self.losses.popleft()
             if copied is not None:
                 wait_for(copied, self.rt.world)
-            self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
-                              seconds * (self.tokens[-1] / self.tokens[step] - 1))
+            self.log.step(step + 1, self.total, f"train_loss:{loss.item():.4f}", seconds,
+                          seconds * (self.tokens[-1] / self.tokens[step] - 1))
             require_finite(loss.item(), f"training loss of step {step + 1}")
             self.agreed = self.agreed or int(self.wishes.popleft() or 0)
 
@@ -1938,7 +1876,7 @@ class Trainer:
                 with suppress(Exception):  # the first error is the one to tell
                     if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
                         self.log_losses(keep=0)
-                        self.save(*self.whole)
+                        save(self, *self.whole)
             raise
 
     def timed_run(self) -> tuple[float, Clock]:
@@ -1971,7 +1909,7 @@ class Trainer:
                     if validates:
                         loss = self.validate(step, plan, seconds)
                     if saves:
-                        self.save(step, seconds)
+                        save(self, step, seconds)
                     if stops:
                         self.log.ended(system, stops, f" after step {step}/{self.total}")
                     self.sync_ranks()

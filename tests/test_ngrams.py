@@ -326,8 +326,8 @@ def test_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, monkeypatch):  #
     state = torch.load(base.saved[5], weights_only=True)["optimizer"]["ngram_embed"]
     assert state["grad"].shape == (len(state["rows"]), T.parse_config(corpus.args).model.model_dim)
     assert state["v"].shape == state["last"].shape == (ROWS, 1) and state["grad"].any()
-    load = T.Trainer.load_state_dict
-    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
+    load = T.load
+    monkeypatch.setattr(T, "load", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
     run = train(corpus, tmp_path / "resumed", TABLE, f"--resume={base.saved[5]}", *LAST_ONLY)
     assert differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert torch.load(run.saved[STEPS], weights_only=True)["model"]["ngram_embed"].any()

@@ -6,14 +6,17 @@ A checkpoint is a dictionary of plain values and tensors.
 import functools
 import os
 import zipfile
+from concurrent.futures import wait
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from data.run.log import published, quoted
 from data.run.machine import all_reduce
-from data.run.program import UserError, atomic_write, user_path
+from data.run.program import UserError, atomic_write, require_finite, user_path
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
 
@@ -54,6 +57,50 @@ def load_checkpoint(path) -> dict:
     if damaged:
         raise UserError(f"{path} is damaged: a part of it differs from its checksum; take another checkpoint")
     return state
+
+
+def save(trainer, step, seconds):
+    """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights that
+    the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
+    trainer.whole = None  # an error in here would come again
+    optimizer, model, shards = trainer.optimizer, trainer.model, trainer.shards
+    state = {"step": step, "seconds": seconds, "sources": trainer.sources, "config": asdict(trainer.config),
+             "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
+             "loader": trainer.loader.state_dict(), "optimizer": whole_state(optimizer)}
+    whole = {label: join_parts(sharded, sharded.part) for label in optimizer.of_rows
+             for sharded in [optimizer.sharded[label]]}
+    if trainer.rt.rank:
+        return
+    read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
+    wait(check for part, end in read.items() for check in [*shards[part].checks.values()][:end])
+    state["shards"] = {part: shard_table(each) for part, each in shards.items()}
+    if model.fp8_mlps:
+        state["fp8_mlps"] = model.fp8_mlps.state_dict()
+    # The tensors are copied, since a view would bring the whole padded buffer into the file.
+    state["model"] = {label: x.to("cpu", copy=True) for label, x in model.state_dict().items() if label not in whole}
+    state["model"] |= whole
+    numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
+    for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
+        require_finite(bound.item(), f"largest weight before step {step}")
+    path = trainer.log.path.with_suffix("") / f"state_step{step:06d}.pt"
+    write_checkpoint(state, path, trainer.config.system.keep)
+    trainer.log.line(f"checkpoint: {quoted(published(str(path)))}")
+
+
+def load(trainer, state):
+    """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
+    load_state(trainer.optimizer, state["optimizer"])
+    load_weights(trainer, state)
+    trainer.loader.load_state_dict(state["loader"])
+    torch.set_rng_state(state["rng"])
+
+
+def load_weights(trainer, state):
+    """Load the weights alone, and the scales of their FP8 codes."""
+    sharded = trainer.optimizer.sharded
+    parts = {label: sharded[label].own(state["model"][label]) for label in trainer.optimizer.of_rows}
+    trainer.model.load_state_dict(state["model"] | parts)
+    trainer.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
 
 
 def check_weights(state, model):
