@@ -316,7 +316,7 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
         assert torch.equal(bits(make(W1.detach(), self.scales[i, 1, 0], E4M3)[0]), bits(self.codes[i, 0]))
         return mlp(self, i, x, W1, *args)
 
-    monkeypatch.setattr(T.Sharded, "padded", moved)
+    monkeypatch.setattr(T.Sharded, "padded", staticmethod(moved))
     monkeypatch.setattr(tk, "both_layouts", counted)
     monkeypatch.setitem(tk.IMPLEMENTATIONS["attention"], "torch", watched)
     monkeypatch.setattr(tk.Fp8Mlps, "__call__", watched_mlp)

@@ -106,6 +106,9 @@ class Log:
             minutes, seconds = divmod(round(seconds_left), 60)
             self.line(f"{place} {loss} {times} eta:{minutes}m{seconds:02d}s", file=False, end="")
 
+    def saved(self, path):
+        self.line(f"checkpoint: {quoted(published(str(path)))}")
+
     @contextmanager
     def moving(self, text, every=1.0):
         """Context manager: the last line of a terminal shows the result of `text()`, which is called every so many

@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.run.log import published, quoted
-from data.run.machine import all_reduce
 from data.run.program import UserError, atomic_write, require_finite, user_path
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
@@ -84,7 +82,7 @@ def save(trainer, step, seconds):
         require_finite(bound.item(), f"largest weight before step {step}")
     path = trainer.log.path.with_suffix("") / f"state_step{step:06d}.pt"
     write_checkpoint(state, path, trainer.config.system.keep)
-    trainer.log.line(f"checkpoint: {quoted(published(str(path)))}")
+    trainer.log.saved(path)
 
 
 def load(trainer, state):
@@ -189,7 +187,9 @@ def whole_state(optimizer) -> dict:
             order = rows.argsort()  # the order of places varies
             tensors |= {"rows": rows[order], "grad": grad[order]} if any(counts) else {}
         else:
-            all_reduce(grad := param.grad.clone(), rt, dist.ReduceOp.AVG)
+            grad = param.grad.clone()
+            if rt.world > 1:
+                dist.all_reduce(grad, op=dist.ReduceOp.AVG)
             tensors |= {"grad": grad} if grad.any() else {}
         full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if rt.rank == 0}
     return full
