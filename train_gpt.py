@@ -584,12 +584,12 @@ def param_table(model: Model) -> tuple[Param, ...]:
               average=0.06, codes=("fp8_mlp", 2.0)),
         Param("value_embeds", (len(with_values) * V, D), "adam",
               lambda p, generator: p.normal_(generator=generator).mul_(0.01), (0.75, None), 75.0, 5.0, lazy=True),
-        Param("bigram_embed", ngram_shape, "adam", 0.0, (0.75, None), 75.0, 5.0, lazy=True)
-        if not any(model.ngram_rows) else Param("ngram_embed", ngram_shape, "rows", 0.0, (0.0, None), 75.0, 5.0),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200). Below, all rates get narrow_lr, too.
         Param("lm_head", (D, V), "adam", lambda p, generator: p.normal_(std=0.005, generator=generator), (0.5, None),
               narrow_lr, 150.0, average=0.12),
         Param("embed", (V, D), "adam", 0.0, (0.5, None), narrow_lr, 150.0, average=0.12, tied_to="lm_head"),
+        Param("bigram_embed", ngram_shape, "adam", 0.0, (0.75, None), 75.0, 5.0, lazy=True)
+        if not any(model.ngram_rows) else Param("ngram_embed", ngram_shape, "rows", 0.0, (0.0, None), 75.0, 5.0),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),

@@ -453,7 +453,7 @@ def test_parameter_table():
     betas = {label: (row.betas[0], row.betas[1] or RECORD74.optim.table_beta2) for label, row in adam.items()}
     assert {label: (*betas[label], row.lr_mul, row.wd_mul) for label, row in adam.items()} == oracles.ADAM_TABLE
     assert [label for label, row in table.items() if row.optim == "adam"] == [
-        "value_embeds", "bigram_embed", "lm_head", "embed"]
+        "value_embeds", "lm_head", "embed", "bigram_embed"]
     assert {label: row.matrix_lr for label, row in table.items() if label not in adam} == {
         "qk_bank": (1,), "vo_bank": (1,), "mlp_bank": (2, 4)}
     assert {label: row.tied_to for label, row in table.items() if row.tied_to} == {"embed": "lm_head"}
