@@ -56,7 +56,7 @@ from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.config import Bounds, demand, help_page, left_open, read_config
+from data.run.config import Bounds, check_row, help_page, left_open, read_config
 from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
@@ -529,38 +529,13 @@ def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
     return Param(label, (*shape, GATE_CHANNELS), "replicated", 0.0, (0.9, 0.99), lr_mul, wd_mul)
 
 
-def check_row(row, labels):
-    """Raises UserError for a row that no optimizer can serve, or with a setting that its optimizer does not read.
-
-    labels: those of all rows.
-    """
-    is_muon, shape, betas = row.optim == "normuon", row.shape if isinstance(row.shape, tuple) else (), row.betas
-    is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
-    are_betas = isinstance(betas, tuple) and not demand(
-        tuple[Memory, Memory], (*betas[:1], *(0.0 if beta is None else beta for beta in betas[1:])))
-    unread, read = (("betas", "lr_mul", "wd_mul"), "matrix_lr") if is_muon else (("matrix_lr",), "lr_mul")
-    for ok, problem in (
-            (labels.count(row.label) == 1, "another row has this name"),
-            (row.optim in ("normuon", "adam", "rows", "replicated"), "must be normuon, adam, rows or replicated"),
-            (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
-            (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
-            (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
-            *((getattr(row, field) == Param._field_defaults[field], f"does not read {field}; its factor is {read}")
-              for field in unread),
-            (not is_muon or len(shape) > 2, "needs a shape of three numbers or more"),
-            (math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
-             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}")):
-        if not ok:
-            raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")
-
-
 @functools.cache  # `make_plan` asks for the table in every step
 def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
     Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_attention`); the MLP's W2 begins at zero (muP-like).
-    lm_head is updated before embed, which is a copy of lm_head while they are tied. A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher
-    rates of Adam (muP, arXiv 2203.03466, has such a rule with other powers).
+    A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher rates of Adam (muP,
+    arXiv 2203.03466, has such a rule with other powers).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
     fields = "attention", "value_embed", "skip_from", "xsa"
@@ -763,8 +738,8 @@ def adam_betas(row, optim) -> tuple[float, float]:
 # ---- Embedding tables ------------------------------------------------------------------------------------------------
 
 class Table:
-    """An embedding table (R, D): what a forward pass reads of it, where the backward pass leaves the gradients, and what
-    the ranks exchange.
+    """An embedding table (R, D): what a forward pass reads of it, where the backward pass leaves the gradients, and
+    what the ranks exchange.
 
     A batch touches few rows, so the gradients go past autograd: into the parameter's `grad`, or of a table of `rows`
     into `few` (FewRows). touched (R,) bool, of a lazy table: the rows with a gradient, at least. With several ranks,
@@ -1447,8 +1422,8 @@ class StepPlan(NamedTuple):
         """Whether a parameter is updated at this step."""
         return row.optim == "normuon" or (self.tables if row.sparse else self.adam)
 
-    # Steps with equal keys have the same shapes and windows, so they share one CUDA graph of the micro-step; or they run
-    # the same operations of the optimizer.
+    # Steps with equal forward keys have the same shapes and windows, so they share one CUDA graph of the micro-step.
+    # Those with equal update keys run the same operations of the optimizer.
     forward_key = property(lambda self: (self.stage, self.candidates))
     update_key = property(lambda self: (self.adam, self.tables, self.tied, self.split, frozenset(self.average_rates)))
 
@@ -1735,7 +1710,7 @@ class Trainer:
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
                  shards=None, stop=None):
-        self.stop, self.wishes, self.agreed = stop or Stop(), deque(), 0  # a signal of all ranks; see `wish`
+        self.stop, self.agreed = stop or Stop(), 0  # a signal to this rank; the one after which all ranks end
         self.whole = None  # between two steps: (number of the next one, training time until now)
         self.shards = shards or run_shards(config)
         self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())
@@ -1743,7 +1718,8 @@ class Trainer:
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
         self.micro_steps = config.system.micro_batches // rt.world
-        self.losses = deque()  # (step, event after the copy of its loss, loss on the host, seconds), not yet logged
+        # Not yet logged: (step, event after the copies, on the host the loss and the signal to any rank, seconds)
+        self.losses = deque()
 
         self.hash_ids = None
         if config.model.bigram_normal:
@@ -1812,38 +1788,22 @@ class Trainer:
         if self.model.fp8_projections:
             self.model.fp8_projections.refresh()
 
-    def validate(self, step, plan, seconds) -> float:
-        """Validation loss before a step; logs it with `seconds`, the training time."""
-        attn = self.attn[-1 if step == self.total else plan.stage]
-        loss = validate(self.summed_loss, self.validation, attn, self.rt)
-        self.log.step(step, self.total, f"val_loss:{loss:.4f}", seconds)
-        require_finite(loss, f"validation loss before step {step}")
-        return loss
-
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch."""
         self.fetch_rows(batch)
         return summed_loss(self.model, self.head, batch, attn)
 
-    def wish(self) -> Tensor | None:
-        """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
-        All ranks must call this, and end after the same step."""
-        if self.rt.world > 1:
-            wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU
-            all_reduce(wish, self.rt, dist.ReduceOp.MAX)
-            return wish.to("cpu", non_blocking=True)
-
     def log_losses(self, keep):
         """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
         `keep` steps, so the host does not wait for their losses."""
         while len(self.losses) > keep:
-            step, copied, loss, seconds = self.losses.popleft()
+            step, copied, loss, signal, seconds = self.losses.popleft()
             if copied is not None:
                 wait_for(copied, self.rt.world)
             self.log.step(step + 1, self.total, f"train_loss:{loss.item():.4f}", seconds,
                           seconds * (self.tokens[-1] / self.tokens[step] - 1))
             require_finite(loss.item(), f"training loss of step {step + 1}")
-            self.agreed = self.agreed or int(self.wishes.popleft() or 0)
+            self.agreed = self.agreed or int(signal)
 
     def require_sound_shards(self):
         """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
@@ -1896,18 +1856,21 @@ class Trainer:
                 with clock.paused("profile"):
                     self.profiler.stop()
             last = step == self.total
-            validates = last or system.val_every and step % system.val_every == 0
+            stops = not last and (self.agreed if self.rt.world > 1 else self.stop.number)
+            validates = last or not stops and system.val_every and step % system.val_every == 0
+            saves = self.first_step < step < self.total and (
+                system.save or system.save_every if stops else system.save_every and step % system.save_every == 0)
             if last and self.config.optim.average_blend:
                 self.optimizer.blend(plan)
-            saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
-            if stops := not last and (self.agreed if self.rt.world > 1 else self.stop.number):
-                validates, saves = False, (system.save or system.save_every) and self.first_step < step
             if validates or saves or stops:
                 self.log_losses(keep=0)
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
-                        loss = self.validate(step, plan, seconds)
+                        attn = self.attn[-1 if last else plan.stage]
+                        loss = validate(self.summed_loss, self.validation, attn, self.rt)
+                        self.log.step(step, self.total, f"val_loss:{loss:.4f}", seconds)
+                        require_finite(loss, f"validation loss before step {step}")
                     if saves:
                         save(self, step, seconds)
                     if stops:
@@ -1922,11 +1885,14 @@ class Trainer:
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             self.whole = step + 1, clock.seconds()
-            self.wishes.append(self.wish())
-            step_loss = step_loss.to("cpu", non_blocking=True)
+            signal = torch.tensor(0)
+            if self.rt.world > 1:  # tells all ranks of a signal to any of them: they end after the same step
+                signal = torch.full((), self.stop.number, device=self.rt.device)  # without a wait for the GPU
+                all_reduce(signal, self.rt, dist.ReduceOp.MAX)
+            step_loss, signal = (x.to("cpu", non_blocking=True) for x in (step_loss, signal))
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.log_losses(keep=1)  # the host stays at most two steps ahead
-            self.losses.append((step, copied, step_loss, clock.seconds()))
+            self.losses.append((step, copied, step_loss, signal, clock.seconds()))
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)

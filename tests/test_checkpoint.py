@@ -198,8 +198,8 @@ def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_pa
         return inspect(self, path)
     monkeypatch.setattr(Shards, "inspect", slow)
     monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
-    monkeypatch.setattr(T, "wait", lambda checks: (asked.set(), wait(checks)))
-    monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
+    monkeypatch.setattr("data.run.state.wait", lambda checks: (asked.set(), wait(checks)))
+    monkeypatch.setattr("data.run.state.write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
     early = train(moved, tmp_path / "a", "--save_every=1", "--keep=99")
     first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
     assert [sha for *_, sha in last["train"] + last["val"]].count(None) == 0 and first["val"] == last["val"]
@@ -333,7 +333,7 @@ def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails, monkeyp
         if state["step"] == step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, hard))
         write(state, path, keep)
-    monkeypatch.setattr(T, "write_checkpoint", limited)
+    monkeypatch.setattr("data.run.state.write_checkpoint", limited)
     try:
         fails([*corpus.args, f"--log_dir={tmp_path}", "--save_every=2", "--keep=1"],
               rf"cannot write .*{step}.pt: .*File too large.*make room, or choose another folder")
