@@ -877,7 +877,8 @@ class GPT(nn.Module):
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
             signs = self.signs, sign_rows(ids, orders)
         ngram_ids = kernels.SortedIds(row_ids[table], pieces.get(table))
-        return [*self.tables["embed"].lookup(1, token_ids), *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
+        return [*self.tables["embed"].lookup(1, token_ids),
+                *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
                 *(self.tables["value_embeds"].lookup(len(self.with_values), token_ids) if self.with_values else ())]
 
     def projections(self, vs) -> list[tuple[list[int], Tensor]]:

@@ -184,7 +184,8 @@ def test_replicated_parameters_share_their_memory():
     same.init_weights(0)
     parts = {label: model.get_parameter(label) for label in optimizer.replicated.state}
     weights, grads, *_ = zip(*optimizer.replicated.vectors)
-    for vectors, tensors in ((weights, [p.detach() for p in parts.values()]), (grads, [p.grad for p in parts.values()])):
+    for vectors, tensors in ((weights, [p.detach() for p in parts.values()]),
+                             (grads, [p.grad for p in parts.values()])):
         assert {x.data_ptr() for x in vectors} == {x.untyped_storage().data_ptr() for x in tensors}
         starts = [x.storage_offset() * x.element_size() for x in tensors]
         assert len(vectors) == 2 and all(start % 512 == 0 for start in starts)
