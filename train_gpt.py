@@ -19,8 +19,8 @@ each idea.
 Contents, top to bottom:
     config     Layer, Model, Stage, Schedule, Optim, Data, System; presets; --key=value
     model      parameter table, YaRN rotary, table lookup, the flat forward pass
-    tables     Table: lookup, gradients, exchange and updates of embeddings
-    optimizer  NorMuonAndAdam: state, phases, communication
+    tables     Table: lookup, gradients and exchange of embeddings
+    optimizer  Sharded, Replicated: state and updates; NorMuonAndAdam: the phases of a step
     schedule   make_plan(step): stage, rates, momentum, which parameters are updated
     a run      main, train: from the arguments to the results
     training   Trainer; the file ends with its loop, step and micro-step
@@ -50,18 +50,18 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate, groupby, islice, takewhile
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from typing import Annotated, Callable, Literal, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 from data import require_packages
-from data.run.config import Bounds, demand, help_page, left_open, read_config
+from data.run.config import Bounds, check_row, help_page, left_open, read_config
 from data.run.launch import FreeCores, Stop, Stopped, choose_waiting, die_at_ctrl_c, die_with_torchrun, watch_signals
 from data.run.length import momentum_steps, stage_starts
 from data.run.program import (
     NotFinite, UserError, claim_report, error_message, is_out_of_memory, keep_bytecode, keep_compiled, one_line,
-    open_outputs, run_program, told)
+    open_outputs, require_finite, run_program, told)
 
 if __name__ == "__main__":
     open_outputs()
@@ -97,10 +97,8 @@ class Layer:
     dynamic: bool = False  # a network reads lane 0 and adds to factors until the next dynamic layer (PR 259, Lisennlp)
     mix: bool = False  # add earlier streams to lane 0 and the value embedding, and after the last layer (PR 259)
 
-    @property
-    def embeds(self):
-        """Whether the layer adds the token embedding and the bigram embedding."""
-        return self.attention or self.skip_from is None
+    # Whether the layer adds the token embedding and the bigram embedding.
+    embeds = property(lambda self: self.attention or self.skip_from is None)
 
 
 RECORD74_LAYERS = (
@@ -164,55 +162,27 @@ class Model:
     layers: tuple[Layer, ...] = RECORD74_LAYERS  # counted from 0
     width_lr_power: Part = 0.0  # Adam multiplies its rates by (768 / D) to this power, for lm_head and embed twice
 
-    @property
-    def depth(self):
-        return len(self.layers)
-
-    @property
-    def table(self) -> tuple:
-        """The parameters that follow from these sizes and layers."""
-        return param_table(self)
-
-    @property
-    def is_wired(self) -> bool:
-        """Whether the layers are those of `wire`."""
-        return self.layers in (self.rewired(self.depth, paired) for paired in (False, True))
+    depth = property(lambda self: len(self.layers))
+    head_dim = property(lambda self: self.model_dim // self.num_heads)
+    mlp_dim = property(lambda self: 16 * round(self.mlp_ratio * self.model_dim / 16))
+    padded_vocab = property(lambda self: -(-(self.vocab_size + self.pointer) // 128) * 128)  # K3
+    bos_id = property(lambda self: self.vocab_size - 1)
+    # The class whose probability is the weight of the pointer, or None; no token has it.
+    gate_id = property(lambda self: self.vocab_size if self.pointer else None)
+    ngram_table = property(lambda self: "ngram_embed" if any(self.ngram_rows) else "bigram_embed")  # its label
+    table = property(lambda self: param_table(self))  # the parameters that follow from these sizes and layers
+    # Whether the layers are those of `wire`.
+    is_wired = property(lambda self: self.layers in (self.rewired(self.depth, paired) for paired in (False, True)))
 
     def rewired(self, depth, paired) -> tuple[Layer, ...]:
         """So many layers by the rules of `wire`, narrow or mixed if some layer is."""
         return wire(depth, bool(self.layers_with("narrow")), paired, bool(self.layers_with("mix")))
 
     @property
-    def bos_id(self):
-        return self.vocab_size - 1
-
-    @property
-    def gate_id(self) -> int | None:
-        """The class whose probability is the weight of the pointer; no token has it."""
-        return self.vocab_size if self.pointer else None
-
-    @property
-    def padded_vocab(self):  # K3
-        return -(-(self.vocab_size + self.pointer) // 128) * 128
-
-    @property
-    def head_dim(self):
-        return self.model_dim // self.num_heads
-
-    @property
-    def mlp_dim(self):
-        return 16 * round(self.mlp_ratio * self.model_dim / 16)
-
-    @property
     def ngrams(self) -> list[tuple[int, int]]:
         """[(order, number of rows)] of the table of n-grams: 2 for bigrams, 3 for trigrams."""
         found = [(order, int(rows)) for order, rows in enumerate(self.ngram_rows, 2) if rows]
         return found or [(2, int(self.bigram_tables * self.padded_vocab))]
-
-    @property
-    def ngram_table(self) -> str:
-        """Label of the table of n-grams."""
-        return "ngram_embed" if any(self.ngram_rows) else "bigram_embed"
 
     @property
     def qk_banks(self) -> list[tuple[list[int], str, tuple[int, ...]]]:
@@ -488,13 +458,12 @@ from data.loader import Batch, Loader, ValidationData
 from data.run.log import (
     Clock, Log, Stopwatch, loaded_sources, published, quoted, shards_line, trace_mark, trace_range, write_header)
 from data.run.machine import (
-    PATIENCE, all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
-    rank_from_env, require_equal_ranks)
+    all_come, all_reduce, capability, checkpoint_config, choose_kernels, init_runtime, measure_gpu, of_rank_0,
+    rank_from_env, require_equal_ranks, wait_for)
 from data.run.memory import most_few_rows, restart_with_more_micro_batches
 from data.run.sample import sample, sample_command
 from data.run.start import agree_on_shards, check_start, fit_size
-from data.run.state import (
-    check_weights, load_checkpoint, load_state, own_rows, shard_table, whole_rows, whole_state, write_checkpoint)
+from data.run.state import check_weights, load, load_checkpoint, load_weights, save
 from data.run.trial import is_tested, replace_faulty_kernels
 from data.run.warmup import MicroStepGraphs, UpdateGraphs, require_codes, warm_up
 from data.shards import inspect_all, run_shards
@@ -517,15 +486,12 @@ class Param(NamedTuple):
 
     label: str  # name in the model, the optimizer, checkpoints
     shape: tuple[int, ...]  # of a bank (..., R, C): matrices (R, C), each of which Muon orthogonalises
-    # normuon, adam, or rows: Adam without first moment, with one second moment for each row, of the rows that occurred;
-    # `steps_per_update` says how often
+    # normuon; adam; rows: Adam without first moment, with one second moment for each row, of the rows that occurred; or
+    # replicated: Adam of the whole parameter on every rank, in one reduction and one update for all of these. Of the
+    # others, every rank updates its part of the matrices or rows. `steps_per_update` says how often.
     optim: str
-    # (place in the order of the reductions, place in the order of the updates): every rank updates its part of the
-    # rows. None: a parameter of `rows` is divided among the ranks without these phases. All others are updated whole on
-    # every rank, in one reduction and one update.
-    sharded: tuple[int, int] | None = None
     init: float | Callable = 0.0  # value of all entries, or function (tensor, generator) that fills the tensor
-    betas: tuple[float, float | None] | None = None  # adam; None stands for table_beta2 of Optim
+    betas: tuple[float, float | None] | None = None  # of Adam; None stands for table_beta2 of Optim
     lr_mul: float = 1.0  # adam: factor of adam_lr
     wd_mul: float = 1.0  # adam: factor of adam_wd
     lazy: bool = False  # adam: --lazy_tables applies; a step has gradients of few rows
@@ -535,14 +501,8 @@ class Param(NamedTuple):
     codes: tuple[str, float] = ("", 0.0)  # knob with which it has FP8 codes, and their bytes per weight
     dtype: torch.dtype = torch.bfloat16
 
-    @property
-    def sparse(self) -> bool:
-        """Whether it is a table of which a step has gradients of few rows."""
-        return self.lazy or self.optim == "rows"
-
-
-# The order of record 74 for all replicated parameters together: they are updated first, while the large reductions run.
-REPLICATED_ORDER = 2, 0
+    # Whether it is a table of which a step has gradients of few rows.
+    sparse = property(lambda self: self.lazy or self.optim == "rows")
 
 
 def uniform(p, generator, bound=None):
@@ -561,37 +521,12 @@ def fill_mlps(p, generator):
 
 def lambdas(label, shape, init, beta2, lr_mul) -> Param:
     """Learned factors in fp32, without weight decay."""
-    return Param(label, shape, "adam", init=init, betas=(0.9, beta2), lr_mul=lr_mul, wd_mul=0.0, dtype=torch.float32)
+    return Param(label, shape, "replicated", init, (0.9, beta2), lr_mul, wd_mul=0.0, dtype=torch.float32)
 
 
 def gates(label, *shape, lr_mul=1.0, wd_mul=1.0) -> Param:
     """Weights of gates: for each gate a row for the first channels of its input."""
-    return Param(label, (*shape, GATE_CHANNELS), "adam", betas=(0.9, 0.99), lr_mul=lr_mul, wd_mul=wd_mul)
-
-
-def check_row(row, labels):
-    """Raises UserError for a row that no optimizer can serve, or with a setting that its optimizer does not read.
-
-    labels: those of all rows.
-    """
-    is_muon, shape, betas = row.optim == "normuon", row.shape if isinstance(row.shape, tuple) else (), row.betas
-    is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
-    are_betas = isinstance(betas, tuple) and not demand(
-        tuple[Memory, Memory], (*betas[:1], *(0.0 if beta is None else beta for beta in betas[1:])))
-    for ok, problem in (
-            (labels.count(row.label) == 1, "another row has this name"),
-            (row.optim in ("normuon", "adam", "rows"), "must be normuon, adam or rows"),
-            (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
-            (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
-            (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
-            (is_muon or row.matrix_lr == (1.0,), "does not read matrix_lr; its factor is lr_mul"),
-            (not is_muon or row.sharded and len(shape) > 2, "needs `sharded` and a shape of three numbers or more"),
-            (not is_muon or math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
-             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}"),
-            (not is_muon or (betas, row.lr_mul, row.wd_mul) == (None, 1.0, 1.0),
-             "does not read betas, lr_mul and wd_mul; its factors are matrix_lr")):
-        if not ok:
-            raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")
+    return Param(label, (*shape, GATE_CHANNELS), "replicated", 0.0, (0.9, 0.99), lr_mul, wd_mul)
 
 
 @functools.cache  # `make_plan` asks for the table in every step
@@ -599,10 +534,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
     """The parameters of a model, in the order in which their initial values are drawn.
 
     Q, K, V and O begin at random (PR 214, srashedll; `GPT.init_attention`); the MLP's W2 begins at zero (muP-like).
-    The reductions start in the order of record 74. The tables are updated before the banks, so that the gathers of the
-    tables overlap with the orthogonalisation of the banks. lm_head is updated before embed, which is a copy of lm_head
-    while they are tied. A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher
-    rates of Adam (muP, arXiv 2203.03466, has such a rule with other powers).
+    A higher beta2 smooths the updates of lambdas and gates (PR 177). Narrow models take higher rates of Adam (muP,
+    arXiv 2203.03466, has such a rule with other powers).
     """
     D, H, V, layers = model.model_dim, model.num_heads, model.padded_vocab, model.layers
     fields = "attention", "value_embed", "skip_from", "xsa"
@@ -617,32 +550,29 @@ def param_table(model: Model) -> tuple[Param, ...]:
             p[with_lanes[0]:, 0, 1] *= 1.5  # the attention output enters lane 1
 
     table = [
-        *(Param(label, (len(numbers), *shape), "normuon", (0, 5), average=0.12, codes=("fp8_qkv", 2.0))
+        *(Param(label, (len(numbers), *shape), "normuon", average=0.12, codes=("fp8_qkv", 2.0))
           for numbers, label, shape in model.qk_banks),
         # Each layer: V (H d, D) and O (D, H d); O has no codes.
-        Param("vo_bank", (len(with_attention), 2, D, D), "normuon", (0, 5), average=0.12, codes=("fp8_qkv", 1.0)),
+        Param("vo_bank", (len(with_attention), 2, D, D), "normuon", average=0.12, codes=("fp8_qkv", 1.0)),
         # Each MLP: W1 (up) and W2 (down), both (mlp_dim, D). K9 (PR 168, nanochat PR 492)
-        Param("mlp_bank", (len(layers), 2, model.mlp_dim, D), "normuon", (1, 6), fill_mlps, matrix_lr=(2.0, 4.0),
+        Param("mlp_bank", (len(layers), 2, model.mlp_dim, D), "normuon", fill_mlps, matrix_lr=(2.0, 4.0),
               average=0.06, codes=("fp8_mlp", 2.0)),
-        Param("value_embeds", (len(with_values) * V, D), "adam", (5, 1),
-              lambda p, generator: p.normal_(generator=generator).mul_(0.01), (0.75, None), lr_mul=75.0, wd_mul=5.0,
-              lazy=True),
+        Param("value_embeds", (len(with_values) * V, D), "adam",
+              lambda p, generator: p.normal_(generator=generator).mul_(0.01), (0.75, None), 75.0, 5.0, lazy=True),
         # (D, V), because the GEMM of its gradient gives this layout (PR 200). Below, all rates get narrow_lr, too.
-        Param("lm_head", (D, V), "adam", (3, 3), lambda p, generator: p.normal_(std=0.005, generator=generator),
-              (0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12),
-        Param("embed", (V, D), "adam", (6, 4), betas=(0.5, None), lr_mul=narrow_lr, wd_mul=150.0, average=0.12,
-              tied_to="lm_head"),
-        Param("bigram_embed", ngram_shape, "adam", (4, 2), betas=(0.75, None), lr_mul=75.0, wd_mul=5.0, lazy=True)
-        if not any(model.ngram_rows) else
-        Param("ngram_embed", ngram_shape, "rows", betas=(0.0, None), lr_mul=75.0, wd_mul=5.0),
+        Param("lm_head", (D, V), "adam", lambda p, generator: p.normal_(std=0.005, generator=generator), (0.5, None),
+              narrow_lr, 150.0, average=0.12),
+        Param("embed", (V, D), "adam", 0.0, (0.5, None), narrow_lr, 150.0, average=0.12, tied_to="lm_head"),
+        Param("bigram_embed", ngram_shape, "adam", 0.0, (0.75, None), 75.0, 5.0, lazy=True)
+        if not any(model.ngram_rows) else Param("ngram_embed", ngram_shape, "rows", 0.0, (0.0, None), 75.0, 5.0),
         gates("attn_gate_bank", len(with_attention), H),
         gates("ve_gate_bank", len(with_values), H),
         gates("smear_gate", 1, lr_mul=0.01, wd_mul=0.0),
         gates("skip_gate", len(with_skip), lr_mul=0.05, wd_mul=0.0),
         lambdas("sa_lambdas", (len(layers), 2), lambda p, _: p.copy_(torch.tensor([0.5, 1.0])), 0.99, 5.0),
-        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "adam",
-              init=lambda p, generator: uniform(p, generator, D**-0.5), betas=(0.9, 0.99), lr_mul=0.25),
-        Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "adam",
+        Param("dynamic_in", (len(dynamic), DYNAMIC_WIDTH, D), "replicated",
+              lambda p, generator: uniform(p, generator, D**-0.5), (0.9, 0.99), lr_mul=0.25),
+        Param("dynamic_out", (sum(sum(sizes.values()) for sizes in dynamic.values()), DYNAMIC_WIDTH), "replicated",
               betas=(0.9, 0.99), lr_mul=0.25, dtype=torch.float32),
         lambdas("xsa_lambdas", (len(with_xsa), H), 0.0, 0.99, 1.0),
         lambdas("mix_lambdas", (sum(model.mix_sizes.values()),), 0.0, 0.99, 1.0),
@@ -656,8 +586,8 @@ def param_table(model: Model) -> tuple[Param, ...]:
         lambdas("resid_lambdas", (len(layers), 2), 1.1**0.5, 0.95, 5.0),  # before attention, before the MLP
         # pointer_weights holds three matrices: for queries, for keys, and for what a token adds to the next key. The
         # third begins at zero.
-        Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "adam",
-              init=lambda p, generator: uniform(p[:2], generator), betas=(0.9, 0.99)),
+        Param("pointer_weights", (3 * model.pointer, POINTER_WIDTH, D), "replicated",
+              lambda p, generator: uniform(p[:2], generator), (0.9, 0.99)),
         lambdas("pointer_sink", (model.pointer * POINTER_WIDTH,),
                 lambda p, generator: p.normal_(std=POINTER_WIDTH**-0.5, generator=generator), 0.99, 1.0),
         lambdas("pointer_gain", (int(model.pointer),), 1.0, 0.99, 1.0)]
@@ -808,8 +738,8 @@ def adam_betas(row, optim) -> tuple[float, float]:
 # ---- Embedding tables ------------------------------------------------------------------------------------------------
 
 class Table:
-    """An embedding table (R, D): what a forward pass reads of it, where the backward pass leaves the gradients, what the
-    ranks exchange, and the update of single rows.
+    """An embedding table (R, D): what a forward pass reads of it, where the backward pass leaves the gradients, and
+    what the ranks exchange.
 
     A batch touches few rows, so the gradients go past autograd: into the parameter's `grad`, or of a table of `rows`
     into `few` (FewRows). touched (R,) bool, of a lazy table: the rows with a gradient, at least. With several ranks,
@@ -818,8 +748,8 @@ class Table:
     fetches its rows a step ahead.
     """
 
-    def __init__(self, row, parameter, ops):
-        self.row, self.parameter, self.ops = row, parameter, ops
+    def __init__(self, parameter, ops):
+        self.parameter, self.ops = parameter, ops
         self.touched = self.few = self.local = None
         self.under_way = None  # (exchange, the rows that this rank gives, work) of rows that travel to next_local
 
@@ -866,18 +796,6 @@ class Table:
             if len(received):
                 self.ops.embedding_grad(self.few.grad, ids, received, *self.few.places)
 
-    def update(self, part, state, grad, numbers, optim):
-        """Adam of the rows with a gradient, which becomes zero. part: this rank's; state: its "v" and "last" in
-        NorMuonAndAdam; grad: of a lazy table."""
-        label, (_, beta2) = self.row.label, adam_betas(self.row, optim)
-        moments = part, state["v"], state["last"]
-        rates = numbers["table_t"], numbers[f"{label} step_size"], numbers[f"{label} weight_decay"], beta2, optim.adam_eps
-        if self.few:
-            self.ops.update_few_rows(*moments, self.few.grad, self.few.place, self.few.rows, self.few.count, *rates)
-        else:
-            touched = (grad != 0).any(1) if self.touched is None else self.touched
-            self.ops.update_rows(*moments, touched, grad, *rates)
-
 
 # For the tokens before the last one of an n-gram, the nearest first.
 SIGN_FACTORS = 1, 20011, 30011, 44021, 52609, 37013, 28001
@@ -911,7 +829,7 @@ class GPT(nn.Module):
             rows = -(-param.shape[0] // ranks) if param.optim == "rows" else param.shape[0]
             zeros = torch.zeros(rows, *param.shape[1:], dtype=param.dtype, device=device)
             self.register_parameter(param.label, nn.Parameter(zeros))
-        self.tables = {row.label: Table(row, self.get_parameter(row.label), ops) for row in self.settings
+        self.tables = {row.label: Table(self.get_parameter(row.label), ops) for row in self.settings
                        if row.sparse or row.label == "embed"}
         if config.bigram_signs:  # the same in every run, whatever the seed
             bits = torch.randint(2, (SIGN_ROWS, config.model_dim), generator=torch.Generator().manual_seed(0))
@@ -947,16 +865,8 @@ class GPT(nn.Module):
             bank.copy_(qk[..., :width, :].reshape(bank.shape))
 
     def forward(self, tokens, cu_seqlens, row_ids, attn: AttentionSettings, pieces=None) -> Output:
-        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch -> Output."""
-        return self.output(self.layers(self.lookup(tokens, row_ids, pieces), cu_seqlens, attn), tokens, attn)
-
-    def output(self, results, tokens, attn) -> Output:
-        """The result of `layers` as an Output. The pointer reads its own document, and nothing else."""
-        h, codes, point = results
-        if point:
-            q, k, sink, start, end = point
-            point = kernels.Point(q, k, sink, tokens, start, end, attn.pointer_window, POINTER_WIDTH**-0.5)
-        return Output(h, point, codes)
+        """tokens (N,) int32, cu_seqlens (K,) int32, row_ids and pieces: see Batch."""
+        return self.layers(self.lookup(tokens, row_ids, pieces), tokens, cu_seqlens, attn)
 
     def lookup(self, tokens, row_ids, pieces=None):
         """Embeddings, each (N, D): of the tokens, of the n-grams, then the value embeddings."""
@@ -967,7 +877,8 @@ class GPT(nn.Module):
             ids = self.hash_ids[tokens] if self.config.bigram_normal else tokens
             signs = self.signs, sign_rows(ids, orders)
         ngram_ids = kernels.SortedIds(row_ids[table], pieces.get(table))
-        return [*self.tables["embed"].lookup(1, token_ids), *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
+        return [*self.tables["embed"].lookup(1, token_ids),
+                *self.tables[table].lookup(1, ngram_ids, len(orders), signs),
                 *(self.tables["value_embeds"].lookup(len(self.with_values), token_ids) if self.with_values else ())]
 
     def projections(self, vs) -> list[tuple[list[int], Tensor]]:
@@ -1052,9 +963,8 @@ class GPT(nn.Module):
                 kernels.Reader(scale) if trains and self.fp8_mlps else kernels.Reader(),
                 kernels.Reader(kernels.X_SCALE if trains and self.fp8_head else None, whole=True))
 
-    def layers(self, embeddings, cu_seqlens, attn: AttentionSettings):
-        """The forward pass without lookup and pointer: the result of `lookup` -> (final stream after its norm, its
-        codes for the head or None, with the pointer head the result of `pointer_inputs`). All streams are (N, D)."""
+    def layers(self, embeddings, tokens, cu_seqlens, attn: AttentionSettings) -> Output:
+        """The forward pass after `lookup`, whose result it takes. All streams are (N, D)."""
         config, layers, mix, last = self.config, self.config.layers, self.ops.mix, len(self.config.layers) - 1
         e, ngram, *values = (x.to(self.dtype) for x in embeddings)
         values, factors = dict(zip(self.with_values, values)), Factors(self)  # values: by layer
@@ -1160,16 +1070,15 @@ class GPT(nn.Module):
             streams = [embedded, backout, before_mix, first_ve, *(skip.x for skip in skips.values())]
             ends += [*zip(factors[last + 1, "mix"], streams, strict=True)][3 * bool(at_end):]
         x = mix(ends, by_head, at_end)
-        return x.normed, x.codes, self.pointer_inputs(x.normed, documents) if config.pointer else None
+        point = self.point(x.normed, tokens, *documents[False], attn.pointer_window) if config.pointer else None
+        return Output(x.normed, point, x.codes)
 
-    def pointer_inputs(self, x, documents):
-        """Queries and keys (N, POINTER_WIDTH), scores of the sink (N,) fp32, and starts and ends (N,) of documents.
-
-        The key of a token also tells what came before it, but nothing of another document.
-        """
-        start, end = documents[False]
+    def point(self, x, tokens, start, end, window):
+        """Where the pointer head looks. A token sees its own document alone, and the key of a token also tells what
+        came before it there. start, end (N,): of the documents."""
         projected = F.linear(x, self.pointer_weights.view(-1, x.size(1)).to(x.dtype))
-        return *self.ops.pointer_inputs(projected, self.pointer_gain, self.pointer_sink, start), start, end
+        q, k, sink = self.ops.pointer_inputs(projected, self.pointer_gain, self.pointer_sink, start)
+        return kernels.Point(q, k, sink, tokens, start, end, window, POINTER_WIDTH**-0.5)
 
 
 # ---- Optimizer: state and communication between ranks (triton_kernels.py has the rules of the updates) --------------
@@ -1202,52 +1111,6 @@ def blend_weights(p, state, factor, sum_over_ranks=lambda x: None):
         part.copy_(mixture.mul_(scale))
 
 
-class Replicated:
-    """The replicated parameters in one vector per dtype, so that few kernels and one reduction serve all of them.
-
-    params {label: parameter}, whose weights and gradients move into the vectors; rows {label: Param}.
-    """
-
-    def __init__(self, params, rows, device):
-        params = dict(sorted(params.items(), key=lambda item: str(item[1].dtype)))
-        self.weights, self.grads = [], []
-        for dtype, group in groupby(params.items(), key=lambda item: item[1].dtype):
-            group = dict(group)
-            weights, grads = (torch.zeros(sum(map(self.size, group.values())), dtype=dtype, device=device)
-                              for _ in range(2))
-            parts = self.split(weights, group), self.split(grads, group)
-            for label, p in group.items():
-                parts[0][label].copy_(p.detach())
-                p.data, p.grad = (part[label] for part in parts)
-            self.weights.append(weights)
-            self.grads.append(grads)
-        sizes = torch.tensor(list(map(self.size, params.values())))
-        columns = zip(*((*row.betas, row.lr_mul, row.wd_mul) for row in map(rows.get, params)))
-        coefficients = [torch.tensor(column).repeat_interleave(sizes).to(device) for column in columns]
-        self.vectors = {key: torch.zeros(int(sizes.sum()), device=device) for key in ("m", "v")}
-        # For each dtype: weights, m, v; beta1, beta2, lr_mul, wd_mul
-        self.updated = [*zip(self.weights, *map(self.by_dtype, self.vectors.values()))]
-        self.coefficients = [*zip(*map(self.by_dtype, coefficients))]
-        # label -> {"m", "v"}, as in NorMuonAndAdam
-        parts = {key: self.split(vector, params) for key, vector in self.vectors.items()}
-        self.state = {label: {key: part[label] for key, part in parts.items()} for label in params}
-
-    @staticmethod
-    def size(p):
-        """Numbers of a parameter in a vector: the next one begins at a multiple of 512 bytes, as tensors do on a GPU.
-        For less, cuBLAS may choose another GEMM, which may round otherwise."""
-        return -(-p.numel() // 256) * 256
-
-    def split(self, vector, params):
-        """{label: its part of the vector of these params, a view in the shape of the parameter}."""
-        parts = vector.split(list(map(self.size, params.values())))
-        return {label: part[:p.numel()].view_as(p) for part, (label, p) in zip(parts, params.items())}
-
-    def by_dtype(self, vector):
-        """The parts of a vector that belong to each of self.weights."""
-        return vector.split(list(map(len, self.weights)))
-
-
 def adam_factor(steps) -> float:
     """Factor of Adam's rates with so many steps per update: an update by fewer tokens has a lower rate
     (records/2026-11-27_learning)."""
@@ -1263,107 +1126,189 @@ def update_numbers(config, plan) -> dict[str, float]:
         """(number of updates, this one included; rate) with so many steps per update."""
         return max(1, (plan.step + 1) // steps), optim.adam_lr * plan.lr_factor * adam_factor(steps)
 
-    t, adam_lr = adam(optim.adam_every)  # of the replicated parameters
+    t, adam_lr = adam(optim.adam_every)  # of Replicated, which has vectors of all other numbers
     numbers = {"t": t, "table_t": adam(2)[0], "adam_lr": adam_lr, "muon_lr": muon_lr, "momentum": plan.momentum,
                "momentum_decay": plan.momentum_decay, "slow_rate": plan.slow_rate, "slow_share": plan.slow_share}
     for row in param_table(config.model):
         if row.optim == "normuon":
             decay = optim.muon_wd * muon_lr  # normuon_update multiplies by lr and the rate of the matrix
-        elif row.sharded or row.optim == "rows":
+        elif row.optim != "replicated":
             (beta1, beta2), (t, lr) = adam_betas(row, optim), adam(steps_per_update(row, optim))
             lr *= row.lr_mul
             numbers[f"{row.label} step_size"] = kernels.adam_step_size(lr, t, beta1, beta2)
             decay = lr * lr * optim.adam_wd * row.wd_mul
         else:
-            continue  # Replicated has vectors
+            continue
         numbers[f"{row.label} weight_decay"] = decay
         numbers[f"{row.label} average_rate"] = plan.average_rates.get(row.label, 0.0)
     return numbers
 
 
-class NorMuonAndAdam:
-    """State, updates and communication of all parameters; `param_table` has the settings of each.
+class Sharded:
+    """A parameter of which every rank updates a part: some matrices of a bank, some rows of another parameter.
 
-    Explicit orders replace gradient hooks: Chris McCormick (PR 200).
+    whole, grads: the memory behind the parameter and, in a list, behind its gradient, in the shape (n, R, C) for a bank
+    of matrices (R, C), padded with zeros to a multiple of the number of ranks. part: this rank's part of `whole`. Of a
+    table of `rows`, the parameter is the part, and there is no other memory. count: matrices or rows of all ranks.
+    state: of the part, "m" and "v" or, where single rows are updated, "v" and "last", the number of the last update of
+    every row; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with --slow_momentum "slow"; with
+    --average_blend "average".
+    """
+
+    def __init__(self, row, param, table, config, rt, ops):
+        self.row, self.table, self.optim, self.rt, self.ops = row, table, config.optim, rt, ops
+        self.count, self.part, self.grads, by_rows = row.shape[0], param.detach(), [], row.optim == "rows"
+        if by_rows:
+            table.few = kernels.FewRows(self.part, min(most_few_rows(config), len(param)))
+        else:
+            whole = self.part.flatten(0, -3) if row.optim == "normuon" else self.part
+            self.count, size = len(whole), -(-len(whole) // rt.world)
+            self.whole, grad = (self.padded(x, rt.world * size) for x in (whole, torch.zeros_like(whole)))
+            param.data, param.grad = (x[:self.count].view_as(param) for x in (self.whole, grad))
+            self.part, self.grads = self.whole[rt.rank * size:(rt.rank + 1) * size], [grad]
+
+        def zeros(like, dtype=torch.float32):
+            return torch.zeros(like.shape, dtype=dtype, device=rt.device)
+
+        part = self.part
+        if row.optim == "normuon":
+            self.state = {"m": zeros(part), "v": zeros(part[:, :, :1]), "mantissa": zeros(part, torch.int16)}
+            self.state |= {"slow": zeros(part)} if self.optim.slow_momentum else {}
+            rates = torch.tensor(row.matrix_lr, device=rt.device).repeat(self.count // len(row.matrix_lr))
+            self.matrix_lr = self.own(rates).view(-1, 1, 1)
+        elif by_rows or row.lazy and self.optim.lazy_tables:
+            self.state = {"v": zeros(part[:, :1] if by_rows else part), "last": zeros(part[:, :1], torch.int32)}
+            if not by_rows and rt.world == 1:  # several ranks, which all touch rows of a part, look at the gradient
+                table.touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
+        else:
+            self.state = {"m": zeros(part), "v": zeros(part)}
+        if row.average and self.optim.average_blend:
+            self.state["average"] = zeros(part)
+
+    @staticmethod
+    def padded(x, length):
+        """x (n, ...) with zeros behind, if it is shorter."""
+        return torch.cat((x, x.new_zeros(length - len(x), *x.shape[1:]))) if len(x) < length else x
+
+    def own(self, whole):
+        """This rank's part of a tensor (count, ...), padded with zeros."""
+        size = len(self.part)
+        return self.padded(whole[self.rt.rank * size:(self.rt.rank + 1) * size], size)
+
+    @property
+    def touched(self) -> Tensor | None:
+        """`Table.touched`, where one rank updates single rows of a parameter, and zeroes their gradients."""
+        return self.table and self.table.touched
+
+    def start_reduction(self):
+        """Start averaging the gradient over the ranks. Returns (work to wait for or None, this rank's part)."""
+        if self.rt.world == 1:
+            return None, self.grads[0]
+        part = torch.empty_like(self.part)
+        return reduce_scatter(part, self.grads[0], op=dist.ReduceOp.AVG, async_op=True), part
+
+    def gather(self, async_op=False):
+        """Bring the parts of all ranks into the parameter of each."""
+        return all_gather(self.whole, self.part, async_op=async_op) if self.rt.world > 1 else None
+
+    def update(self, grad, numbers, moves_average):
+        """Update the part. grad: of the part; of a table of `rows` None. moves_average: whether "average" moves."""
+        label, state, ops, optim = self.row.label, self.state, self.ops, self.optim
+        average, rate = state["average"] if moves_average else None, numbers[f"{label} average_rate"]
+        decay = numbers[f"{label} weight_decay"]
+        if self.row.optim == "normuon":
+            X, scale = ops.fused_momentum(
+                grad, state["m"], numbers["momentum"], kernels.POLAR_SAFETY, state.get("slow"),
+                numbers["momentum_decay"], numbers["slow_rate"], numbers["slow_share"])
+            y = kernels.polar_express(X, scale, ops, optim.polar_steps)
+            ops.normuon_update(self.part.view(torch.int16), state["mantissa"], state["v"], y, numbers["muon_lr"],
+                               self.matrix_lr, decay, optim.muon_beta2, average, rate)
+            return
+        step_size, (beta1, beta2) = numbers[f"{label} step_size"], adam_betas(self.row, optim)
+        if "last" not in state:
+            ops.adam_update(self.part, state["m"], state["v"], grad, step_size, decay, beta1, beta2, optim.adam_eps,
+                            average, rate)
+            return
+        # Adam of the rows with a gradient, which becomes zero.
+        tensors = self.part, state["v"], state["last"]
+        rates = numbers["table_t"], step_size, decay, beta2, optim.adam_eps
+        if few := self.table.few:
+            ops.update_few_rows(*tensors, few.grad, few.place, few.rows, few.count, *rates)
+        else:
+            ops.update_rows(*tensors, (grad != 0).any(1) if self.touched is None else self.touched, grad, *rates)
+
+    def blend(self):
+        """Replace the last weights by their mixture with the averages (--average_blend)."""
+        blend_weights(self.part, self.state, self.optim.average_blend, lambda x: all_reduce(x, self.rt))
+        self.gather()
+
+
+class Replicated:
+    """The replicated parameters in one vector per dtype, so that few kernels and one reduction serve all of them.
+
+    rows: of param_table; params {label: parameter}, whose weights and gradients move into the vectors. state: label ->
+    {"m", "v"}.
+    """
+
+    row, touched = Param("replicated", (), "replicated"), None
+
+    def __init__(self, rows, params, config, rt, ops):
+        self.optim, self.rt, self.ops, self.state = config.optim, rt, ops, {}
+        self.vectors = []  # for each dtype: weights, gradients, m, v; beta1, beta2, lr_mul, wd_mul
+        for dtype in sorted({row.dtype for row in rows}, key=str):
+            group = [row for row in rows if row.dtype == dtype]
+            # A parameter begins at a multiple of 512 bytes, as tensors do on a GPU. For less, cuBLAS may choose another
+            # GEMM, which may round otherwise.
+            sizes = [-(-math.prod(row.shape) // 256) * 256 for row in group]
+            vectors = [torch.zeros(sum(sizes), dtype=each, device=rt.device)
+                       for each in (dtype, dtype, torch.float32, torch.float32)]
+            for row, *parts in zip(group, *(vector.split(sizes) for vector in vectors)):
+                param = params[row.label]
+                weights, grad, m, v = (part[:param.numel()].view_as(param) for part in parts)
+                weights.copy_(param.detach())
+                param.data, param.grad, self.state[row.label] = weights, grad, {"m": m, "v": v}
+            columns = zip(*((*adam_betas(row, self.optim), row.lr_mul, row.wd_mul) for row in group))
+            self.vectors.append((*vectors, *(torch.tensor(column).repeat_interleave(torch.tensor(sizes)).to(rt.device)
+                                             for column in columns)))
+        self.grads = [grads for _, grads, *_ in self.vectors]
+
+    def start_reduction(self):
+        """As of Sharded; the gradients are those of `vectors`."""
+        if self.rt.world == 1:
+            return None, self.grads
+        whole = torch.cat([grad.float() for grad in self.grads])  # one dtype: one reduction
+        work = dist.all_reduce(whole, op=dist.ReduceOp.AVG, async_op=True)
+        return work, whole.split([*map(len, self.grads)])
+
+    def update(self, grads, numbers, moves_average):
+        for (weights, _, m, v, *coefficients), grad in zip(self.vectors, grads):
+            self.ops.replicated_update(weights, m, v, grad, numbers["adam_lr"], numbers["t"], *coefficients,
+                                       self.optim.adam_wd, self.optim.adam_eps)
+
+
+class NorMuonAndAdam:
+    """The updates of all parameters, in three phases; `param_table` has the settings of each.
+
+    An explicit order replaces gradient hooks: Chris McCormick (PR 200).
     """
 
     def __init__(self, model, config, rt, ops):
-        self.params, self.tables = dict(model.named_parameters()), model.tables
-        self.config, self.optim, self.rt, self.ops = config, config.optim, rt, ops
-        self.settings = {param.label: param for param in param_table(config.model)}
-        if set(self.settings) != set(self.params):
-            differing = sorted(set(self.settings) ^ set(self.params))
+        self.params, self.tables, self.rt, self.ops = dict(model.named_parameters()), model.tables, rt, ops
+        rows = {row.label: row for row in param_table(config.model)}
+        if rows.keys() != self.params.keys():
+            differing = sorted(rows.keys() ^ self.params.keys())
             raise UserError(f"param_table needs one row per parameter; differing: {', '.join(differing)}")
-        # The orders contain the name "replicated" once, for all replicated parameters together.
-        orders = {label: row.sharded for label, row in self.settings.items() if row.sharded}
-        orders["replicated"] = REPLICATED_ORDER
-        self.reduce_order, self.update_order = (sorted(orders, key=lambda name: orders[name][k]) for k in (0, 1))
-        self.of_rows = [label for label, row in self.settings.items() if row.optim == "rows"]
-        self.copies = {row.tied_to: label for label, row in self.settings.items() if row.tied_to}  # parameter -> its copy
-        self.buffers = {}  # label -> (parameter, gradient) in the optimizer's shape, padded for the collectives
-        self.shards = {}  # label -> the part of the parameter that this rank updates: a view of the buffer
-        # label -> {"m", "v"} of the shard; of a bank also "mantissa", the lower 16 bits of its fp32 weights, and with
-        # --slow_momentum "slow"; with --average_blend also "average"; of a table whose rows are updated one by one "v"
-        # and "last", the number of the last update of every row
-        self.state = {}
-        self.matrix_lr = {}  # label of a bank -> (n, 1, 1), rate multiplier of every matrix of the shard
-        for label, row in self.settings.items():
-            if row.optim == "rows":
-                weights = self.params[label].detach()
-                self.tables[label].few = kernels.FewRows(weights, min(most_few_rows(config), len(weights)))
-                v = torch.zeros(len(weights), 1, device=rt.device)
-                self.state[label] = {"v": v, "last": torch.zeros_like(v, dtype=torch.int32)}
-                continue
-            if not row.sharded:
-                continue
-            param, full = self.params[label], self._as_matrices(label, self.params[label].detach())
-            self.buffers[label] = self._pad(label, full), self._pad(label, torch.zeros_like(full))
-            param.data, param.grad = (buffer[:len(full)].view_as(param) for buffer in self.buffers[label])
-            shard = self.shards[label] = self._shard(label, self.buffers[label][0])
-            m = torch.zeros_like(shard, dtype=torch.float32)
-            if row.lazy and self.optim.lazy_tables:
-                self.state[label] = {"v": m, "last": torch.zeros_like(shard[:, :1], dtype=torch.int32)}
-                if rt.world == 1:  # all ranks touch rows of a shard, so several ranks look at the reduced gradient
-                    self.tables[label].touched = torch.zeros(len(param), dtype=torch.bool, device=rt.device)
-            elif row.optim == "adam":
-                self.state[label] = {"m": m, "v": torch.zeros_like(m)}
-            else:
-                mantissa = torch.zeros_like(shard, dtype=torch.int16)
-                self.state[label] = {"m": m, "v": torch.zeros_like(m[:, :, :1]), "mantissa": mantissa}
-                if self.optim.slow_momentum:
-                    self.state[label]["slow"] = torch.zeros_like(m)
-                rates = torch.tensor(row.matrix_lr, device=rt.device).repeat(len(full) // len(row.matrix_lr))
-                self.matrix_lr[label] = self._shard(label, rates).view(-1, 1, 1)
-            if row.average and self.optim.average_blend:
-                self.state[label]["average"] = torch.zeros_like(m)
-
-        replicated = {label: row for label, row in self.settings.items() if not row.sharded and row.optim == "adam"}
-        self.replicated = Replicated({label: self.params[label] for label in replicated}, replicated, rt.device)
-        self.state |= self.replicated.state
-
-    def _as_matrices(self, label, tensor):
-        """A view of a parameter-shaped tensor in the optimizer's shape: (n, R, C) for a bank, else unchanged."""
-        return tensor.flatten(0, -3) if self.settings[label].optim == "normuon" else tensor
-
-    def _pad(self, label, full):
-        """A tensor in the optimizer's shape, padded with zeros to a multiple of the number of ranks."""
-        missing = -len(full) % self.rt.world
-        return torch.cat((full, full.new_zeros(missing, *full.shape[1:]))) if missing else full
-
-    def _shard(self, label, full):
-        """This rank's part of a full tensor, padded or not."""
-        if not self.settings[label].sharded:
-            return full
-        return self._pad(label, full).chunk(self.rt.world)[self.rt.rank]
-
-    def _unshard(self, label, part):
-        """The full tensor, without padding, from the parts of all ranks."""
-        if not self.settings[label].sharded or self.rt.world == 1:
-            return part
-        data = part.contiguous().view(torch.uint8)  # NCCL does not know int16
-        full = data.new_empty(data.size(0) * self.rt.world, *data.shape[1:])
-        all_gather(full, data)
-        return full.view(part.dtype)[:len(self._as_matrices(label, self.params[label]))]
+        self.copies = {row.tied_to: row.label for row in rows.values() if row.tied_to}  # parameter -> its copy
+        self.sharded = {label: Sharded(row, self.params[label], self.tables.get(label), config, rt, ops)
+                        for label, row in rows.items() if row.optim != "replicated"}
+        self.replicated = Replicated([row for row in rows.values() if row.optim == "replicated"], self.params, config,
+                                     rt, ops)
+        self.state = {label: each.state for label, each in self.sharded.items()} | self.replicated.state
+        self.of_rows = [label for label, row in rows.items() if row.optim == "rows"]
+        banks, tables = ([each for each in self.sharded.values() if each.row.optim == optim]
+                         for optim in ("normuon", "adam"))
+        # The banks are updated last: the gathers of the tables then overlap with the orthogonalisation of the banks.
+        self.reduced, self.updated = [*banks, self.replicated, *tables], [self.replicated, *tables, *banks]
 
     @torch.no_grad()
     def step_rows(self, plan, numbers):
@@ -1374,7 +1319,7 @@ class NorMuonAndAdam:
         """
         for label in self.of_rows if plan.tables else ():
             with trace_range(f"update {label}"):
-                self.tables[label].update(self.params[label].detach(), self.state[label], None, numbers, self.optim)
+                self.sharded[label].update(None, numbers, False)
 
     @torch.no_grad()
     def step(self, plan, numbers):
@@ -1384,142 +1329,72 @@ class NorMuonAndAdam:
         numbers: `update_numbers` of the step; its values may be 0-D tensors on the GPU.
         """
         copies = self.copies if plan.tied else {}
-
-        def is_updated(name):
-            return self._has_turn(name, plan) and name not in copies.values()
+        reduced, updated = ({each.row.label: each for each in order if plan.updates(each.row)
+                             and each.row.label not in copies.values()} for order in (self.reduced, self.updated))
 
         # Phase 1: start the reductions. While tied, the gradient of the copy is added to that of its original.
         reductions = {}
-        for name in filter(is_updated, self.reduce_order):
+        for name, each in reduced.items():
             with trace_range(f"reduce {name}"):
                 if name in copies:
                     self.ops.transpose_add(self.params[copies[name]].grad, self.params[name].grad)
-                reductions[name] = self._start_reduction(name)
+                reductions[name] = each.start_reduction()
 
-        # Phase 2: for each parameter, wait for its reduction, update its shard, start its gather.
+        # Phase 2: for each parameter, wait for its reduction, update this rank's part, start its gather.
         gathers = {}
-        for name in filter(is_updated, self.update_order):
+        for name, each in updated.items():
             with trace_range(f"wait {name}"):
-                grad = reductions.pop(name)()
+                work, grad = reductions.pop(name)
+                if work:
+                    work.wait()
             with trace_range(f"update {name}"):
-                self._update(name, grad, numbers, name in plan.average_rates)
-            if self.rt.world > 1 and name != "replicated":
+                each.update(grad, numbers, name in plan.average_rates)
+            if self.rt.world > 1 and name in self.sharded:
                 with trace_range(f"gather {name}"):
-                    gathers[name] = all_gather(self.buffers[name][0], self.shards[name], async_op=True)
+                    gathers[name] = each.gather(async_op=True)
 
-        # Phase 3: wait for the gathers. While tied, the copies follow their originals.
-        for name, copy in copies.items() if plan.adam else ():
-            if self.rt.world > 1:
+        # Phase 3: wait for the gathers. While tied, a copy then follows its original.
+        for name in updated:
+            if name in gathers:
                 with trace_range(f"wait gather {name}"):
                     gathers.pop(name).wait()
-            with trace_range(f"update {copy}"):
-                self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
-        for name, work in gathers.items():
-            with trace_range(f"wait gather {name}"):
-                work.wait()
+            if name in copies:
+                self.follow(name)
         with trace_range("zero gradients"):
             # In place, because CUDA graphs add to this memory. update_rows zeroes the gradients of its tables.
-            torch._foreach_zero_([self.params[label].grad for label in self.buffers
-                                  if self._has_turn(label, plan) and not self.is_lazy(label)])
-            if plan.adam:
-                torch._foreach_zero_(self.replicated.grads)
+            torch._foreach_zero_([grad for each in self.reduced if plan.updates(each.row)
+                                  and each.touched is None for grad in each.grads])
         for name, copy in self.copies.items() if plan.split else ():  # a state of its own, as its original's (PR 200)
-            for key, part in self.state[copy].items():
-                part.copy_(self._shard(copy, self._unshard(name, self.state[name][key]).t()))
+            for key, part in self.sharded[name].state.items():
+                whole = part
+                if self.rt.world > 1:
+                    whole = part.new_empty(len(part) * self.rt.world, *part.shape[1:])
+                    all_gather(whole, part)
+                own = self.sharded[copy].own(whole[:self.sharded[name].count].t())
+                self.state[copy][key].copy_(own)
 
-    def _has_turn(self, name, plan):
-        """Whether a parameter is updated at this step."""
-        sparse = name in self.tables and self.settings[name].sparse
-        return name in self.matrix_lr or (plan.tables if sparse else plan.adam)
-
-    def is_lazy(self, label):
-        """Whether one rank updates single rows of a parameter, and zeroes their gradients."""
-        return label in self.tables and self.tables[label].touched is not None
-
-    def _own_gradient(self, name):
-        """This rank's part of a gradient before the reduction; of the replicated parameters a list of vectors."""
-        if name == "replicated":
-            grads = self.replicated.grads
-            return grads if self.rt.world == 1 else [grad.float() for grad in grads]  # one dtype: one reduction
-        return self._shard(name, self.buffers[name][1])
-
-    def _start_reduction(self, name):
-        """Start averaging a gradient over the ranks. Returns a function that waits and gives `_own_gradient`, now the
-        average."""
-        if self.rt.world == 1:
-            return lambda: self._own_gradient(name)
-        if name == "replicated":
-            part = torch.cat(self._own_gradient(name))
-            work = dist.all_reduce(part, op=dist.ReduceOp.AVG, async_op=True)
-        else:
-            part = torch.empty_like(self.shards[name])
-            work = reduce_scatter(part, self.buffers[name][1], op=dist.ReduceOp.AVG, async_op=True)
-
-        def wait():
-            work.wait()
-            return self.replicated.by_dtype(part) if name == "replicated" else part
-        return wait
-
-    def _update(self, name, grad, numbers, moves_average):
-        update = self._update_normuon if name in self.matrix_lr else self._update_adam
-        update(name, grad, numbers, moves_average)
-
-    def _update_normuon(self, label, grad, numbers, moves_average):
-        state, bits = self.state[label], self.shards[label].view(torch.int16)
-        X, scale = self.ops.fused_momentum(
-            grad, state["m"], numbers["momentum"], kernels.POLAR_SAFETY, state.get("slow"), numbers["momentum_decay"],
-            numbers["slow_rate"], numbers["slow_share"])
-        y = kernels.polar_express(X, scale, self.ops, self.optim.polar_steps)
-        self.ops.normuon_update(
-            bits, state["mantissa"], state["v"], y, numbers["muon_lr"], self.matrix_lr[label],
-            numbers[f"{label} weight_decay"], self.optim.muon_beta2, state["average"] if moves_average else None,
-            numbers[f"{label} average_rate"])
-
-    def _update_adam(self, name, grad, numbers, moves_average):
-        eps = self.optim.adam_eps
-        if name == "replicated":
-            for tensors, part, coefficients in zip(self.replicated.updated, grad, self.replicated.coefficients):
-                self.ops.replicated_update(*tensors, part, numbers["adam_lr"], numbers["t"], *coefficients,
-                                           self.optim.adam_wd, eps)
-            return
-        p, state = self.shards[name], self.state[name]
-        if "last" in state:
-            return self.tables[name].update(p, state, grad, numbers, self.optim)
-        step_size, weight_decay, rate = (
-            numbers[f"{name} {key}"] for key in ("step_size", "weight_decay", "average_rate"))
-        betas, average = adam_betas(self.settings[name], self.optim), state["average"] if moves_average else None
-        self.ops.adam_update(p, state["m"], state["v"], grad, step_size, weight_decay, *betas, eps, average, rate)
+    def follow(self, name):
+        """Make the copy of a parameter its transpose."""
+        with trace_range(f"update {self.copies[name]}"):
+            self.ops.transpose_copy(self.params[name].detach(), self.params[self.copies[name]].detach())
 
     @torch.no_grad()
     def drop_gradients(self):
         """Zero all gradients, without an update."""
-        torch._foreach_zero_([*(grad for _, grad in self.buffers.values()), *self.replicated.grads])
+        torch._foreach_zero_([grad for each in self.reduced for grad in each.grads])
         for few in (self.tables[label].few for label in self.of_rows):
             few.load(few.rows[:0], few.grad[:0])
 
     @torch.no_grad()
-    def compile_kernels(self, plan, numbers=None):
-        """Launch the Triton kernels of an update, for `only_compiling` of data/run/warmup.py."""
-        numbers = numbers or update_numbers(self.config, plan)
-        self.step_rows(plan, numbers)
-        for name, copy in self.copies.items() if plan.adam and plan.tied else ():
-            self.ops.transpose_add(self.params[copy].grad, self.params[name].grad)
-            self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
-        for name in self.update_order:
-            if self._has_turn(name, plan):
-                self._update(name, self._own_gradient(name), numbers, name in plan.average_rates)
-
-    @torch.no_grad()
     def blend(self, plan):
-        """Replace the last weights by their mixture with the averages (--average_blend). All ranks must call this.
-        Training cannot go on afterwards."""
-        for label, state in self.state.items():
-            if "average" in state and not (plan.tied and self.settings[label].tied_to):
-                blend_weights(self.shards[label], state, self.optim.average_blend, lambda x: all_reduce(x, self.rt))
-                if self.rt.world > 1:
-                    all_gather(self.buffers[label][0], self.shards[label])
-        for name, copy in self.copies.items() if plan.tied else ():
-            self.ops.transpose_copy(self.params[name].detach(), self.params[copy].detach())
+        """Replace the last weights by their mixture with the averages. All ranks must call this. Training cannot go on
+        afterwards."""
+        for label, each in self.sharded.items():
+            if "average" in each.state and not (plan.tied and each.row.tied_to):
+                each.blend()
+        for name in self.copies if plan.tied else ():
+            self.follow(name)
+
 
 
 # ---- Schedule --------------------------------------------------------------------------------------------------------
@@ -1544,15 +1419,14 @@ class StepPlan(NamedTuple):
     tied: bool  # whether embedding and head share their weights
     split: bool  # whether embedding and head are untied after this step
 
-    @property
-    def forward_key(self):
-        """Steps with equal keys have the same shapes and windows, so they share one CUDA graph of the micro-step."""
-        return self.stage, self.candidates
+    def updates(self, row) -> bool:
+        """Whether a parameter is updated at this step."""
+        return row.optim == "normuon" or (self.tables if row.sparse else self.adam)
 
-    @property
-    def update_key(self):
-        """Steps with equal keys run the same operations of the optimizer."""
-        return self.adam, self.tables, self.tied, self.split, frozenset(self.average_rates)
+    # Steps with equal forward keys have the same shapes and windows, so they share one CUDA graph of the micro-step.
+    # Those with equal update keys run the same operations of the optimizer.
+    forward_key = property(lambda self: (self.stage, self.candidates))
+    update_key = property(lambda self: (self.adam, self.tables, self.tied, self.split, frozenset(self.average_rates)))
 
 
 def average_rates(config, step, total) -> dict[str, float]:
@@ -1749,11 +1623,11 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
             restart_with_more_micro_batches(config, rt.device)
         raise
     if resumed:
-        trainer.load_state_dict(resumed)
+        load(trainer, resumed)
         log.line(f"resumed: step {trainer.first_step}, {trainer.seconds_before:.3f} s inside the clock, from"
                  f" {quoted(published(system.resume))}")
     elif initial:
-        trainer.load_weights(initial)
+        load_weights(trainer, initial)
     agree_on_shards(trainer, resumed)
     if sampled := [plan.step for plan in trainer.plans[:-1] if plan.candidates]:
         log.line(f"train_loss: over sampled classes up to step {sampled[-1] + 1}, which makes it lower than a val_loss")
@@ -1790,7 +1664,7 @@ def train(config, rt, log, argv, watch, automatic=False, size="", seconds=0.0, p
         log.line(f"nats per token of the validation text: this model {loss:.4f}, a unigram of the training text"
                  f" {facts['unigram_loss']:.4f} (its entropy: {facts['unigram_entropy']:.4f})")
     if system.save or system.save_every:
-        trainer.save(trainer.total, clock.counted)
+        save(trainer, trainer.total, clock.counted)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -1813,24 +1687,6 @@ def validate(summed_loss, data, attn, rt) -> float:
     return total.item() / data.config.data.val_tokens
 
 
-def require_finite(value, name):
-    """Raises NotFinite when a loss, a Python float, is nan or inf."""
-    if not math.isfinite(value):
-        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
-
-
-def wait_for(event, world, limit=PATIENCE):
-    """Wait until the GPU has passed an event. Raises RuntimeError after `limit` seconds, with several ranks: NCCL's own
-    limit does not see the collectives of a CUDA graph, which wait for a rank that hangs."""
-    if world == 1:
-        return event.synchronize()
-    end = time.monotonic() + limit
-    while not event.query():
-        if time.monotonic() > end:
-            raise RuntimeError(f"timed out waiting for {limit} s for a step of the GPUs")
-        time.sleep(0.0002)
-
-
 def add_gradients(loss, leaves):
     """As loss.backward(), but a few kernels add the gradients of all leaves; autograd would launch one for each.
 
@@ -1849,13 +1705,13 @@ class Trainer:
     """Model, optimizer, data and schedule of one run; `run` is the timed loop.
 
     sources {path: text}: the code, for checkpoints; resumed: the checkpoint to continue from; initial: the one whose
-    weights a new run begins with (`load_weights`); profiler: class Profiler; shards: `run_shards` at the start; stop:
+    weights a new run begins with; profiler: class Profiler; shards: `run_shards` at the start; stop:
     the Stop of `watch_signals`.
     """
 
     def __init__(self, config, rt, log, ops, watch, sources=None, resumed=None, initial=None, profiler=None,
                  shards=None, stop=None):
-        self.stop, self.wishes, self.agreed = stop or Stop(), deque(), 0  # a signal of all ranks; see `wish`
+        self.stop, self.agreed = stop or Stop(), 0  # a signal to this rank; the one after which all ranks end
         self.whole = None  # between two steps: (number of the next one, training time until now)
         self.shards = shards or run_shards(config)
         self.unchecked = deque(check for part in ("val", "train") for check in self.shards[part].checks.values())
@@ -1863,7 +1719,8 @@ class Trainer:
         self.first_step, self.seconds_before = (resumed["step"], resumed["seconds"]) if resumed else (0, 0.0)
         self.dtype = getattr(torch, config.system.dtype)
         self.micro_steps = config.system.micro_batches // rt.world
-        self.losses = deque()  # (step, event after the copy of its loss, loss on the host, seconds), not yet logged
+        # Not yet logged: (step, event after the copies, on the host the loss and the signal to any rank, seconds)
+        self.losses = deque()
 
         self.hash_ids = None
         if config.model.bigram_normal:
@@ -1932,81 +1789,22 @@ class Trainer:
         if self.model.fp8_projections:
             self.model.fp8_projections.refresh()
 
-    def load_state_dict(self, state):
-        """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
-        load_state(self.optimizer, state["optimizer"])
-        self.load_weights(state)
-        self.loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng"])
-
-    def load_weights(self, state):
-        """Load the weights alone, and the scales of their FP8 codes."""
-        parts = {label: own_rows(self.optimizer, label, state["model"][label]) for label in self.optimizer.of_rows}
-        self.model.load_state_dict(state["model"] | parts)
-        self.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
-
-    def save(self, step, seconds):
-        """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights
-        that the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
-        self.whole = None  # an error in here would come again
-        state = {"step": step, "seconds": seconds, "sources": self.sources, "config": dataclasses.asdict(self.config),
-                 "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
-                 "loader": self.loader.state_dict(), "optimizer": whole_state(self.optimizer)}
-        whole = {label: whole_rows(self.optimizer, label, self.model.get_parameter(label).detach())
-                 for label in self.optimizer.of_rows}
-        if self.rt.rank == 0:
-            read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
-            wait(check for part, end in read.items() for check in [*self.shards[part].checks.values()][:end])
-            state["shards"] = {part: shard_table(each) for part, each in self.shards.items()}
-            if self.model.fp8_mlps:
-                state["fp8_mlps"] = self.model.fp8_mlps.state_dict()
-            model = self.model.state_dict().items()
-            # The tensors are copied, since a view would bring the whole padded buffer into the file.
-            state["model"] = {label: x.to("cpu", copy=True) for label, x in model if label not in whole} | whole
-            numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
-            for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
-                require_finite(bound.item(), f"largest weight before step {step}")
-            path = self.log.path.with_suffix("") / f"state_step{step:06d}.pt"
-            write_checkpoint(state, path, self.config.system.keep)
-            self.log.line(f"checkpoint: {quoted(published(str(path)))}")
-
-    def validate(self, step, plan, seconds) -> float:
-        """Validation loss before a step; logs it with `seconds`, the training time."""
-        attn = self.attn[-1 if step == self.total else plan.stage]
-        loss = validate(self.summed_loss, self.validation, attn, self.rt)
-        self.log.line("\n".join(self.step_lines(step, f"val_loss:{loss:.4f}", seconds)))
-        require_finite(loss, f"validation loss before step {step}")
-        return loss
-
     def summed_loss(self, batch, attn):
         """Summed loss of a validation batch."""
         self.fetch_rows(batch)
         return summed_loss(self.model, self.head, batch, attn)
 
-    def step_lines(self, step, loss, seconds):
-        """The two lines of a step in the log: the loss, which a diff can compare, and the training time."""
-        return (f"step:{step}/{self.total} {loss}", f"step:{step}/{self.total} train_time:{1000 * seconds:.0f}ms"
-                f" step_avg:{1000 * seconds / max(step, 1):.2f}ms")
-
-    def wish(self) -> Tensor | None:
-        """Tells all ranks of a signal to any of them: its number, on the host, valid when the loss of the step is.
-        All ranks must call this, and end after the same step."""
-        if self.rt.world > 1:
-            wish = torch.full((1,), self.stop.number, device=self.rt.device)  # without a wait for the GPU
-            all_reduce(wish, self.rt, dist.ReduceOp.MAX)
-            return wish.to("cpu", non_blocking=True)
-
     def log_losses(self, keep):
         """Logs the steps. Raises NotFinite at a training loss that is not finite. The GPU may still compute the last
         `keep` steps, so the host does not wait for their losses."""
         while len(self.losses) > keep:
-            step, copied, loss, seconds = self.losses.popleft()
+            step, copied, loss, signal, seconds = self.losses.popleft()
             if copied is not None:
                 wait_for(copied, self.rt.world)
-            self.log.progress(*self.step_lines(step + 1, f"train_loss:{loss.item():.4f}", seconds),
-                              seconds * (self.tokens[-1] / self.tokens[step] - 1))
+            self.log.step(step + 1, self.total, f"train_loss:{loss.item():.4f}", seconds,
+                          seconds * (self.tokens[-1] / self.tokens[step] - 1))
             require_finite(loss.item(), f"training loss of step {step + 1}")
-            self.agreed = self.agreed or int(self.wishes.popleft() or 0)
+            self.agreed = self.agreed or int(signal)
 
     def require_sound_shards(self):
         """Raises the UserError of a bad shard that the run is going to read; warns about other bad shards. Looks at the
@@ -2039,7 +1837,7 @@ class Trainer:
                 with suppress(Exception):  # the first error is the one to tell
                     if rt.world == 1 or all_come(rt, f"error before step {self.whole[0]}"):
                         self.log_losses(keep=0)
-                        self.save(*self.whole)
+                        save(self, *self.whole)
             raise
 
     def timed_run(self) -> tuple[float, Clock]:
@@ -2059,20 +1857,23 @@ class Trainer:
                 with clock.paused("profile"):
                     self.profiler.stop()
             last = step == self.total
-            validates = last or system.val_every and step % system.val_every == 0
+            stops = not last and (self.agreed if self.rt.world > 1 else self.stop.number)
+            validates = last or not stops and system.val_every and step % system.val_every == 0
+            saves = self.first_step < step < self.total and (
+                system.save or system.save_every if stops else system.save_every and step % system.save_every == 0)
             if last and self.config.optim.average_blend:
                 self.optimizer.blend(plan)
-            saves = system.save_every and self.first_step < step < self.total and step % system.save_every == 0
-            if stops := not last and (self.agreed if self.rt.world > 1 else self.stop.number):
-                validates, saves = False, (system.save or system.save_every) and self.first_step < step
             if validates or saves or stops:
                 self.log_losses(keep=0)
                 self.synchronize()
                 with clock.paused("validation") as seconds:
                     if validates:
-                        loss = self.validate(step, plan, seconds)
+                        attn = self.attn[-1 if last else plan.stage]
+                        loss = validate(self.summed_loss, self.validation, attn, self.rt)
+                        self.log.step(step, self.total, f"val_loss:{loss:.4f}", seconds)
+                        require_finite(loss, f"validation loss before step {step}")
                     if saves:
-                        self.save(step, seconds)
+                        save(self, step, seconds)
                     if stops:
                         self.log.ended(system, stops, f" after step {step}/{self.total}")
                     self.sync_ranks()
@@ -2085,11 +1886,14 @@ class Trainer:
                     self.profiler.start()
             step_loss = self.step(self.loader, plan, self.micro_steps, eager=step in by_kernels)
             self.whole = step + 1, clock.seconds()
-            self.wishes.append(self.wish())
-            step_loss = step_loss.to("cpu", non_blocking=True)
+            signal = torch.tensor(0)
+            if self.rt.world > 1:  # tells all ranks of a signal to any of them: they end after the same step
+                signal = torch.full((), self.stop.number, device=self.rt.device)  # without a wait for the GPU
+                all_reduce(signal, self.rt, dist.ReduceOp.MAX)
+            step_loss, signal = (x.to("cpu", non_blocking=True) for x in (step_loss, signal))
             copied = torch.cuda.current_stream().record_event() if self.rt.device.type == "cuda" else None
             self.log_losses(keep=1)  # the host stays at most two steps ahead
-            self.losses.append((step, copied, step_loss, clock.seconds()))
+            self.losses.append((step, copied, step_loss, signal, clock.seconds()))
             self.require_sound_shards()
             if not copied:
                 self.log_losses(keep=0)
@@ -2117,7 +1921,7 @@ class Trainer:
                     self.graphs(batch, mtp_weights, attn, plan.stage, eager and part == 0)
                 for table in self.shared:
                     table.send_gradients(batch.exchange)
-            numbers = self.update_graphs.set_numbers(self.number_table[plan.step]) or update_numbers(self.config, plan)
+            numbers = self.numbers(plan)
             self.optimizer.step_rows(plan, numbers)
             if plan.tables:
                 self.fetch_ahead(loader)
@@ -2135,6 +1939,10 @@ class Trainer:
         for table in self.shared:
             if exchange := loader.next_exchange():
                 table.start(exchange)
+
+    def numbers(self, plan):
+        """`update_numbers` of a step, on a GPU at the addresses where graphs read them."""
+        return self.update_graphs.set_numbers(self.number_table[plan.step]) or update_numbers(self.config, plan)
 
     def micro_step(self, batch: Batch, mtp_weights, attn):
         """Forward pass, loss and backward pass of one micro-batch; the gradients add up in `.grad`. Returns the loss,

@@ -166,9 +166,9 @@ def describe(trainer, plans, batches, limits):
         steps.append({"step": plan.step, "adam": plan.adam, "tables": plan.tables, "tied": plan.tied,
                       "tokens": plan.micro_batch_tokens, "windows": [stage.short_window, stage.long_window],
                       "micro_batches": micro_batches})
-    adam = [[shard.numel(), optimizer.settings[label].sparse, label in optimizer.copies.values()]
-            for label, shard in optimizer.shards.items()
-            if label not in optimizer.matrix_lr and "m" in optimizer.state[label]]
+    banks = [each for each in optimizer.sharded.values() if each.row.optim == "normuon"]
+    adam = [[each.part.numel(), each.row.sparse, bool(each.row.tied_to)] for each in optimizer.sharded.values()
+            if each not in banks and "m" in each.state]
     return {"device": rt.device.type, "rank": rt.rank, "ranks": rt.world,
             "cuda_graphs": system.cuda_graphs and rt.device.type == "cuda",
             **{key: getattr(model, key) for key in ("model_dim", "num_heads", "mlp_dim", "padded_vocab")},
@@ -180,8 +180,8 @@ def describe(trainer, plans, batches, limits):
             "lazy_tables": [label for label, state in optimizer.state.items()
                             if "last" in state and label not in optimizer.of_rows],
             "few_rows": optimizer.of_rows, "ngram_orders": len(model.ngrams), "signs": model.bigram_signs,
-            "banks": [list(optimizer.shards[label].shape) for label in optimizer.matrix_lr],
+            "banks": [list(bank.part.shape) for bank in banks],
             "slow": bool(config.optim.slow_momentum),
             # one entry for each launch: weights, whether a table, whether a copy while tied
-            "adam": adam + [[len(vector), False, False] for vector in optimizer.replicated.weights],
+            "adam": adam + [[len(grads), False, False] for grads in optimizer.replicated.grads],
             "layers": [vars(layer) for layer in model.layers], "steps": steps}

@@ -495,17 +495,18 @@ def optimizer_cases():
     for ranks in 8, 1:
         model = T.GPT(CONFIG.model, ops, BF16, torch.device(DEVICE))
         optimizer = T.NorMuonAndAdam(model, CONFIG, Runtime(0, ranks, torch.device(DEVICE)), ops)
-        banks = {name: rand(*optimizer.shards[name].shape) for name in optimizer.matrix_lr}
-        tables = {name: optimizer._own_gradient(name) for name in optimizer.update_order if name not in banks}
+        replicated, *sharded = optimizer.updated
+        banks = [(each, rand(*each.part.shape)) for each in sharded if each.row.optim == "normuon"]
+        tables = [(each, torch.zeros_like(each.part)) for each in sharded if each.row.optim == "adam"]
+        tables.append((replicated, replicated.grads))
         products = sum(needs("XTX", len(X), D, X.size(1))["bf16"] + needs("ba_plus_cAA", len(X), D)["bf16"]
-                       + 2 * X.numel() * D for X in banks.values())  # of one iteration
+                       + 2 * X.numel() * D for _, X in banks)  # of one iteration
         muon = dict(bf16=CONFIG.optim.polar_steps * products, calls=ranks == 1)
-        adam = dict(bytes=22 * sum(optimizer.params[name].numel() // ranks for name in tables if name != "replicated"),
-                    calls=(ranks == 1) / 2)
+        adam = dict(bytes=22 * sum(grad.numel() for _, grad in tables[:-1]), calls=(ranks == 1) / 2)
         for kind, grads, work in (("Muon", banks, muon), ("Adam", tables, adam)):
             def one_by_one(grads=grads):
-                for name, grad in grads.items():
-                    optimizer._update(name, grad, numbers, False)
+                for each, grad in grads:
+                    each.update(grad, numbers, False)
 
             yield Case(f"{kind}, all parameters", f"{ranks} ranks", replayed(one_by_one),
                        {"launched one by one": one_by_one}, **work)

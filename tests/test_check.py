@@ -308,7 +308,7 @@ def test_disk_space_for_log_and_checkpoint(monkeypatch):
     config, cpu = T.parse_config(["--preset=cpu", "--ngram_rows=0"]), torch.device("cpu")
     model = T.GPT(config.model, None, torch.float32, cpu)
     optimizer = T.NorMuonAndAdam(model, config, machine.Runtime(0, 1, cpu), None)
-    state = sum(part.nbytes for label in optimizer.settings for part in optimizer.state[label].values())
+    state = sum(part.nbytes for parts in optimizer.state.values() for part in parts.values())
     weights = sum(p.nbytes for p in model.parameters())
     assert sizes(config)[:2] == pytest.approx((weights, state), rel=0.01)  # without second moments of rows; 0.4 %
     each, room = weights + sum(sizes(config)[:2]), SimpleNamespace()

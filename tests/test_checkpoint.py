@@ -106,8 +106,8 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(corpus, base, tmp_path
     """Before odd steps gradients of Adam parameters wait, before step 5 those of a sampled softmax; from step 8 on
     embedding and head are apart. A warm-up, which a GPU would have, visits what is left and leaves no trace."""
     assert T.make_plan(T.parse_config(corpus.args), 5).candidates == 256
-    load = T.Trainer.load_state_dict
-    monkeypatch.setattr(T.Trainer, "load_state_dict", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
+    load = T.load
+    monkeypatch.setattr(T, "load", lambda trainer, state: T.warm_up(trainer) or load(trainer, state))
     run = train(corpus, tmp_path, f"--resume={base.saved[step]}", *LAST_ONLY)
     assert list(run.saved) == [STEPS] and differing(run.saved[STEPS], base.saved[STEPS]) == []
     assert run.val == {at: loss for at, loss in base.val.items() if int(at) >= step} and str(STEPS) in run.val
@@ -196,8 +196,8 @@ def test_a_checkpoint_knows_the_checksums_of_what_was_read(corpus, moved, tmp_pa
         return inspect(self, path)
     monkeypatch.setattr(Shards, "inspect", slow)
     monkeypatch.setattr(T, "agree_on_shards", lambda *args, agree=T.agree_on_shards: agree(*args, 0))
-    monkeypatch.setattr(T, "wait", lambda checks: (asked.set(), wait(checks)))
-    monkeypatch.setattr(T, "write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
+    monkeypatch.setattr("data.run.state.wait", lambda checks: (asked.set(), wait(checks)))
+    monkeypatch.setattr("data.run.state.write_checkpoint", lambda *args: (write_checkpoint(*args), ended.set()))
     early = train(moved, tmp_path / "a", "--save_every=1", "--keep=99")
     first, last = (load_checkpoint(early.saved[step])["shards"] for step in (1, STEPS))
     assert [sha for *_, sha in last["train"] + last["val"]].count(None) == 0 and first["val"] == last["val"]
@@ -212,7 +212,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     first, bare = tmp_path / "first.pt", SimpleNamespace(args=[])  # the checkpoint has all settings
     first.write_bytes(base.saved[STEPS].read_bytes())
     begun = f"--init_from={first}", "--seed=5", "--scheduled_steps=6", "--extension_steps=2"
-    load, seen = T.Trainer.load_weights, []
+    load, seen = T.load_weights, []
 
     def warm(trainer, state):
         T.warm_up(trainer)
@@ -221,7 +221,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
                     trainer.model.state_dict().items())
         states = [x for part in trainer.optimizer.state.values() for key, x in part.items() if key != "average"]
         assert states and not any(x.any() for x in states)
-    monkeypatch.setattr(T.Trainer, "load_weights", warm)
+    monkeypatch.setattr(T, "load_weights", warm)
     run = train(bare, tmp_path / "new", *begun, "--save_every=4", "--keep=99")
     assert seen and all(same for _, same in seen)
     config = T.parse_config(begun)
@@ -234,7 +234,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(base, tmp_path, monke
     plans = [T.make_plan(with_knobs(config, micro_batches=1), step) for step in range(9)]
     assert not any(plan.tied or plan.split or plan.candidates for plan in plans)
     first.unlink()
-    monkeypatch.setattr(T.Trainer, "load_weights", load)
+    monkeypatch.setattr(T, "load_weights", load)
     again = train(bare, tmp_path / "again", f"--resume={run.saved[4]}", *LAST_ONLY)
     assert differing(again.saved[8], run.saved[8]) == []
 
@@ -331,7 +331,7 @@ def test_a_full_disk_ends_the_run_with_one_line(corpus, tmp_path, fails, monkeyp
         if state["step"] == step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, hard))
         write(state, path, keep)
-    monkeypatch.setattr(T, "write_checkpoint", limited)
+    monkeypatch.setattr("data.run.state.write_checkpoint", limited)
     try:
         fails([*corpus.args, f"--log_dir={tmp_path}", "--save_every=2", "--keep=1"],
               rf"cannot write .*{step}.pt: .*File too large.*make room, or choose another folder")

@@ -444,18 +444,17 @@ def test_views_of_the_stages():
 
 # ---- Parameter table -------------------------------------------------------------------------------------------------
 
-SMOOTH = "adam", None, (0.9, 0.99)
+SMOOTH = "replicated", (0.9, 0.99)
 
 
 def test_parameter_table():
-    """The rates and betas of record 74, and the orders in which its sharded parameters travel and are updated."""
+    """The rates and betas of record 74, and the parameters that its ranks divide."""
     table = {row.label: row for row in T.param_table(RECORD74.model)}
-    adam = {label: row for label, row in table.items() if row.optim == "adam"}
+    adam = {label: row for label, row in table.items() if row.optim in ("adam", "replicated")}
     betas = {label: (row.betas[0], row.betas[1] or RECORD74.optim.table_beta2) for label, row in adam.items()}
     assert {label: (*betas[label], row.lr_mul, row.wd_mul) for label, row in adam.items()} == oracles.ADAM_TABLE
-    assert {label: row.sharded for label, row in table.items() if row.sharded} == {
-        "qk_bank": (0, 5), "vo_bank": (0, 5), "mlp_bank": (1, 6), "lm_head": (3, 3), "bigram_embed": (4, 2),
-        "value_embeds": (5, 1), "embed": (6, 4)}
+    assert [label for label, row in table.items() if row.optim == "adam"] == [
+        "value_embeds", "lm_head", "embed", "bigram_embed"]
     assert {label: row.matrix_lr for label, row in table.items() if label not in adam} == {
         "qk_bank": (1,), "vo_bank": (1,), "mlp_bank": (2, 4)}
     assert {label: row.tied_to for label, row in table.items() if row.tied_to} == {"embed": "lm_head"}
@@ -465,9 +464,9 @@ def test_parameter_table():
 
 @pytest.mark.parametrize("label, change, message", [
     ("vo_bank", {"optim": "adam"}, "optim='adam': betas=None: must be two numbers from 0 to below 1, the second one"),
-    ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam or rows"),
-    ("vo_bank", {"sharded": None}, "needs `sharded` and a shape of three numbers or more"),
-    ("vo_bank", {"lr_mul": 2.0}, "does not read betas, lr_mul and wd_mul; its factors are matrix_lr"),
+    ("vo_bank", {"optim": "muon"}, "optim='muon': must be normuon, adam, rows or replicated"),
+    ("vo_bank", {"shape": (64, 64)}, "needs a shape of three numbers or more"),
+    ("vo_bank", {"lr_mul": 2.0}, "does not read lr_mul; its factor is matrix_lr"),
     ("vo_bank", {"matrix_lr": (1.0, 2.0, 3.0)}, "its number of matrices is no multiple of the length of matrix_lr, 3"),
     ("smear_gate", {"matrix_lr": (2.0,)}, "does not read matrix_lr; its factor is lr_mul"),
     ("smear_gate", {"shape": (7.5,)}, "the shape .7.5,. must be a tuple of whole numbers"),
@@ -485,14 +484,14 @@ def test_parameters_of_features_that_record74_lacks():
     config = T.parse_config(["--preset=record74", "--vocab_size=120", "--layer1.xsa=1", "--layer4=xsa dynamic",
                              "--layer8.mix=1", "--pointer=1", "--ngram_rows=300,200"]).model
     known = {row.label for row in T.param_table(RECORD74.model)}
-    rows = {row.label: (row.optim, row.sharded, row.betas, row.lr_mul, row.wd_mul, row.shape, row.dtype)
+    rows = {row.label: (row.optim, row.betas, row.lr_mul, row.wd_mul, row.shape, row.dtype)
             for row in T.param_table(config) if row.label not in known}
     assert rows == {  # dynamic from layer 4 on: 2 factors in 6 layers with attention, those of 6 heads, 11 of mixtures
         "dynamic_in": (*SMOOTH, 0.25, 1, (1, 64, 768), BF16), "dynamic_out": (*SMOOTH, 0.25, 1, (29, 64), FP32),
         "xsa_lambdas": (*SMOOTH, 1, 0, (2, 6), FP32), "mix_lambdas": (*SMOOTH, 1, 0, (11,), FP32),
         "pointer_weights": (*SMOOTH, 1, 1, (3, 128, 768), BF16), "pointer_sink": (*SMOOTH, 1, 0, (128,), FP32),
         "pointer_gain": (*SMOOTH, 1, 0, (1,), FP32),
-        "ngram_embed": ("rows", None, (0.0, None), 75, 5, (500, 768), BF16)}
+        "ngram_embed": ("rows", (0.0, None), 75, 5, (500, 768), BF16)}
     found = fresh(3, config)
     a, b, zeros = found["pointer_weights"]
     assert uniform(found["dynamic_in"], 768**-0.5) and not torch.equal(a, b) and not zeros.any()

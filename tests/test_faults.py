@@ -205,7 +205,7 @@ def test_an_error_leaves_the_last_good_state(corpus, tmp_path, fails, monkeypatc
                 self.rt = self.rt._replace(world=2)
                 monkeypatch.setattr(T, "all_come", lambda rt, place: all_come(rt, place, 0.1))
             if what == "log":
-                self.log.progress = Mock(side_effect=UserError(message))
+                self.log.step = Mock(side_effect=UserError(message))
         if plan.step == 10 and what == "end":
             monkeypatch.setattr(T, "validate", lambda *args: torch.nan)
         loss = step(self, loader, plan, *args, **options)

@@ -229,13 +229,13 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
     corpus = SimpleNamespace(args=["--preset=record74", *KNOBS, *LAYERS, *make_corpus(tmp_path, bos=512),
                                    "--dtype=bfloat16", "--save_every=2", "--keep=99"])
     both = "--fp8_mlp=true", "--fp8_qkv=true"
-    pad, made, seen, mlps = T.NorMuonAndAdam._pad, [], [], []
+    pad, made, seen, mlps = T.Sharded.padded, [], [], []
     make, block, mlp = tk.both_layouts, tk.attention_block_ref, tk.Fp8Mlps.__call__
 
     # The optimizer moves a bank that the ranks do not divide. Here it moves the bank always, and the codes must follow.
-    def moved(optimizer, label, full):
-        padded = pad(optimizer, label, full)
-        return padded if label in optimizer.buffers else padded.clone()
+    def moved(x, length):
+        return pad(x, length).clone()
+
     def counted(x, scale, dtype):
         result = make(x, scale, dtype)
         if not isinstance(scale, torch.Tensor):  # not the codes of weights and gradients
@@ -254,7 +254,8 @@ def test_trainer(tmp_path, monkeypatch, fp8_training):
         mlps.append((i, torch.is_grad_enabled()))
         assert torch.equal(bits(make(W1.detach(), self.scales[i, 1, 0], E4M3)[0]), bits(self.codes[i, 0]))
         return mlp(self, i, x, W1, *args)
-    monkeypatch.setattr(T.NorMuonAndAdam, "_pad", moved)
+
+    monkeypatch.setattr(T.Sharded, "padded", staticmethod(moved))
     monkeypatch.setattr(tk, "both_layouts", counted)
     monkeypatch.setitem(tk.IMPLEMENTATIONS["attention"], "torch", watched)
     monkeypatch.setattr(tk.Fp8Mlps, "__call__", watched_mlp)

@@ -172,10 +172,11 @@ def console(tmp_path, monkeypatch):
 def test_progress_stays_on_one_line_of_a_terminal(console, terminal):
     """It overwrites itself and tells the time left; elsewhere, and in the log, it is lines."""
     log, shown = console(terminal)
-    log.progress("step:1/9 train_loss:3.1000", "step:1/9 train_time:5ms", 119.7)
-    log.line("step:1/9 val_loss:3.0000")
-    plain = "step:1/9 train_loss:3.1000\nstep:1/9 train_time:5ms\nstep:1/9 val_loss:3.0000\n"
-    fancy = "\r\033[Kstep:1/9 train_loss:3.1000 train_time:5ms eta:2m00s\r\033[Kstep:1/9 val_loss:3.0000\n"
+    log.step(2, 9, "train_loss:3.1000", 0.005, 119.7)
+    log.step(2, 9, "val_loss:3.0000", 0.005)
+    loss, times = "step:2/9 train_loss:3.1000", "train_time:5ms step_avg:2.50ms"
+    last = f"step:2/9 val_loss:3.0000\nstep:2/9 {times}\n"
+    plain, fancy = f"{loss}\nstep:2/9 {times}\n{last}", f"\r\033[K{loss} {times} eta:2m00s\r\033[K{last}"
     assert log.path.read_text() == plain and shown() == (fancy if terminal else plain)
 
 

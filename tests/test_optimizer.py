@@ -197,7 +197,7 @@ def test_ten_steps_across_the_split_against_the_oracle(head_pairs, lazy_tables, 
             grads[label][torch.rand(len(grads[label])) < 0.5] = 0
         for label, param in model.named_parameters():
             param.grad += grads[label]
-            if optimizer.is_lazy(label):
+            if label in optimizer.sharded and optimizer.sharded[label].touched is not None:
                 optimizer.tables[label].touched |= grads[label].any(1)
         numbers = T.update_numbers(config, plan)
         if adam_every == 1:  # from memory, as in a graph
@@ -238,12 +238,12 @@ def train(rt, steps, saved=None, head_pairs=False):
                     grad[torch.isin(torch.arange(len(param)), rows, invert=True)] = 0
                 if (plan.step + part) % rt.world == rt.rank:
                     param.grad += grad
-                    if optimizer.is_lazy(label):
+                    if label in optimizer.sharded and optimizer.sharded[label].touched is not None:
                         optimizer.tables[label].touched |= grad.any(1)
         optimizer.step(plan, T.update_numbers(config, plan))
-    for label, buffers in optimizer.buffers.items():  # what is behind a parameter
+    for label, sharded in optimizer.sharded.items():  # what is behind a parameter
         size = model.get_parameter(label).numel()
-        assert not any(buffer.flatten()[size:].any() for buffer in buffers), label
+        assert not any(x.flatten()[size:].any() for x in (sharded.whole, *sharded.grads)), label
     return {"model": model.state_dict(), "optimizer": whole_state(optimizer)}
 
 

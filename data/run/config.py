@@ -489,3 +489,26 @@ def faults(config, world, first_step):
         yield stage.batch_tokens % (16 * count), f"stage{i}.batch_tokens", (
             f"must be a multiple of 16 * --micro_batches={count}"
             + (f", one for each of {world} processes; or start 1, 2, 4 or 8" if world == count > 1 else ""))
+
+
+def check_row(row, labels):
+    """Raises UserError for a row of `param_table` that no optimizer can serve, or with a setting that its optimizer
+    does not read. labels: those of all rows."""
+    is_muon, shape, betas = row.optim == "normuon", row.shape if isinstance(row.shape, tuple) else (), row.betas
+    is_shape = shape and all(isinstance(size, int) and size >= 0 for size in shape)
+    are_betas = isinstance(betas, tuple) and len(betas) == 2 and all(
+        0 <= beta < 1 for beta in betas[:1 if betas[1] is None else 2])
+    unread, read = (("betas", "lr_mul", "wd_mul"), "matrix_lr") if is_muon else (("matrix_lr",), "lr_mul")
+    for ok, problem in (
+            (labels.count(row.label) == 1, "another row has this name"),
+            (row.optim in ("normuon", "adam", "rows", "replicated"), "must be normuon, adam, rows or replicated"),
+            (is_shape, f"the shape {row.shape} must be a tuple of whole numbers"),
+            (not row.tied_to or row.tied_to in labels, f"tied_to={row.tied_to!r}: there is no such row"),
+            (is_muon or are_betas, f"betas={betas}: must be two numbers from 0 to below 1, the second one or None"),
+            *((getattr(row, field) == row._field_defaults[field], f"does not read {field}; its factor is {read}")
+              for field in unread),
+            (not is_muon or len(shape) > 2, "needs a shape of three numbers or more"),
+            (math.prod(shape[:-2]) % len(row.matrix_lr) == 0,
+             f"its number of matrices is no multiple of the length of matrix_lr, {len(row.matrix_lr)}")):
+        if not ok:
+            raise UserError(f"param_table, row {row.label}, optim={row.optim!r}: {problem}")

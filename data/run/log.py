@@ -96,12 +96,18 @@ class Log:
             if self.terminal:
                 self.line("", file=False, end="")
 
-    def progress(self, loss, times, seconds_left):
-        """The two lines of a step in the file. A terminal shows one line in their place, with the time to the end."""
-        self.line(f"{loss}\n{times}", console=not self.terminal)
-        if self.terminal:
+    def step(self, step, total, loss, seconds, seconds_left=None):
+        """The two lines of a step: its loss, which a diff can compare, and the training time. With `seconds_left`, a
+        terminal shows one line in their place, which has the time to the end."""
+        place, one_line = f"step:{step}/{total}", self.terminal and seconds_left is not None
+        times = f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
+        self.line(f"{place} {loss}\n{place} {times}", console=not one_line)
+        if one_line:
             minutes, seconds = divmod(round(seconds_left), 60)
-            self.line(f"{loss} {times.partition(' ')[2]} eta:{minutes}m{seconds:02d}s", file=False, end="")
+            self.line(f"{place} {loss} {times} eta:{minutes}m{seconds:02d}s", file=False, end="")
+
+    def saved(self, path):
+        self.line(f"checkpoint: {quoted(published(str(path)))}")
 
     @contextmanager
     def moving(self, text, every=1.0):

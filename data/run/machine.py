@@ -88,6 +88,18 @@ def init_runtime(config) -> Runtime:
     return Runtime(rank, world, device)
 
 
+def wait_for(event, world, limit=PATIENCE):
+    """Wait until the GPU has passed an event. Raises RuntimeError after `limit` seconds, with several ranks: NCCL's own
+    limit does not see the collectives of a CUDA graph, which wait for a rank that hangs."""
+    if world == 1:
+        return event.synchronize()
+    end = time.monotonic() + limit
+    while not event.query():
+        if time.monotonic() > end:
+            raise RuntimeError(f"timed out waiting for {limit} s for a step of the GPUs")
+        time.sleep(0.0002)
+
+
 def all_come(rt, place, seconds=10) -> bool:
     """Whether all ranks call this with the same `place` (text) within so many seconds. A collective would hang where
     one does not come."""

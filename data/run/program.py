@@ -1,6 +1,7 @@
 """What each program does around its `main`: errors of one line, files and folders, its end. This needs no package."""
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,12 @@ class UserError(Exception):
 
 class NotFinite(UserError):
     """A number that is nan or inf. What the run has now is worth less than its last checkpoint."""
+
+
+def require_finite(value, name):
+    """Raises NotFinite when a loss or a weight, a Python float, is nan or inf."""
+    if not math.isfinite(value):
+        raise NotFinite(f"the {name} is {value}: lower --muon_lr and --adam_lr, or check the data")
 
 
 def one_line(error) -> str:

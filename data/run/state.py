@@ -6,13 +6,15 @@ A checkpoint is a dictionary of plain values and tensors.
 import functools
 import os
 import zipfile
+from concurrent.futures import wait
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data.run.program import UserError, atomic_write, user_path
+from data.run.program import UserError, atomic_write, require_finite, user_path
 
 KEYS = {"step", "seconds", "config", "rng", "loader", "optimizer", "model"}
 
@@ -53,6 +55,50 @@ def load_checkpoint(path) -> dict:
     if damaged:
         raise UserError(f"{path} is damaged: a part of it differs from its checksum; take another checkpoint")
     return state
+
+
+def save(trainer, step, seconds):
+    """Write a checkpoint of the state before this step, beside the log. After the last step, it holds the weights that
+    the run validated. Every rank must call this. Raises NotFinite at a weight that is none."""
+    trainer.whole = None  # an error in here would come again
+    optimizer, model, shards = trainer.optimizer, trainer.model, trainer.shards
+    state = {"step": step, "seconds": seconds, "sources": trainer.sources, "config": asdict(trainer.config),
+             "rng": torch.get_rng_state(),  # nothing here uses it, but code that you add may
+             "loader": trainer.loader.state_dict(), "optimizer": whole_state(optimizer)}
+    whole = {label: join_parts(sharded, sharded.part) for label in optimizer.of_rows
+             for sharded in [optimizer.sharded[label]]}
+    if trainer.rt.rank:
+        return
+    read = {"train": state["loader"]["shard"] + 1, "val": None}  # what was not read may be without SHA-256
+    wait(check for part, end in read.items() for check in [*shards[part].checks.values()][:end])
+    state["shards"] = {part: shard_table(each) for part, each in shards.items()}
+    if model.fp8_mlps:
+        state["fp8_mlps"] = model.fp8_mlps.state_dict()
+    # The tensors are copied, since a view would bring the whole padded buffer into the file.
+    state["model"] = {label: x.to("cpu", copy=True) for label, x in model.state_dict().items() if label not in whole}
+    state["model"] |= whole
+    numbers = [*state["model"].values(), *(x for each in state["optimizer"].values() for x in each.values())]
+    for bound in (bound for x in numbers if x.numel() and x.is_floating_point() for bound in x.aminmax()):
+        require_finite(bound.item(), f"largest weight before step {step}")
+    path = trainer.log.path.with_suffix("") / f"state_step{step:06d}.pt"
+    write_checkpoint(state, path, trainer.config.system.keep)
+    trainer.log.saved(path)
+
+
+def load(trainer, state):
+    """Load a checkpoint of `save`, on any number of ranks, in place: CUDA graphs have captured the tensors."""
+    load_state(trainer.optimizer, state["optimizer"])
+    load_weights(trainer, state)
+    trainer.loader.load_state_dict(state["loader"])
+    torch.set_rng_state(state["rng"])
+
+
+def load_weights(trainer, state):
+    """Load the weights alone, and the scales of their FP8 codes."""
+    sharded = trainer.optimizer.sharded
+    parts = {label: sharded[label].own(state["model"][label]) for label in trainer.optimizer.of_rows}
+    trainer.model.load_state_dict(state["model"] | parts)
+    trainer.quantise_weights(state.get("fp8_mlps"))  # None: the checkpoint is of a run in bf16
 
 
 def check_weights(state, model):
@@ -102,29 +148,11 @@ def compare_shards(state, config, shards) -> str:
 
 # ---- The optimizer's state -------------------------------------------------------------------------------------------
 
-def whole_state(optimizer) -> dict:
-    """{label: its entries of optimizer.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
-
-    All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
-    parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table in of_rows it
-    has few rows, and "rows" are their numbers."""
-    full, rt = {}, optimizer.rt
-    for label, param in optimizer.params.items():
-        if label in optimizer.of_rows:
-            full[label] = state_of_rows(optimizer, label)
-            continue
-        tensors = {key: optimizer._unshard(label, part) for key, part in optimizer.state[label].items()}
-        grad = param.grad.clone()
-        if rt.world > 1:
-            dist.all_reduce(grad, op=dist.ReduceOp.AVG)
-        tensors |= {"grad": grad} if grad.any() else {}
-        full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if rt.rank == 0}
-    return full
-
-
 def joined(part, lengths, rt):
     """The parts of all ranks in one tensor on the CPU of rank 0, elsewhere an empty one; lengths: of the parts, one for
     each rank. All ranks must call this."""
+    if part.dtype == torch.int16:  # NCCL does not know it
+        return joined(part.view(torch.uint8), lengths, rt).view(part.dtype)
     parts = [part.new_empty(0, *part.shape[1:], device="cpu")]
     for rank, length in enumerate(lengths):  # one part at a time: a GPU may lack the memory for all
         piece = part.contiguous() if rank == rt.rank else part.new_empty(length, *part.shape[1:])
@@ -134,49 +162,54 @@ def joined(part, lengths, rt):
     return torch.cat(parts)
 
 
-def whole_rows(optimizer, label, part):
-    """`joined` parts of a tensor (R, ...), of which every rank has as many rows."""
-    return joined(part, [len(part)] * optimizer.rt.world, optimizer.rt)[:optimizer.settings[label].shape[0]]
+def join_parts(sharded, part):
+    """`joined` parts of a tensor of a Sharded, without padding."""
+    return joined(part, [len(part)] * sharded.rt.world, sharded.rt)[:sharded.count]
 
 
-def own_rows(optimizer, label, whole):
-    """This rank's part of a tensor (R, ...), padded with zeros."""
-    size = len(optimizer.params[label])
-    part = whole[optimizer.rt.rank * size:(optimizer.rt.rank + 1) * size]
-    return torch.cat((part, part.new_zeros(size - len(part), *part.shape[1:]))) if len(part) < size else part
+def whole_state(optimizer) -> dict:
+    """{label: its entries of optimizer.state, and "grad"}: full tensors on the CPU, which fit any number of ranks.
 
-
-def state_of_rows(optimizer, label):
-    """`whole_state` of a table in of_rows."""
-    tensors = {key: whole_rows(optimizer, label, part) for key, part in optimizer.state[label].items()}
-    rt, few = optimizer.rt, optimizer.tables[label].few
-    counts = [int(few.count[0])] * rt.world
-    if rt.world > 1:
-        dist.all_gather_object(counts, counts[0])
-    waiting = slice(counts[rt.rank])
-    rows = joined(few.rows[waiting] + rt.rank * len(few.place), counts, rt)
-    grad, order = joined(few.grad[waiting], counts, rt), rows.argsort()  # the order of places varies
-    tensors |= {"rows": rows[order], "grad": grad[order]} if any(counts) else {}
-    return tensors if rt.rank == 0 else {}
+    All ranks must call this; only rank 0 gets the tensors. "grad" is the average over ranks. It is present when a
+    parameter of Adam waits for the second of its two gradients, that is before an odd step; of a table of `rows` it
+    has few rows, and "rows" are their numbers."""
+    full, rt = {}, optimizer.rt
+    for label, param in optimizer.params.items():
+        sharded = optimizer.sharded.get(label)
+        tensors = {key: join_parts(sharded, part) if sharded else part for key, part in optimizer.state[label].items()}
+        if label in optimizer.of_rows:
+            few = optimizer.tables[label].few
+            counts = [int(few.count[0])] * rt.world
+            if rt.world > 1:
+                dist.all_gather_object(counts, counts[0])
+            waiting = slice(counts[rt.rank])
+            rows, grad = (joined(x[waiting], counts, rt) for x in (few.rows + rt.rank * len(param), few.grad))
+            order = rows.argsort()  # the order of places varies
+            tensors |= {"rows": rows[order], "grad": grad[order]} if any(counts) else {}
+        else:
+            grad = param.grad.clone()
+            if rt.world > 1:
+                dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+            tensors |= {"grad": grad} if grad.any() else {}
+        full[label] = {key: x.to("cpu", copy=True) for key, x in tensors.items() if rt.rank == 0}
+    return full
 
 
 @torch.no_grad()
 def load_state(optimizer, full):
     """Load the result of `whole_state`. A missing tensor becomes zero, so {} restores the state of step 0."""
     for label, param in optimizer.params.items():
-        tensors, targets = full.get(label, {}), optimizer.state[label]
+        tensors, targets, sharded = full.get(label, {}), optimizer.state[label], optimizer.sharded.get(label)
         if label in optimizer.of_rows:
             rows = tensors.get("rows", torch.zeros(0)) - optimizer.rt.rank * len(param)
             mine = (rows >= 0) & (rows < len(param))
-            optimizer.tables[label].few.load(rows[mine], tensors.get("grad", torch.zeros(0, param.size(1)))[mine])
+            sharded.table.few.load(rows[mine], tensors.get("grad", torch.zeros(0, param.size(1)))[mine])
         else:
             targets = targets | {"grad": param.grad}
         for key, target in targets.items():
             if (tensor := tensors.get(key)) is None:
                 target.zero_()
-            elif label in optimizer.of_rows:
-                target.copy_(own_rows(optimizer, label, tensor))
             else:  # every rank gets the averaged gradient, so the average of the ranks stays the same
-                target.copy_(tensor if key == "grad" else optimizer._shard(label, tensor))
-        if optimizer.is_lazy(label):
-            optimizer.tables[label].touched.copy_(param.grad.any(1))
+                target.copy_(sharded.own(tensor) if sharded and key != "grad" else tensor)
+        if sharded and sharded.touched is not None:
+            sharded.touched.copy_(param.grad.any(1))

@@ -150,7 +150,9 @@ def compile_kernels(trainer):
         for count, terms in {(plan.candidates, len(plan.mtp_weights)) for plan in trainer.plans}:
             trainer.micro_step(batch(row=0, count=count), trainer.mtp_table[0, :terms], attn)
         for plan in updates.values():
-            trainer.optimizer.compile_kernels(plan, trainer.update_graphs.numbers)
+            numbers = trainer.numbers(plan)
+            trainer.optimizer.step_rows(plan, numbers)
+            trainer.optimizer.step(plan, numbers)
         trainer.optimizer.drop_gradients()  # of kernels that did not run
 
 
