@@ -1495,7 +1495,7 @@ def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scal
 #   codes, codes_t = both_layouts(x, scale, dtype)             plain operations; mix makes codes where it makes x
 #   quantise_weights(x, scales, codes, codes_t, static)        of weights, in place
 #   out = scaled_product(a, b, scale_a, scale_b)               out (M, N) = scale_a scale_b a bᵀ, by the library
-#   Fp8Projections                                             the codes of section 3's projection
+#   WeightCodes, Fp8Projections                                codes of weights; of section 3's projection
 #
 # Real value = code · scale. A code is the value times 1 / scale, bounded to the largest code, and rounded once; NaN
 # stays NaN. Operands of the forward pass are e4m3, gradients e5m2. FP8 products want both operands contiguous along the
@@ -1518,22 +1518,12 @@ def transposed(codes):
     return transpose_copy(codes, codes.new_empty(codes.shape[::-1]))
 
 
-def _new_codes(x):
-    """Empty e4m3 codes like x (..., M, N), and for their transpose."""
-    return [torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT)]
-
-
 def both_layouts(x, scale, dtype):
     """Codes of x (..., M, N) / scale in `dtype`, and their transpose (..., N, M). scale: a number or a tensor (...)."""
     limit, inverse = FP8_MAX[dtype], 1 / scale
     inverse = inverse[..., None, None] if isinstance(scale, Tensor) else inverse
     codes = (x.float() * inverse).clamp(-limit, limit).to(dtype).contiguous()
     return codes, transposed(codes) if codes.ndim == 2 else codes.mT.clone(memory_format=torch.contiguous_format)
-
-
-def _factored(pairs, factors):
-    """Pairs of 0-D scales, from pairs (n, 2, 4) of which each first number counts, times the factors (n,)."""
-    return [tuple(pair) for pair in (pairs * factors.detach()[:, None, None])[..., 0].unbind(0)]
 
 
 def scaled_product(a, b, scale_a, scale_b, fast=False, dtype=torch.bfloat16, out=None):
@@ -1585,21 +1575,13 @@ def _quantise_weights_kernel(X, Largest, Scales, Codes, CodesT, M, N, columns, s
     tl.store(CodesT + first + n[:, None] * M + m[None, :], tl.trans(codes), mask=(n < N)[:, None] & (m < M)[None, :])
 
 
-def _quantise_weights(x, scales, codes, codes_t, static=False):
-    """Launch the kernel; the interpreter is exact only for values that FP8 holds."""
-    (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
-    largest = None if static else torch.linalg.vector_norm(x, math.inf, (-2, -1))
-    tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
-    _quantise_weights_kernel[(tiles, matrices)](
-        x, largest, scales, codes, codes_t, M, N, scales.size(1), *scales.stride(), **launch)
-
-
 # x is bf16 only, because Triton 3.6 gave wrong tiles for fp32.
 WEIGHT_CODES = _contract(x="n M N: bf16", scales="K L: fp32 strided", codes="n M N: e4m3", codes_t="n N M: e4m3")
 
 
 def quantise_weights(x, scales, codes, codes_t, static=False):
-    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given."""
+    """quantise_weights_ref in place. scales (layers, matrices of a layer): made, or with static given. The interpreter
+    is exact only for values that FP8 holds."""
     given, sizes = dict(x=x, scales=scales, codes=codes, codes_t=codes_t), {"L": len(x) // len(scales)}
     _require("quantise_weights", WEIGHT_CODES, given, sizes, x.dtype, x.device)
     if _takes_ref(x):
@@ -1607,8 +1589,38 @@ def quantise_weights(x, scales, codes, codes_t, static=False):
         for target, new in zip((scales, codes, codes_t), (wanted.view_as(scales), *both)):
             target.copy_(new)
     else:
-        _quantise_weights(x, scales, codes, codes_t, static)
+        (matrices, M, N), launch = x.shape, QUANTISE_WEIGHTS_LAUNCH
+        largest = None if static else torch.linalg.vector_norm(x, math.inf, (-2, -1))
+        tiles = triton.cdiv(M, launch["BLOCK_M"]) * triton.cdiv(N, launch["BLOCK_N"])
+        _quantise_weights_kernel[(tiles, matrices)](
+            x, largest, scales, codes, codes_t, M, N, scales.size(1), *scales.stride(), **launch)
     torch.autograd.graph.increment_version((codes, codes_t))  # a late backward pass raises an error
+
+
+class WeightCodes:
+    """The e4m3 codes of weights that train in FP8: codes (..., M, N) and codes_t (..., N, M). weights: function that
+    returns the weights (..., M, N) bf16; scales (layers, matrices of a layer): made, or static. Call `refresh` after
+    every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
+    def __init__(self, weights, scales, static=False):
+        self.weights, self.of_weights, self.static = weights, scales, static
+        x = weights()
+        self.codes, self.codes_t = (torch.empty(like.shape, dtype=E4M3, device=x.device) for like in (x, x.mT))
+        self.load_state_dict()
+
+    def load_state_dict(self, state=None):
+        """Make the codes of loaded weights. state: delayed scales; see Fp8Mlps."""
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self, max_over_ranks=None):
+        """Make the codes again. max_over_ranks: dist.all_reduce with MAX, for delayed scales."""
+        x, *codes = (x.view(-1, *x.shape[-2:]) for x in (self.weights(), self.codes, self.codes_t))
+        quantise_weights(x, self.of_weights, *codes, self.static)
+
+    def factored(self, factors):
+        """For each layer the 0-D scales of its last matrix, and of the other operand of its gradient, times its factor;
+        factors (layers,). They are `pairs` (layers, 2, 4)."""
+        return [tuple(pair) for pair in (self.pairs * factors.detach()[:, None, None])[..., 0].unbind(0)]
 
 
 # ---- The projection of the attention block ---------------------------------------------------------------------------
@@ -1646,36 +1658,19 @@ class _ProductOfCodes(_Function):  # x Wᵀ (N, rows) fp32 from ProjectionCodes
         return dx.to(ctx.dtype), dweight.to(ctx.dtype), *[None] * 8
 
 
-class Fp8Projections:
-    """codes = projections(layer, both_layouts(x, x8_scale(D), E4M3), scales): the ProjectionCodes of x and of a factor
-    times the projection of a layer; scales: `factored(factors)[layer]`. x is detached.
-    weights: function that returns [(layers, their projections (n, 2 H w + H d, D) bf16)], once for every width w. Call
-    `refresh` after every change of the weights. Tensors keep their addresses, because CUDA graphs read them."""
+class Fp8Projections(WeightCodes):
+    """The codes of projections with one width of heads. weights: function that returns them (n, 2 H w + H d, D)."""
     def __init__(self, weights, loss_scale):
-        self.weights, self.kinds, self.layers = weights, [], {}
-        for layers, weight in weights():
-            self.kinds.append(_new_codes(weight))
-            self.layers |= zip(layers, zip(*self.kinds[-1]))
+        weight = weights()
         self.x_scale, self.grad_scale = (
             torch.tensor(x, device=weight.device) for x in (x8_scale(weight.size(2)), G8_SCALE * loss_scale))
-        # Of the weights, and of x, for each layer, 16 bytes apart, as in Fp8Mlps.
-        self.pairs = self.x_scale.expand(len(self.layers), 2, 4).clone()
-        self.refresh()
+        self.pairs = self.x_scale.expand(len(weight), 2, 4).clone()  # of the weights and of x, 16 bytes apart
+        super().__init__(weights, self.pairs[:, 0, :1])
 
-    @torch.no_grad()
-    def refresh(self):
-        """Quantise the weights again."""
-        scales = self.pairs[:, 0, :1].split([len(codes) for codes, _ in self.kinds])
-        for (_, weight), scale, codes in zip(self.weights(), scales, self.kinds):
-            quantise_weights(weight, scale, *codes)
-
-    def factored(self, factors):
-        """{layer: 0-D scales of its weight and of x, times its factor}; factors: {layer: 0-D}."""
-        return dict(zip(self.layers, _factored(self.pairs, torch.stack([factors[layer] for layer in self.layers]))))
-
-    def __call__(self, layer, inputs, scales):
-        (x8, x8_t), (codes, codes_t), (w_scale, dw_scale) = inputs, self.layers[layer], scales
-        return ProjectionCodes(x8, codes, self.x_scale, w_scale, x8_t, codes_t, self.grad_scale, dw_scale)
+    def of_layers(self, factors):
+        """The ProjectionCodes of each projection times its factor, without those of x; factors (n,)."""
+        return [ProjectionCodes(None, codes, self.x_scale, w_scale, None, codes_t, self.grad_scale, dw_scale)
+                for codes, codes_t, (w_scale, dw_scale) in zip(self.codes, self.codes_t, self.factored(factors))]
 
 
 # ======================================================================================================================
@@ -2041,25 +2036,25 @@ class _MlpFp8(_Function):
                 scaled_product(dpre_t, x8_t, dpre_scale, x_scale, out=dW1), dW2, *[None] * 5)
 
 
-class Fp8Mlps:
+class Fp8Mlps(WeightCodes):
     """y = mlps(i, x, W1, W2, scales): MLP i of a bank in FP8, x (N, D), W1 and W2 (F, D), y (N, D), all bf16. scales:
     with a factor of y, `factored(factors)[i]`. codes: those of x, if they exist; x is then not read. grad_codes: where
     the gradient of y comes as codes, see `mix`.
-    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` after
-    every change of the bank and every optimizer step. Tensors keep their addresses, because CUDA graphs read them."""
+    bank (MLPs, 2, F, D) bf16: all W1 and W2; W1 and W2 are the views of it that get the gradients. Call `refresh` also
+    after every optimizer step that changes no weights."""
     contract = _contract(x="?N D", W1="F D", W2="F D")
 
     def __init__(self, bank, loss_scale):
-        self.bank, self.loss_scale, count, device = bank.detach(), loss_scale, len(bank), bank.device
-        self.codes, self.codes_t = _new_codes(self.bank)
+        self.loss_scale, count, device = loss_scale, len(bank), bank.device
         # Of x, W1, W2, post, g, dpre. Scales are 16 bytes apart, because products in CUDA 13 ask for that alignment.
         self.scales = torch.ones(count, 6, 4, device=device)
+        self.pairs = self.scales[:, 2:5:2]  # of W2 and g
         self.maxima = torch.zeros(2, count, device=device)
         self.post_max, self.dpre_max = self.maxima
         # A delayed scale of post or dpre is per_maximum times the maximum of the last step, and never below its floor.
         self.per_maximum = torch.tensor([[HEADROOM / E4M3_MAX], [HEADROOM / E5M2_MAX]], device=device)
         self.floors = torch.tensor([[POST_FLOOR], [DPRE_FLOOR]], device=device)
-        self.load_state_dict()
+        super().__init__(bank.detach, self.scales[:, 1:3, 0])
 
     def state_dict(self):
         """The delayed scales, which the weights do not determine. Between steps there are no maxima to keep."""
@@ -2067,10 +2062,10 @@ class Fp8Mlps:
                 "loss_scale": self.loss_scale}
 
     def load_state_dict(self, state=None):
-        """Load delayed scales (None: those before the first step), and quantise the bank, loaded before."""
+        """Load delayed scales (None: those before the first step), and make the codes of the bank, loaded before."""
         state = state or {"post_scale": 1.0, "dpre_scale": G8_SCALE, "loss_scale": 1.0}
         ratio = self.loss_scale / state["loss_scale"]  # with another number of ranks, the loss has another scale
-        for column, value in ((0, x8_scale(self.bank.size(-1))), (3, state["post_scale"]),
+        for column, value in ((0, x8_scale(self.codes.size(-1))), (3, state["post_scale"]),
                               (4, G8_SCALE * self.loss_scale), (5, state["dpre_scale"] * ratio)):
             self.scales[:, column, 0] = value
         self.maxima.zero_()
@@ -2078,21 +2073,16 @@ class Fp8Mlps:
 
     @torch.no_grad()
     def refresh(self, max_over_ranks=lambda maxima: None):
-        """Quantise the bank again and set the scales of the next step. max_over_ranks: dist.all_reduce with MAX."""
+        """Make the codes again and set the scales of the next step."""
         max_over_ranks(self.maxima)
         scales, usable = self.scales[:, 3::2, 0].mT, (self.maxima > 0) & (self.maxima < math.inf)
         scales.copy_(torch.where(usable, (self.maxima * self.per_maximum).maximum(self.floors), scales))
         self.maxima.zero_()
-        quantise_weights(self.bank.flatten(0, 1), self.scales[:, 1:3, 0], self.codes.flatten(0, 1),
-                         self.codes_t.flatten(0, 1))
+        super().refresh()
 
     def new_grad_codes(self):
         """For the gradient of one y."""
         return GradCodes(G8_SCALE * self.loss_scale)
-
-    def factored(self, factors):
-        """0-D scales of W2, and of g in the gradient of W2, of all MLPs, times their factors (MLPs,)."""
-        return _factored(self.scales[:, 2:5:2], factors)
 
     def __call__(self, i, x, W1, W2, scales=None, codes=None, grad_codes=None):
         F, D = self.codes.shape[2:]
@@ -2100,7 +2090,7 @@ class Fp8Mlps:
         _require("Fp8Mlps", self.contract, given, {"F": F, "D": D}, torch.bfloat16, x.device)
         if any(size % 16 for size in (len(x), *W1.shape)):
             raise ValueError(f"Fp8Mlps: N, F and D must be multiples of 16, got {len(x)} and {tuple(W1.shape)}")
-        return _MlpFp8.apply(x, W1, W2, scales or (*self.scales[i, 2:5:2, 0],), self, i, codes, grad_codes)
+        return _MlpFp8.apply(x, W1, W2, scales or (*self.pairs[i, :, 0],), self, i, codes, grad_codes)
 
 
 # ======================================================================================================================
@@ -2728,10 +2718,9 @@ def head_rows(classes):
     return 1 << int(math.log2(2**30 / classes))
 
 
-class HeadLoss:
+class HeadLoss(WeightCodes):
     """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (K,) fp32.
-    weight (D, V): the parameter that gets the gradient. Call `refresh` after every change of the weight, which makes
-    the FP8 codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
+    weight (D, V): the parameter that gets the gradient; with fp8, these are its codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
     exact: take the unquantised weight (validation). codes: None, or both_layouts(h, X_SCALE, E4M3).
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
     The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
@@ -2744,14 +2733,7 @@ class HeadLoss:
         self.block, self.next_loss = head_rows(weight.size(1)), torch.zeros((), device=weight.device)
         if fp8:
             self.scale_x, self.scale_w = (torch.tensor(s, device=weight.device) for s in (X_SCALE, W_SCALE))
-            self.codes, self.codes_t = _new_codes(weight)
-            self.refresh()
-
-    def refresh(self):
-        """Quantise the weight again. The codes keep their addresses, because CUDA graphs read them."""
-        if self.fp8:
-            weight, *codes = (x.detach()[None] for x in (self.weight, self.codes, self.codes_t))
-            quantise_weights(weight, self.scale_w.view(1, 1), *codes, static=True)
+            super().__init__(weight.detach, self.scale_w.view(1, 1), static=True)
 
     def count_beyond(self) -> int:
         """Number of weights that the codes saturate."""

@@ -37,13 +37,13 @@ def unrounded(monkeypatch):
 
 def block_inputs(kind, N, device, dtype):
     """(arguments of attention_block without codes, Fp8Projections, ProjectionCodes). weight is FACTOR times that of
-    layer 1."""
+    the codes."""
     kind, value = switches(kind)
     d = 128 if ON_GPU else 32 if kind[2] else 16
     D = H * d
     weights = (torch.randn(1, 2 * D // (1 + kind[2]) + D, D) * D**-0.5).to(device, BF16)
     weights[:, 0, 0] = 0.875  # the largest value, so that the scale is a power of two and ties are ties
-    projections = tk.Fp8Projections(lambda: [([1], weights)], LOSS_SCALE)
+    projections = tk.Fp8Projections(lambda: weights, LOSS_SCALE)
     weight = (FACTOR * weights[0]).to(dtype)
     x = F.rms_norm(torch.randn(N, D, device=device), (D,)).to(dtype)
     ve = torch.randn(N, D, device=device).to(dtype) if value else None
@@ -54,8 +54,9 @@ def block_inputs(kind, N, device, dtype):
 
 
 def codes_of(projections, x):
-    inputs = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
-    return projections(1, inputs, projections.factored({1: torch.full((), FACTOR, device=x.device)})[1])
+    x8, x8_t = tk.both_layouts(x.detach(), tk.x8_scale(x.size(1)), E4M3)
+    [codes] = projections.of_layers(torch.full((1,), FACTOR, device=x.device))
+    return codes._replace(x8=x8, x8_t=x8_t)
 
 
 def block_run(block, args, codes, grad, dtype):
@@ -221,8 +222,7 @@ def test_graph(device):
         graph.replay()
         wanted = step()
         assert all(torch.equal(results[name], wanted[name]) for name in wanted)
-        [(_, weight)] = projections.weights()
-        weight.mul_(1.1)
+        projections.weights().mul_(1.1)
         projections.refresh()
 
 
@@ -241,29 +241,25 @@ def test_codes_that_are_refused(N, change, message):
 # ---- Codes -----------------------------------------------------------------------------------------------------------
 
 def test_refresh(device):
-    """Codes of both widths by the definition, at the same addresses after the weights have changed."""
-    kinds = [(numbers, torch.randn(len(numbers), rows, 64).to(device, BF16))
-             for numbers, rows in (([1, 4], 192), ([0, 2, 3], 128))]
-    kinds[0][1][0] = 0
-    projections = tk.Fp8Projections(lambda: kinds, LOSS_SCALE)
-    factors = {i: torch.tensor(-2.0 - i, device=device) for i in range(5)}
-    addresses = [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
-    inputs = tk.both_layouts(kinds[0][1][1, :16], tk.x8_scale(64), E4M3)
+    """Codes by the definition, at the same addresses after the weights have changed."""
+    weights = torch.randn(3, 192, 64).to(device, BF16)
+    weights[0] = 0
+    projections = tk.Fp8Projections(lambda: weights, LOSS_SCALE)
+    factors = -2.0 - torch.arange(3, device=device)
+    tensors = projections.codes, projections.codes_t, projections.pairs
+    addresses = [t.data_ptr() for t in tensors]
     for _ in range(2):
-        scales = projections.factored(factors)
-        for i, weight in ((i, weight.double()) for numbers, weights in kinds for i, weight in zip(numbers, weights)):
-            codes = projections(i, inputs, scales[i])
+        for i, (weight, codes) in enumerate(zip(weights.double(), projections.of_layers(factors), strict=True)):
             scale = (weight.abs().max().float() / 448).clamp(min=1e-12)
             assert torch.equal(codes.w_scale, factors[i] * scale) and codes.dw_scale == factors[i] * 2**-5
             near = [codes.w8.double() == rounded(weight / scale.double() * (1 + j * 2**-22), E4M3) for j in (-1, 0, 1)]
-            assert torch.stack(near).any(0).all() and codes.w8.float().abs().max() == 448 * (i != 1)
+            assert torch.stack(near).any(0).all() and codes.w8.float().abs().max() == 448 * (i != 0)
             assert torch.equal(bits(codes.w8_t), bits(codes.w8).mT)
-            assert codes.x8 is inputs[0] and codes.x8_t is inputs[1]
+            assert codes.w8.data_ptr() == projections.codes[i].data_ptr()
+            assert codes.w_scale.data_ptr() % 16 == codes.dw_scale.data_ptr() % 16 == 0
         assert codes.x_scale == 2**-5 and codes.grad_scale == LOSS_SCALE / 64
-        assert addresses == [t.data_ptr() for i in range(5) for t in (*projections.layers[i], *projections.pairs)]
-        assert all(scale.data_ptr() % 16 == 0 for pair in scales.values() for scale in pair)
-        for _, weights in kinds:
-            weights.mul_(-2)
+        assert addresses == [t.data_ptr() for t in (projections.codes, projections.codes_t, projections.pairs)]
+        weights.mul_(-2)
         projections.refresh()
 
 

@@ -303,8 +303,7 @@ def test_a_micro_step_in_fp8(tmp_path, device):
         for p in trainer.model.parameters():
             if not p.any():  # what begins at zero passes no gradient on
                 p.detach().normal_(std=0.05, generator=generator)
-        for codes in trainer.head, trainer.model.fp8_mlps, trainer.model.fp8_projections:
-            codes.refresh()
+        trainer.quantise_weights()
         batch, plan = trainer.loader.next_batch(), trainer.plans[0]
         trainer.micro_step(batch, trainer.mtp_table[0, :len(plan.mtp_weights)], trainer.attn[0])
         return {label: p.grad.float() for label, p in trainer.model.named_parameters() if p.grad is not None}

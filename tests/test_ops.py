@@ -199,7 +199,8 @@ def micro_steps(device, record, pointer, rows=(320, 208, 320, 208, 320, 208, 208
                 for name, param in model.named_parameters():
                     sums[name] += param.grad
                     param.grad.zero_()
-        head.refresh()
+        if on_gpu:
+            head.refresh()
     return [*losses, head.next_loss.item()], sums
 
 

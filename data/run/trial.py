@@ -161,10 +161,9 @@ def fp8_mlp(x, W1, W2):
 
 def fp8_attention(x, weight, *others):
     """`attention_block` with a projection in FP8."""
-    projections = kernels.Fp8Projections(lambda: [([0], weight.detach()[None])], 1.0)
-    codes = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
-    scales = projections.factored({0: torch.ones((), device=x.device)})[0]
-    return kernels.attention_block(x, weight, *others, codes=projections(0, codes, scales))
+    [codes] = kernels.Fp8Projections(lambda: weight.detach()[None], 1.0).of_layers(torch.ones(1, device=x.device))
+    x8, x8_t = kernels.both_layouts(x.detach(), kernels.x8_scale(x.size(1)), kernels.E4M3)
+    return kernels.attention_block(x, weight, *others, codes=codes._replace(x8=x8, x8_t=x8_t))
 
 
 def fault_of(run, name, op, reference, tolerance):
