@@ -770,7 +770,7 @@ class Factors:
         self.constants, dynamic = constants, {key for counts in networks.values() for key in counts}
         self.factors = {key: [constants[key]] for key in constants if key[1] == "xsa" and key not in dynamic}
         fixed = [key for key in constants if key[1] != "xsa" and key not in dynamic]
-        numbers = iter(self.mix.rows(torch.cat([constants[key] for key in fixed])))
+        numbers = iter(self.mix.unbind(torch.cat([constants[key] for key in fixed])))
         self.factors |= {key: [*islice(numbers, len(constants[key]))] for key in fixed}
         self.networks = {}  # dynamic layer -> {(place, name): number of factors}, W_in, W_out
         if networks:
@@ -1014,9 +1014,9 @@ class GPT(nn.Module):
         mlps = mix.scaled_weights(self.mlp_bank.to(dtype), factors, "mlp_bank" in codes)
         found["W1"], found["W2"] = (dict(enumerate(matrices)) for matrices in zip(*mlps))
 
-        found["gate"] = dict(zip(self.with_attention, mix.rows(self.attn_gate_bank.to(dtype))))
+        found["gate"] = dict(zip(self.with_attention, mix.unbind(self.attn_gate_bank.to(dtype))))
         if self.with_values:
-            found["value_gate"] = dict(zip(self.with_values, mix.rows(self.ve_gate_bank.to(dtype))))
+            found["value_gate"] = dict(zip(self.with_values, mix.unbind(self.ve_gate_bank.to(dtype))))
         if self.with_skip:
             skips = zip(self.skip_lambda.unbind(0), self.skip_gate.to(dtype).split(1))
             found["skip"] = dict(zip(self.with_skip, skips))

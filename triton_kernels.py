@@ -117,6 +117,12 @@ class _Function(torch.autograd.Function):
         cls.forward, cls.backward = staticmethod(cls.forward), staticmethod(once_differentiable(cls.backward))
 
 
+def _summed(parts, *tensors):
+    """Gradients of tensors from the parts of a launch's programs (programs, elements of all tensors), fp32."""
+    sums = parts.sum(0).split([x.numel() for x in tensors])
+    return [total.view(x.shape).to(x.dtype) for total, x in zip(sums, tensors)]
+
+
 def rms_norm(x):
     """x / rms(x) over the last axis, in fp32 inside; no gain."""
     return F.rms_norm(x, (x.size(-1),), eps=RMS_EPS)
@@ -158,10 +164,9 @@ def _require(op, contract, given, sizes, dtype, device):
         dense = layout == "strided" or tensor.is_contiguous() or layout == "rows" and tensor.stride(-1) == 1
         dtypes = dtypes or (dtype,)
         if not (fits and dense and tensor.device == device and tensor.dtype in dtypes):
-            known = [sizes.get(axis, axis) for axis in axes]
-            wanted = [size for part in known for size in (part if isinstance(part, tuple) else [part])]
             kind = {"": "contiguous ", "rows": "contiguous rows of ", "strided": ""}[layout]
-            wanted = f"({', '.join(map(str, wanted))}{',' * (len(wanted) == 1)})"
+            wanted = ", ".join(filter(None, (str(sizes.get(axis, axis)).strip("(),") for axis in axes)))
+            wanted = f"({wanted})" if ", " in wanted else f"({wanted},)"
             raise ValueError(f"{op}: {name} must be {kind}{' or '.join(map(str, dtypes))} of shape {wanted} on"
                              f" {device}, got {tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
                              f" on {tensor.device}")
@@ -169,9 +174,10 @@ def _require(op, contract, given, sizes, dtype, device):
 
 def operation(reference, any_dtype=False, label=None, check=lambda **given: None, **texts):
     """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
-    texts {argument: "axes: dtypes layout"}. Axes: a letter is one size in all arguments, a number is itself, "..." is
-    any first axes, a "?" in front allows None. Dtypes: without, that of the first argument. Layout: "rows" (unit stride
-    in the last axis), "strided" (any strides), or contiguous. A wrong tensor raises a ValueError.
+    texts {argument: "axes: dtypes layout"}; "argument.field" is a field of a named tuple. Axes: a letter is one size in
+    all arguments, a number is itself, "..." is any first axes, a "?" in front allows None. Dtypes: without, that of the
+    first argument. Layout: "rows" (unit stride in the last axis), "strided" (any strides), or contiguous. A wrong
+    tensor raises a ValueError.
     check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
     `_takes_ref`; label: the name in IMPLEMENTATIONS."""
     def decorate(wrapper):
@@ -181,7 +187,9 @@ def operation(reference, any_dtype=False, label=None, check=lambda **given: None
         def checked(*args, **options):
             given = dict(zip(names, args)) | options
             first, *others = (given[name] for name in contract if given.get(name) is not None)
-            _require(op, contract, given, {}, first.dtype, first.device)
+            fields = {f"{name}.{field}": x for name, value in given.items() if hasattr(value, "_asdict")
+                      for field, x in value._asdict().items()}
+            _require(op, contract, given | fields, {}, first.dtype, first.device)
             if fault := check(**given):
                 raise ValueError(f"{op}: {fault}")
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
@@ -301,14 +309,10 @@ def _signed_rows_kernel(Out, Table, Ids, Signs, SignIds, N, D, ORDERS: constexpr
     tl.store(Out + token.to(tl.int64)[:, None] * D + column[None, :], total.to(Out.dtype.element_ty), mask=inside)
 
 
-def _check_orders(ids, orders=1, signs=None, sign_ids=None, **others):
-    if len(ids) % orders:
-        return f"{len(ids)} ids for {orders} orders"
-    return None if (signs is None) == (sign_ids is None) else "signs and sign_ids belong together"
-
-
-@operation(signed_rows_ref, any_dtype=True, check=_check_orders, table="R D: bf16 fp32", ids="M: int32",
-           signs="?S D: bf16 fp32", sign_ids="?M: int32")
+@operation(signed_rows_ref, any_dtype=True, table="R D: bf16 fp32", ids="M: int32", signs="?S D: bf16 fp32",
+           sign_ids="?M: int32", check=lambda ids, orders=1, signs=None, sign_ids=None, **others: (
+               f"{len(ids)} ids for {orders} orders" if len(ids) % orders else
+               (signs is None) != (sign_ids is None) and "signs and sign_ids belong together"))
 def signed_rows(table, ids, orders=1, signs=None, sign_ids=None):
     N, D = len(ids) // orders, table.size(1)
     dtype = table.dtype if signs is None else torch.promote_types(table.dtype, signs.dtype)
@@ -431,8 +435,6 @@ def embedding_grad(grad, sorted_ids, upstream, place=None, rows=None, count=None
     (tokens, D), N = upstream.shape, len(sorted_ids.ids)
     if N % tokens:
         raise ValueError(f"embedding_grad: {N} ids, but upstream has {tokens} rows")
-    if not (place is None) == (rows is None) == (count is None):
-        raise ValueError("embedding_grad: place, rows and count belong together")
     if (signs is None) != (sign_ids is None) or sign_ids is not None and len(sign_ids) != N:
         raise ValueError(f"embedding_grad: signs need a sign_id for each of the {N} ids")
     if sorted_ids.pieces is None or sorted_ids.pieces.shape != (5, N + 1):
@@ -757,69 +759,58 @@ def _attention_kernel(Q, K, V, Gate, Y, Lse, Start, N, H, window, scale, D: cons
     tl.store(lse + head.to(tl.int64) * stride_h + t, tl.log2(total) - tl.log2(gate), mask=t < N)
 
 
-@triton.jit
-def _dq_tile(head, m0, q, dy, K, V, Lse, RowDot, dQ, Start, N, H, window, scale, D, DV, BLOCK):
-    """Gradient of the queries m0 ... m0 + BLOCK - 1 of one head."""
-    low, first, last, to_all = _keys_of_queries(Start, m0, N, window, BLOCK)
-    lse = _load_scalars(Lse, head, m0, N, BLOCK)
-    row_dot = _load_scalars(RowDot, head, m0, N, BLOCK)
-    dq = tl.zeros((BLOCK, D), dtype=tl.float32)
-    for n0 in range(first, last + 1, BLOCK):
-        k = _load_tile(K, head, n0, N, BLOCK, D)
-        v = _load_tile(V, head, n0, N, BLOCK, DV)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")
-        dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
-        x = _mask_keys(x, low, m0, n0, to_all, BLOCK, BLOCK)
-        ds = tl.exp2(x * (scale * LOG2_E) - lse[:, None]) * (dp - row_dot[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    _store_tile((dQ, H * D), dq * scale, head, m0, N, BLOCK, D)
-
-
-@triton.jit
-def _dkv_tile(head, n0, Q, dY, K, V, Lse, RowDot, Grads, End, N, H, window, scale, D, DV, BLOCK):
-    """Gradients of the keys and values n0 ... n0 + BLOCK - 1 of one head; that of the values adds to dV0, if given."""
-    _, dK, dV, dV0 = Grads
-    # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
-    s = n0 + tl.arange(0, BLOCK)
-    high, last, of_all = _queries_of_keys(End, n0, N, window, BLOCK)
-    k = _load_tile(K, head, n0, N, BLOCK, D)
-    v = _load_tile(V, head, n0, N, BLOCK, DV)
-    dk = tl.zeros((BLOCK, D), dtype=tl.float32)
-    if dV0 is None:
-        dv = tl.zeros((BLOCK, DV), dtype=tl.float32)
-    else:
-        dv = _load_tile((dV0, H * DV, DV), head, n0, N, BLOCK, DV).to(tl.float32)
-    for m0 in range(n0, last + 1, BLOCK):
-        q = _load_tile(Q, head, m0, N, BLOCK, D)
-        dy = _load_tile(dY, head, m0, N, BLOCK, DV)
-        t = m0 + tl.arange(0, BLOCK)
-        lse = _load_scalars(Lse, head, m0, N, BLOCK)
-        row_dot = _load_scalars(RowDot, head, m0, N, BLOCK)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee")  # (keys, queries)
-        dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
-        if (m0 < n0 + BLOCK - 1) | (m0 + BLOCK - 1 > of_all):
-            x = tl.where((t[None, :] - s[:, None]).to(tl.uint32) <= (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        p = tl.exp2(x * (scale * LOG2_E) - lse[None, :])
-        dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
-        ds = p * (dp - row_dot[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    _store_tile((dK, H * D), dk * scale, head, n0, N, BLOCK, D)
-    _store_tile(dV, dv, head, n0, N, BLOCK, DV)
-
-
 @triton.jit(do_not_specialize=["window"])
 def _attention_backward_kernel(Q, dY, Lse, RowDot, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads,
                                Start, End, N, H, window, scale, D: constexpr, DV: constexpr, BLOCK: constexpr):
+    # Of one head. The gradient of the values adds to dV0, if given.
+    dQ, dK, dV, dV0 = Grads
     tile = tl.program_id(0) // 2
     head = tile % H
-    first = tile // H * BLOCK
-    if tl.program_id(0) % 2 == 0:
-        _dkv_tile(head, first, q_tiles, dy_tiles, k_tiles, v_tiles, lse_tiles, row_dot_tiles, Grads, End, N, H, window,
-                  scale, D, DV, BLOCK)
-    else:
-        q = _load_tile(Q, head, first, N, BLOCK, D)
-        dy = _load_tile(dY, head, first, N, BLOCK, DV)
-        _dq_tile(head, first, q, dy, k_tiles, v_tiles, Lse, RowDot, Grads[0], Start, N, H, window, scale, D, DV, BLOCK)
+    i0 = tile // H * BLOCK
+    if tl.program_id(0) % 2 == 0:  # keys and values i0 ... i0 + BLOCK - 1
+        # Everything is transposed, keys along the rows: Pᵀ and dSᵀ then enter their products from registers.
+        s = i0 + tl.arange(0, BLOCK)
+        high, last_query, of_all = _queries_of_keys(End, i0, N, window, BLOCK)
+        k = _load_tile(k_tiles, head, i0, N, BLOCK, D)
+        v = _load_tile(v_tiles, head, i0, N, BLOCK, DV)
+        dk = tl.zeros((BLOCK, D), dtype=tl.float32)
+        if dV0 is None:
+            dv = tl.zeros((BLOCK, DV), dtype=tl.float32)
+        else:
+            dv = _load_tile((dV0, H * DV, DV), head, i0, N, BLOCK, DV).to(tl.float32)
+        for m0 in range(i0, last_query + 1, BLOCK):
+            q = _load_tile(q_tiles, head, m0, N, BLOCK, D)
+            dy = _load_tile(dy_tiles, head, m0, N, BLOCK, DV)
+            t = m0 + tl.arange(0, BLOCK)
+            lse = _load_scalars(lse_tiles, head, m0, N, BLOCK)
+            row_dot = _load_scalars(row_dot_tiles, head, m0, N, BLOCK)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee")  # (keys, queries)
+            dp = tl.dot(v, tl.trans(dy), input_precision="ieee")
+            if (m0 < i0 + BLOCK - 1) | (m0 + BLOCK - 1 > of_all):
+                seen = (t[None, :] - s[:, None]).to(tl.uint32) <= (high - s).to(tl.uint32)[:, None]
+                x = tl.where(seen, x, float("-inf"))
+            p = tl.exp2(x * (scale * LOG2_E) - lse[None, :])
+            dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision="ieee")
+            ds = p * (dp - row_dot[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        _store_tile((dK, H * D), dk * scale, head, i0, N, BLOCK, D)
+        _store_tile(dV, dv, head, i0, N, BLOCK, DV)
+    else:  # queries i0 ... i0 + BLOCK - 1
+        q = _load_tile(Q, head, i0, N, BLOCK, D)
+        dy = _load_tile(dY, head, i0, N, BLOCK, DV)
+        low, first_key, last_key, to_all = _keys_of_queries(Start, i0, N, window, BLOCK)
+        lse = _load_scalars(Lse, head, i0, N, BLOCK)
+        row_dot = _load_scalars(RowDot, head, i0, N, BLOCK)
+        dq = tl.zeros((BLOCK, D), dtype=tl.float32)
+        for n0 in range(first_key, last_key + 1, BLOCK):
+            k = _load_tile(k_tiles, head, n0, N, BLOCK, D)
+            v = _load_tile(v_tiles, head, n0, N, BLOCK, DV)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            dp = tl.dot(dy, tl.trans(v), input_precision="ieee")
+            x = _mask_keys(x, low, i0, n0, to_all, BLOCK, BLOCK)
+            ds = tl.exp2(x * (scale * LOG2_E) - lse[:, None]) * (dp - row_dot[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        _store_tile((dQ, H * D), dq * scale, head, i0, N, BLOCK, D)
 
 
 def _aligned_for_tma(x):
@@ -1041,16 +1032,16 @@ def head_gates(x, ve, w_ve, w_out, paired):
 
 
 def head_gates_backward(dout_gate, dve_gate, gates, x, ve, w_ve, w_out, paired, dx, dve, of_ve=None, of_out=None):
-    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `rows`)."""
-    N, shape = len(x), (triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), *w_out.shape)
-    given = [None if w is None else _part(of_w, x, *shape) for w, of_w in ((w_ve, of_ve), (w_out, of_out))]
-    own = [x.new_empty(shape, dtype=torch.float32) if w is not None and part is None else None
-           for w, part in zip((w_ve, w_out), given)]
-    parts = [part if mine is None else mine for part, mine in zip(given, own)]
-    _head_gates_grad_kernel[shape[:1]](
-        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, N,
+    """Adds to dx and dve in place; returns the gradients of w_ve and w_out, or None for parts (see `unbind`)."""
+    programs, parts, grads = triton.cdiv(len(x), GATE_LAUNCH["BLOCK"]), [None, None], [None, None]
+    for i, (w, of_w) in enumerate(((w_ve, of_ve), (w_out, of_out))):
+        if w is not None and (part := _part(of_w, x, programs, *w.shape)) is None:
+            part = grads[i] = x.new_empty(programs, *w.shape, dtype=torch.float32)
+        parts[i] = None if w is None else part
+    _head_gates_grad_kernel[(programs,)](
+        dout_gate, dve_gate, gates, _strided(x), _strided(ve), w_ve, w_out, _strided(dx), _strided(dve), *parts, len(x),
         **_gate_launch(ve, w_out, paired))
-    return [None if mine is None else mine.sum(0).to(w_out.dtype) for mine in own]
+    return [grad if grad is None else _summed(grad.flatten(1), w_out)[0] for grad in grads]
 
 
 # ---- Exclusive attention ---------------------------------------------------------------------------------------------
@@ -1180,22 +1171,6 @@ def _rotated(x, Rotary, row, inside, part, WIDTH, BLOCK):
 
 
 @triton.jit
-def _heads_of_tile(tile, H, NARROW):
-    """(part, head) twice, for the lower and the upper half of the columns of a tile; part 0, 1, 2: q, k, v. Only tiles
-    of q and k in narrow layers have two heads; with an odd H, one tile has the last of q and the first of k."""
-    if NARROW:
-        part = tl.minimum(2 * tile // H, 2)
-        h = tl.where(part == 2, tile - H, 2 * tile % H)
-        next_part, next_h = part, h + 1
-        if H % 2:
-            next_part, next_h = tl.minimum((2 * tile + 1) // H, 2), (2 * tile + 1) % H
-    else:
-        part, h = tile // H, tile % H
-        next_part, next_h = part, h
-    return part, h, next_part, next_h
-
-
-@triton.jit
 def _head_rstd(squares, Rstd, part, h, t, N, H, D):
     """1 / rms (BLOCK, 1) of a head of D channels from its sum of squares (BLOCK,), stored for q and k; 1 for v."""
     rstd = tl.rsqrt(squares / D + _RMS_EPS)
@@ -1225,8 +1200,17 @@ def _project_kernel(X, W, Scales, Qk, V, Rstd, Rotary, Ve, Gate, N, K: constexpr
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if Scales is not None:
             acc *= scale
+        # The head of the lower and of the upper half of the columns; part 0, 1, 2: of q, k, v. Only tiles of q and k in
+        # narrow layers have two heads; with an odd H, one tile has the last of q and the first of k.
+        if NARROW:
+            part = tl.minimum(2 * tile // H, 2)
+            h = tl.where(part == 2, tile - H, 2 * tile % H)
+            next_part, next_h = part, h + 1
+            if H % 2:
+                next_part, next_h = tl.minimum((2 * tile + 1) // H, 2), (2 * tile + 1) % H
+        else:
+            part, h = tile // H, tile % H
         # Masks instead of branches on `part`, which would keep Triton from joining both loops into one pipelined loop.
-        part, h, next_part, next_h = _heads_of_tile(tile, H, NARROW)
         t = first + tl.arange(0, BLOCK_M)
         token = t.to(tl.int64)[:, None]
         inside = (t < N)[:, None]
@@ -1314,18 +1298,6 @@ def _norm_rotary_grad(dY, Y, dQkv, Rstd, Rotary, t, h, N, stride, FIRST, PAIRED,
 
 
 @triton.jit
-def _value_grad(dv, Ve, Gate, dVe, dGate, t, h, N, H, D):
-    """Gradients of the value embeddings Ve, a pointer and a stride, and of their gate from dv (BLOCK, D)."""
-    token = t.to(tl.int64)[:, None]
-    column = (h * D)[:, None] + tl.arange(0, D)[None, :]
-    row = t * H + h
-    gate = tl.load(Gate + row, mask=t < N, other=0.0).to(tl.float32)
-    ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
-    tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
-    tl.store(dGate + row, tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
-
-
-@triton.jit
 def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dGate, N, PAIRED: constexpr,
                          OFFSET: constexpr, NARROW: constexpr, COPY: constexpr, H: constexpr, D: constexpr,
                          BLOCK: constexpr):
@@ -1351,7 +1323,12 @@ def _project_grad_kernel(dQ, dK, dV, Q, K, dQkv, Rstd, Rotary, Ve, Gate, dVe, dG
         if COPY:
             _store_qkv_grad(dv, dQkv, t, h, N, stride, 2 * H * WIDTH, D)
         if Ve is not None:
-            _value_grad(dv.to(tl.float32), Ve, Gate, dVe, dGate, t, h, N, H, D)
+            dv = dv.to(tl.float32)
+            column = (h * D)[:, None] + tl.arange(0, D)[None, :]
+            gate = tl.load(Gate + (t * H + h), mask=t < N, other=0.0).to(tl.float32)
+            ve = tl.load(Ve[0] + token * Ve[1] + column, mask=token < N, other=0.0).to(tl.float32)
+            tl.store(dVe + token * (H * D) + column, (gate[:, None] * dv).to(dVe.dtype.element_ty), mask=token < N)
+            tl.store(dGate + (t * H + h), tl.sum(dv * ve, 1).to(dGate.dtype.element_ty), mask=t < N)
 
 
 def project(x, weight, rotary, ve, ve_gate, paired, offset, narrow=False, codes=()):
@@ -1446,9 +1423,6 @@ def attention_block_ref(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, 
     return y if share is None else exclude_values_ref(y, v, share)
 
 
-BLOCK_CODES = _contract(**{"codes.x8": "N D", "codes.x8_t": "D N", "codes.w8": "R D", "codes.w8_t": "D R"})
-
-
 def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=False, codes=None, **others):
     (N, D), (H, width, d) = x.shape, head_sizes(weight, rotary, narrow)
     rows = 2 * width + d
@@ -1468,16 +1442,15 @@ def _check_block(x, weight, rotary, ve, w_ve, w_out, paired, offset, narrow=Fals
     if (ve is None) != (w_ve is None) or ve is not None and ve.size(1) != H * d:
         got = [None if u is None else tuple(u.shape) for u in (ve, w_ve)]
         return f"ve must be {(N, H * d)} and w_ve {tuple(w_out.shape)}, or both None, got {got[0]} and {got[1]}"
-    if codes is not None:
-        if any(size % 16 for size in (N, *weight.shape)):
-            return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
-        given = {f"codes.{name}": x for name, x in codes._asdict().items()}
-        _require("attention_block", BLOCK_CODES, given, {"N": N, "D": D, "R": len(weight)}, E4M3, x.device)
+    if codes is not None and any(size % 16 for size in (N, *weight.shape)):
+        return f"N, rows of weight and D must be multiples of 16 for codes, got {N} and {tuple(weight.shape)}"
 
 
 @operation(attention_block_ref, label="attention", check=_check_block, x="N D: bf16 fp32 strided",
            weight="R D: strided", rotary="P F 2", ve="?N V: strided", w_out="H C: strided", w_ve="?H C: strided",
-           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided")
+           cu_seqlens="K: int32", first="?N C", share="?... H: bf16 fp32 strided",
+           **{"codes.x8": "?N D: e4m3", "codes.x8_t": "?D N: e4m3", "codes.w8": "?R D: e4m3",
+              "codes.w8_t": "?D R: e4m3"})
 def attention_block(x, weight, rotary, ve, w_ve, w_out, cu_seqlens, window, scale, paired, offset, narrow=False,
                     codes=None, first=None, share=None, documents=None):
     """y (N, H, d); differentiable in x, weight, share, ve, w_ve and w_out. See the banner above."""
@@ -2207,54 +2180,43 @@ def _pointer_score_grad(x, lse, dot, hits, s, t, N, COUNT):
     return tl.exp2(x - lse) * grad
 
 
-@triton.jit
-def _pointer_dq_tile(m0, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK):
-    """Gradient of the queries m0 ... m0 + BLOCK - 1. hits: see _pointer_score_grad."""
-    t = m0 + tl.arange(0, BLOCK)
-    low, first, last, _ = _keys_of_queries(Start, m0, N, window, BLOCK)
-    q = _load_tile((Q, D, D), 0, m0, N, BLOCK, D)
-    lse = tl.load(Lse + t, mask=t < N, other=0.0)
-    dot = tl.load(Dot + t, mask=t < N, other=0.0)
-    dq = tl.zeros((BLOCK, D), dtype=tl.float32)
-    for n0 in range(first, last + 1, BLOCK):
-        s = n0 + tl.arange(0, BLOCK)
-        k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
-        x = _mask_later(x, low, s, t)
-        grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
-        dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
-    _store_tile((dQ, D), dq * scale, 0, m0, N, BLOCK, D)
-
-
-@triton.jit
-def _pointer_dk_tile(n0, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK):
-    """Gradient of the keys n0 ... n0 + BLOCK - 1. Keys lie along the rows, queries along the columns."""
-    s = n0 + tl.arange(0, BLOCK)
-    high, last, _ = _queries_of_keys(End, n0, N, window, BLOCK)
-    k = _load_tile((K, D, D), 0, n0, N, BLOCK, D)
-    dk = tl.zeros((BLOCK, D), dtype=tl.float32)
-    for m0 in range(n0, last + 1, BLOCK):
-        t = m0 + tl.arange(0, BLOCK)
-        q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
-        lse = tl.load(Lse + t, mask=t < N, other=0.0)
-        dot = tl.load(Dot + t, mask=t < N, other=0.0)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
-        # s < t <= high in one comparison
-        x = tl.where((t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None], x, float("-inf"))
-        grad = _pointer_score_grad(x, lse[None, :], dot[None, :], hits, s[:, None], t[None, :], N, COUNT)
-        dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
-    _store_tile((dK, D), dk * scale, 0, n0, N, BLOCK, D)
-
-
 @triton.jit(do_not_specialize=["window"])
 def _pointer_backward_kernel(Q, K, q_tiles, k_tiles, Tokens, Targets, Start, End, Lse, Dot, dMass, dQ, dK, N, window,
                              scale, COUNT: constexpr, D: constexpr, BLOCK: constexpr):
     hits = Tokens, Targets, dMass
-    first = tl.program_id(0) // 2 * BLOCK
-    if tl.program_id(0) % 2 == 0:
-        _pointer_dk_tile(first, q_tiles, K, End, Lse, Dot, hits, dK, N, window, scale, COUNT, D, BLOCK)
-    else:
-        _pointer_dq_tile(first, Q, k_tiles, Start, Lse, Dot, hits, dQ, N, window, scale, COUNT, D, BLOCK)
+    i0 = tl.program_id(0) // 2 * BLOCK
+    if tl.program_id(0) % 2 == 0:  # keys from i0 on, along the rows; queries along the columns
+        s = i0 + tl.arange(0, BLOCK)
+        high, last_query, _ = _queries_of_keys(End, i0, N, window, BLOCK)
+        k = _load_tile((K, D, D), 0, i0, N, BLOCK, D)
+        dk = tl.zeros((BLOCK, D), dtype=tl.float32)
+        for m0 in range(i0, last_query + 1, BLOCK):
+            t = m0 + tl.arange(0, BLOCK)
+            q = _load_tile(q_tiles, 0, m0, N, BLOCK, D)
+            lse = tl.load(Lse + t, mask=t < N, other=0.0)
+            dot = tl.load(Dot + t, mask=t < N, other=0.0)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)
+            # s < t <= high in one comparison
+            seen = (t[None, :] - s[:, None] - 1).to(tl.uint32) < (high - s).to(tl.uint32)[:, None]
+            x = tl.where(seen, x, float("-inf"))
+            grad = _pointer_score_grad(x, lse[None, :], dot[None, :], hits, s[:, None], t[None, :], N, COUNT)
+            dk = tl.dot(grad.to(q.dtype), q, dk, input_precision="ieee")
+        _store_tile((dK, D), dk * scale, 0, i0, N, BLOCK, D)
+    else:  # queries from i0 on
+        t = i0 + tl.arange(0, BLOCK)
+        low, first_key, last_key, _ = _keys_of_queries(Start, i0, N, window, BLOCK)
+        q = _load_tile((Q, D, D), 0, i0, N, BLOCK, D)
+        lse = tl.load(Lse + t, mask=t < N, other=0.0)
+        dot = tl.load(Dot + t, mask=t < N, other=0.0)
+        dq = tl.zeros((BLOCK, D), dtype=tl.float32)
+        for n0 in range(first_key, last_key + 1, BLOCK):
+            s = n0 + tl.arange(0, BLOCK)
+            k = _load_tile(k_tiles, 0, n0, N, BLOCK, D)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
+            x = _mask_later(x, low, s, t)
+            grad = _pointer_score_grad(x, lse[:, None], dot[:, None], hits, s[None, :], t[:, None], N, COUNT)
+            dq = tl.dot(grad.to(k.dtype), k, dq, input_precision="ieee")
+        _store_tile((dQ, D), dq * scale, 0, i0, N, BLOCK, D)
 
 
 class _Pointer(_Function):
@@ -2378,7 +2340,7 @@ class _PointerInputs(_Function):
         _pointer_inputs_grad_kernel[(len(parts),)](
             dq.contiguous(), dk.contiguous(), dsink.contiguous(), projected, gain, weights, start, dprojected, parts, N,
             d**-0.5, D=d, **POINTER_INPUTS_LAUNCH)
-        dweights, dgain = parts.sum(0).split([d, 1])
+        dweights, dgain = _summed(parts, weights, gain)
         return dprojected, dgain, dweights, None
 
 
@@ -2563,26 +2525,6 @@ def _read_row(Row, C, SEGMENT, KEEP):
     return tl.sum(total, axis=0), unscaled
 
 
-@triton.jit
-def _mix_copies(Masses, dMasses, row, count, k, is_target, weight, alpha, p, loss_scale):
-    """(what the copies take off the losses, pull, push) of the targets k of a row; stores the gradients of the masses
-    to dMasses, if given. The letters are those of the section's banner."""
-    Mass, SinkMass = Masses
-    ratio = tl.load(Mass + row * count + k, mask=is_target, other=0.0) / p
-    rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
-    sink = tl.load(SinkMass + row) * rest
-    kept = 1.0 + alpha * sink
-    mixed = kept + alpha * ratio  # probability of the target / p
-    gain = tl.log2(mixed) / LOG2_E
-    pull = weight * kept / mixed
-    push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
-    if dMasses is not None:
-        dMass, dSinkMass = dMasses
-        tl.store(dMass + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
-        tl.store(dSinkMass + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
-    return gain, pull, push
-
-
 @triton.jit(do_not_specialize=["count", "gate"])
 def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Masses, dMasses, gate, loss_scale,
                           code_scale, count, C: constexpr, BLOCK_K: constexpr, SEGMENT: constexpr):
@@ -2600,9 +2542,18 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
     pull = weight
     if Masses is not None:
         gate_u = 1.0 / (1.0 + tl.exp2(_exponent(tl.load(logits + gate))))
-        gain, pull, push = _mix_copies(Masses, dMasses, row, count, k, is_target, weight, _lifted_exp(gate_u) / total,
-                                       _lifted_exp(u) / total, loss_scale)
-        loss -= gain
+        alpha, p = _lifted_exp(gate_u) / total, _lifted_exp(u) / total
+        ratio = tl.load(Masses[0] + row * count + k, mask=is_target, other=0.0) / p
+        rest = 1.0 / tl.maximum(1.0 - alpha, _LEAST_REST)
+        sink = tl.load(Masses[1] + row) * rest
+        kept = 1.0 + alpha * sink
+        mixed = kept + alpha * ratio  # probability of the target / p
+        loss -= tl.log2(mixed) / LOG2_E
+        pull = weight * kept / mixed
+        push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
+        if dMasses is not None:
+            tl.store(dMasses[0] + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
+            tl.store(dMasses[1] + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
     if NextLosses is not None:
         tl.store(NextLosses + row + k, loss_scale * tl.where(is_target, loss, 0.0), mask=k == 0)
@@ -2638,11 +2589,10 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
             tl.store(grad + gate, at_gate.to(dtype))
 
 
-COPIES = _contract(**{"copies.mass": "n K", "copies.sink_mass": "n", "copies.dmass": "n K", "copies.dsink_mass": "n"})
-
-
 @operation(cross_entropy_ref, logits="n C: bf16 fp16 fp32 rows", targets="n K: int64 strided", weights="K: fp32",
-           grad="?n C: bf16 fp16 fp32 e5m2 rows", next_losses="?n: fp32")
+           grad="?n C: bf16 fp16 fp32 e5m2 rows", next_losses="?n: fp32",
+           **{"copies.mass": "?n K: fp32", "copies.sink_mass": "?n: fp32", "copies.dmass": "?n K: fp32",
+              "copies.dsink_mass": "?n: fp32"})
 def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=None, copies=None, next_losses=None):
     """Losses (n,) fp32 of logits (n, C); fills grad (n, C) and next_losses (n,), if given."""
     (n, C), K = logits.shape, weights.numel()
@@ -2651,9 +2601,6 @@ def cross_entropy(logits, targets, weights, loss_scale, code_scale=1.0, grad=Non
         masses, grads, gate = copies[:2], None if grad is None else copies[3:], copies.gate
         if not 0 <= gate < C:
             raise ValueError(f"cross_entropy: copies.gate must be a column, 0 to {C - 1}, got {gate}")
-        given = {f"copies.{name}": x for name, x in copies._asdict().items() if grad is not None or name[0] != "d"}
-        contract = {name: COPIES[name] for name in given if name in COPIES}
-        _require("cross_entropy", contract, given, {"n": n, "K": K}, torch.float32, logits.device)
     losses = torch.empty(n, device=logits.device)
     block_k = max(4, triton.next_power_of_2(K))  # up to four targets share one compiled kernel
     launch = next(launch for limit, launch in CE_LAUNCH if C <= limit)
@@ -2720,8 +2667,9 @@ def head_rows(classes):
 
 class HeadLoss(WeightCodes):
     """loss = head(h, targets, weights, loss_scale): the training loss, h (N, D), targets (N,) int64, weights (K,) fp32.
-    weight (D, V): the parameter that gets the gradient; with fp8, these are its codes. cross_entropy, pointer: the functions of these names or their references, compiled or not.
-    exact: take the unquantised weight (validation). codes: None, or both_layouts(h, X_SCALE, E4M3).
+    weight (D, V): the parameter that gets the gradient; with fp8, these are its codes. cross_entropy, pointer: the
+    functions of these names or their references. exact: take the unquantised weight (validation). codes: None, or
+    both_layouts(h, X_SCALE, E4M3).
     candidates: None, or (P,) int64, distinct classes for a sampled softmax; `targets` are then positions in candidates.
     The gradient is added to rows of embedding.grad (V, D); the optimizer adds its transpose to the head's gradient, so
     embedding and head must be tied. point: None, or a Point for the pointer head, whose gate is the class `gate`, the
@@ -3224,7 +3172,7 @@ def polar_express(X, scale, ops, steps=5):
 #   streams, sums = add_later(streams, factors)                replaces the sums f₁ s₁ + f₂ s₂, one for each place
 #       their gradient                                         ds = Σ f g over the places, df = g · s
 #
-#   pieces = rows(bank), columns(matrix, sizes)                factors, and what else gets its gradient from many tokens
+#   pieces = unbind(bank), columns(matrix, sizes)              factors, and what else gets its gradient from many tokens
 #   f = token_gate(first, w, λ) = λ σ(first wᵀ)                a factor for each token
 #
 #   s, x, normed (N, D), contiguous. f: None (1), a number, a tensor of one number, or a column (N, 1).
@@ -3233,8 +3181,8 @@ def polar_express(X, scale, ops, steps=5):
 # Many layers add the same streams (token and n-gram embeddings). add_later hands every layer a sum that has no memory:
 # mix reads its streams, and its gradient is g, which mix writes anyway. When the last of the places has its g, one
 # kernel makes the gradients of all these sums. So the places between two networks that make factors are one call.
-# rows and columns make one gradient of many small tensors. A backward pass writes the parts of a row's gradient (df per
-# token) beside autograd, and one sum takes the parts of all rows. A column's df has its place in the matrix of all.
+# unbind and columns make one gradient of many small tensors. A backward pass writes the parts of a piece's gradient (df
+# per token) beside autograd, and one sum takes the parts of all pieces. A column's df has its place in the matrix.
 # Tensors without memory stand for what is never written: the sums of add_later, the normed stream if its reader takes
 # codes, and its gradient if that travels as codes (GradCodes). They are one NaN, expanded; who reads it, gets NaN
 # losses.
@@ -3428,12 +3376,6 @@ def _normed_grad(dNormed, dFirst, n, N, D, CHANNELS, START, BLOCK_N, BLOCK_D):
 
 
 @triton.jit
-def _add_dot(Dots, dot, n, N):
-    """Add to the gradient per token of a factor; no two programs of a launch add to one token, so sums repeat."""
-    tl.atomic_add(Dots + n, dot, mask=n < N, sem="relaxed")
-
-
-@triton.jit
 def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Factors, dStreams, G, Codes, CodesT, N,
                      inverse_scale, D: constexpr, CHANNELS: constexpr, BLOCK_N: constexpr, BLOCK_D: constexpr):
     # dX, with its factors, and dNormed: of each reader. Streams and Dots: of the terms with a learned factor. Factors
@@ -3464,8 +3406,8 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
         for k in tl.static_range(len(Streams)):
             sums = sums + (dots[k] + g * _tile(Streams[k], n, d, N, D),)
         dots = sums
-    for k in tl.static_range(len(Streams)):
-        _add_dot(Dots[k], tl.sum(dots[k], 1), n, N)
+    for k in tl.static_range(len(Streams)):  # no two programs of a launch add to one token, so sums repeat
+        tl.atomic_add(Dots[k] + n, tl.sum(dots[k], 1), mask=n < N, sem="relaxed")
 
 
 @triton.jit
@@ -3499,7 +3441,8 @@ def _added_grad_kernel(Grads, Streams, Factors, Passed, dStreams, Dots, N, PREVI
     for place in tl.static_range(len(Grads)):
         for k in tl.static_range(len(Streams)):
             if Factors[place][k] is not None:
-                _add_dot(Dots[place][k], tl.sum(dots[place * len(Streams) + k], 1), m, N)
+                dot = tl.sum(dots[place * len(Streams) + k], 1)
+                tl.atomic_add(Dots[place][k] + m, dot, mask=m < N, sem="relaxed")
 
 
 def _per_token(factors):
@@ -3509,7 +3452,7 @@ def _per_token(factors):
 
 
 def _dots(factors, like):
-    """Where gradients per token of learned factors go, fp32: to the parts of `rows` and `columns`, else to zeros."""
+    """Where gradients per token of learned factors go, fp32: to the parts of `unbind` and `columns`, else to zeros."""
     own = iter(like.new_zeros(sum(not hasattr(f, "parts") for f in factors), len(like), dtype=torch.float32))
     return [_part(f.parts, like, len(like), adds=True) if hasattr(f, "parts") else next(own) for f in factors]
 
@@ -3518,14 +3461,6 @@ def _factor_grads(factors, dots):
     """What autograd gets."""
     return [None if hasattr(f, "parts") else (u if f.numel() == len(u) else u.sum()).view(f.shape).to(f.dtype)
             for f, u in zip(factors, dots)]
-
-
-def _detached(factor):
-    """A factor without its gradient, but with its parts."""
-    plain = factor.detach() if isinstance(factor, Tensor) else factor
-    if hasattr(factor, "parts"):
-        plain.parts = factor.parts
-    return plain
 
 
 def _block_d(D, launch):
@@ -3539,24 +3474,23 @@ def apart(vector):
 
 
 class _Pieces(_Function):
-    def forward(ctx, tensor, parts, of_rows):
-        ctx.parts, ctx.of_rows, ctx.like = parts, of_rows, tensor.detach()
+    def forward(ctx, tensor, parts, unbinds):
+        ctx.parts, ctx.unbinds, ctx.like = parts, unbinds, tensor.detach()
         ctx.set_materialize_grads(False)
-        return parts.pieces(tensor) if not of_rows else (apart(tensor) if tensor.ndim == 1 else tensor).unbind(0)
+        return parts.pieces(tensor) if not unbinds else (apart(tensor) if tensor.ndim == 1 else tensor).unbind(0)
 
     def backward(ctx, *grads):
         left, like = ctx.parts.take(), ctx.like
-        total = torch.zeros_like(like) if left is None else (left.sum(1) if ctx.of_rows else left).to(like.dtype)
+        total = torch.zeros_like(like) if left is None else (left.sum(1) if ctx.unbinds else left).to(like.dtype)
         for piece, grad in zip(ctx.parts.pieces(total), grads):  # of pieces that something else reads, too
             if grad is not None:
                 piece.add_(grad)
         return total, None, None
 
 
-def rows(bank):
-    """The rows of a bank (n, ...), or the numbers of a vector (n,)."""
-    count = len(bank)
-    parts = _Parts(lambda like, *shape: like.new_zeros(count, *shape, dtype=torch.float32))
+def unbind(bank):
+    """The n tensors of a bank (n, ...); those of a vector lie 16 bytes apart."""
+    parts = _Parts(lambda like, *shape: like.new_zeros(len(bank), *shape, dtype=torch.float32))
     return _as_pieces(_Pieces.apply(bank, parts, True), parts)
 
 
@@ -3569,9 +3503,9 @@ def columns(matrix, sizes):
 
 class _Mix(_Function):
     def forward(ctx, factors, reader, added, grad_codes, products, *tensors):
-        """factors: of the terms, without gradients; products, for each use of x, then for each stream: None, or a
-        _Beside for a reader that is a mix, which leaves (gradient, factor) in place of their product. tensors: the
-        streams, the tokens of `added`, then what autograd knows of the factors."""
+        """factors: of the terms; products, for each use of x, then for each stream: None, or a _Beside for a reader
+        that is a mix, which leaves (gradient, factor) in place of their product. tensors: the streams, the tokens of
+        `added`, then the learned factors."""
         streams = tensors[:len(factors)]
         (N, D), new = streams[0].shape, streams[0].new_empty
         x, normed, first, codes, rstd = new(N, D), None, None, (None, None), None
@@ -3656,7 +3590,7 @@ def mix(terms, reader=None, added=(), grad_codes=None):
     if _takes_ref(*streams, any_dtype=True):
         return mix_ref(terms, reader, added)
     products = [None, *(_Beside() for _ in range(READERS - 1))]  # many may read the first one
-    results = _Mix.apply([*map(_detached, factors)], reader, added, grad_codes,
+    results = _Mix.apply(factors, reader, added, grad_codes,
                          [*products, *(getattr(s, "product", None) for s in streams)], *streams,
                          *(part.token for part in added), *(f for f in factors if isinstance(f, Tensor)))
     for x, product in zip(results, products):
@@ -3667,12 +3601,11 @@ def mix(terms, reader=None, added=(), grad_codes=None):
 
 
 class _AddLater(_Function):
-    def forward(ctx, factors, previous, owners, *tensors):
-        """factors: of each place for each stream, without gradients; owners: of the streams, see _FirstChannels.
-        tensors: the streams, then what autograd knows of the factors."""
+    def forward(ctx, factors, previous, *tensors):
+        """factors: of each place for each stream. tensors: the streams, then the factors."""
         streams = tensors[:len(factors[0])]
         ctx.save_for_backward(*streams)
-        ctx.factors, ctx.previous, ctx.owners = factors, previous, owners
+        ctx.factors, ctx.previous = factors, previous
         ctx.set_materialize_grads(False)
         return *(s.view_as(s) for s in streams), *(_without_memory(streams[0]) for _ in factors)
 
@@ -3680,7 +3613,7 @@ class _AddLater(_Function):
         streams, count = ctx.saved_tensors, len(ctx.saved_tensors)
         passed, used = grads[:count], [p for p, g in enumerate(grads[count:]) if g is not None]
         if not used:
-            return None, None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
+            return None, None, *passed, *[None] * sum(f is not None for row in ctx.factors for f in row)
         (N, D), factors = streams[0].shape, [ctx.factors[p] for p in used]
         dstreams, flat = [*map(torch.empty_like, streams)], [f for row in factors for f in row if f is not None]
         dots, launch = _dots(flat, streams[0]), _block_d(D, ADDED_GRAD_LAUNCH)
@@ -3690,12 +3623,11 @@ class _AddLater(_Function):
             tuple(u if u is None else u.contiguous() for u in passed), tuple(dstreams),
             tuple(tuple(f if f is None else next(pointers) for f in row) for row in factors), N, int(ctx.previous), D,
             **launch)
-        for owner, dstream in zip(ctx.owners, dstreams):
-            if owner:
-                owner.left = dstream
+        for dstream in dstreams:
+            dstream.is_new = True  # see _FirstChannels
         dfactors = iter(_factor_grads(flat, dots))
-        return None, None, None, *dstreams, *(next(dfactors) if p in used else None for p, row in enumerate(ctx.factors)
-                                              for f in row if f is not None)
+        return None, None, *dstreams, *(next(dfactors) if p in used else None for p, row in enumerate(ctx.factors)
+                                        for f in row if f is not None)
 
 
 def add_later(streams, factors, previous=False):
@@ -3704,36 +3636,30 @@ def add_later(streams, factors, previous=False):
     token n adds row n - 1 of the streams, the first token nothing."""
     if not factors or _takes_ref(*streams, any_dtype=True):
         return add_later_ref(streams, factors, previous)
-    plain = [[*map(_detached, row)] for row in factors]
-    results = _AddLater.apply(plain, previous, [getattr(s, "owner", None) for s in streams], *streams,
-                              *(f for row in factors for f in row if f is not None))
+    results = _AddLater.apply(factors, previous, *streams, *(f for row in factors for f in row if f is not None))
     kept = [s.detach() for s in streams]
     return results[:len(streams)], [
-        Added(token, kept, row, previous) for token, row in zip(results[len(streams):], plain)]
+        Added(token, kept, row, previous) for token, row in zip(results[len(streams):], factors)]
 
 
 class _FirstChannels(_Function):
-    def forward(ctx, x, channels, owner):
-        ctx.width, ctx.owner = x.size(1), owner
+    def forward(ctx, x, channels):
+        ctx.width = x.size(1)
         ctx.set_materialize_grads(False)
         return x.view_as(x), x[:, :channels].contiguous()
 
     def backward(ctx, dx, dfirst):
-        own = ctx.owner.take()
         if dx is None or dfirst is None:
             dx = dx if dfirst is None else F.pad(dfirst, (0, ctx.width - dfirst.size(1)))
-        else:  # in place if add_later made dx and nobody else has it
-            dx = dx if own is not None and own.data_ptr() == dx.data_ptr() else dx.clone()
+        else:  # in place if add_later made dx, which nobody else has
+            dx = dx if hasattr(dx, "is_new") else dx.clone()
             dx[:, :dfirst.size(1)] += dfirst
-        return dx, None, None
+        return dx, None
 
 
 def first_channels(x, channels):
     """(x for add_later, a copy of its first channels)."""
-    owner = _Beside()
-    x, first = _FirstChannels.apply(x, channels, owner)
-    x.owner = owner
-    return x, first
+    return _FirstChannels.apply(x, channels)
 
 
 def token_gate_ref(first, weight, factor):
@@ -3781,8 +3707,7 @@ class _TokenGate(_Function):
         (N, C), dfirst = first.shape, torch.empty_like(first)
         parts = dgate.new_empty(triton.cdiv(N, TOKEN_GATE_LAUNCH["BLOCK"]), C + 1)
         _token_gate_grad_kernel[(len(parts),)](dgate.contiguous(), first, weight, factor, dfirst, parts, **ctx.sizes)
-        dweight, dfactor = parts.sum(0).split([C, 1])
-        return dfirst, dweight.view(weight.shape).to(weight.dtype), dfactor.view(factor.shape)
+        return dfirst, *_summed(parts, weight, factor)
 
 
 def token_gate(first, weight, factor):
@@ -3878,9 +3803,9 @@ def scaled_weights(bank, factors, in_codes=False):
     return [matrices[i:i + P] for i in range(0, len(matrices), P)]
 
 
-mix.rows, mix.columns, mix.first_channels = rows, columns, first_channels
+mix.unbind, mix.columns, mix.first_channels = unbind, columns, first_channels
 mix.add_later, mix.token_gate, mix.scaled_weights = add_later, token_gate, scaled_weights
-mix_ref.rows, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
+mix_ref.unbind, mix_ref.columns, mix_ref.first_channels = torch.unbind, columns_ref, lambda x, n: (x, x[:, :n])
 mix_ref.add_later, mix_ref.token_gate, mix_ref.scaled_weights = add_later_ref, token_gate_ref, scaled_weights_ref
 IMPLEMENTATIONS["mix"] = {"triton": mix, "torch": mix_ref}
 

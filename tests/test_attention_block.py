@@ -242,14 +242,14 @@ def test_gradients_beside_autograd(kind, device):
     given = [torch.randn(*shape, device=device) for shape in shapes]
     upstream = [torch.randn(21, H, 16, device=device) for _ in range(3)]
 
-    def gradients(rows, columns, scaled_weights):
+    def gradients(unbind, columns, scaled_weights):
         weights, factors, w_ves, w_outs, shares = inputs = leaves(given, FP32)
-        weights, w_ves, w_outs = scaled_weights(weights, factors), rows(w_ves), rows(w_outs)
+        weights, w_ves, w_outs = scaled_weights(weights, factors), unbind(w_ves), unbind(w_outs)
         shares = columns(shares, [H, 1, H])
         ys = [tk.attention_block(x, *weights[i], table, ve, w_ves[i], w_outs[i], *others, share=shares[2 * i])
               for i in (0, 1, 1)]
         return torch.autograd.grad(ys, inputs, upstream)
-    for got, wanted in zip(gradients(tk.rows, tk.columns, tk.scaled_weights),
+    for got, wanted in zip(gradients(tk.unbind, tk.columns, tk.scaled_weights),
                            gradients(torch.unbind, tk.columns_ref, tk.scaled_weights_ref), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 

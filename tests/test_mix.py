@@ -49,7 +49,7 @@ def run(mix, streams, factors, reader, later, dtype=None):
     streams, factors, later = leaves(streams, dtype), leaves(factors, dtype), [leaves(row, dtype) for row in later]
     vector = leaves([torch.linspace(-1, 1, 4, device=streams[0].device)], dtype)[0]  # its last element is for nobody
     table = leaves([torch.linspace(-1, 1, 5 * N, device=streams[0].device).view(5, N)], dtype)
-    numbers = mix.rows(vector)
+    numbers = mix.unbind(vector)
     pieces = mix.columns(table[0], [1, 2, 1, 1])  # the second is for something else, the last one for nobody
     (first, second), added = mix.add_later(streams[:2], [*later, [pieces[2], numbers[2]]])
     third, channels = mix.first_channels(streams[3], 4)

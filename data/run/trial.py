@@ -82,7 +82,7 @@ def trials(model, dtype, device) -> dict:
         numbers = [random(dtype=fp32) for _ in range(4)]
 
         def run(lane, a, x0, ngram, bank, vector, matrix, weight, *factors):
-            (first, second), columns = op.rows(vector), op.columns(matrix, [1, 1])
+            (first, second), columns = op.unbind(vector), op.columns(matrix, [1, 1])
             (x0, _), added = op.add_later([x0, ngram], [columns, [factors[0], None]])
             x0, channels = op.first_channels(x0, 12)
             gate = op.token_gate(channels, weight, factors[3])
