@@ -173,17 +173,19 @@ def _require(op, contract, given, sizes, dtype, device):
 
 
 def operation(reference, any_dtype=False, label=None, check=lambda **given: None, **texts):
-    """Decorator of a wrapper: it checks the tensors, sends CPU tensors to `reference`, and registers both functions.
+    """Decorator of a function with the arguments of its `reference`, <name>_ref: it checks the tensors, sends CPU
+    tensors to the reference, and registers both functions as <name>, or as `label`.
     texts {argument: "axes: dtypes layout"}; "argument.field" is a field of a named tuple. Axes: a letter is one size in
     all arguments, a number is itself, "..." is any first axes, a "?" in front allows None. Dtypes: without, that of the
     first argument. Layout: "rows" (unit stride in the last axis), "strided" (any strides), or contiguous. A wrong
     tensor raises a ValueError.
     check: a function of the given arguments, which returns what is wrong in words, or None. any_dtype: see
-    `_takes_ref`; label: the name in IMPLEMENTATIONS."""
+    `_takes_ref`."""
     def decorate(wrapper):
-        op, names, contract = wrapper.__name__, wrapper.__code__.co_varnames, _contract(**texts)
+        op, names = reference.__name__.removesuffix("_ref"), reference.__code__.co_varnames
+        contract = _contract(**texts)
 
-        @functools.wraps(wrapper)
+        @functools.wraps(reference)
         def checked(*args, **options):
             given = dict(zip(names, args)) | options
             first, *others = (given[name] for name in contract if given.get(name) is not None)
@@ -195,7 +197,7 @@ def operation(reference, any_dtype=False, label=None, check=lambda **given: None
             if _takes_ref(first, *(x for x in others if x.is_floating_point()), any_dtype=any_dtype):
                 return globals()[reference.__name__](*args, **options)  # by name: a test replaces it
             return wrapper(*args, **options)
-        checked.__doc__ = wrapper.__doc__ or reference.__doc__
+        checked.__name__, checked.__doc__ = op, wrapper.__doc__ or reference.__doc__
         IMPLEMENTATIONS[label or op] = {"triton": checked, "torch": reference}
         return checked
     return decorate
@@ -210,22 +212,23 @@ def _number(x):
 
 
 @triton.jit
+def _load(X, n, d, N, D):
+    """Tile (rows n, columns d) of X (N, D), zeros beyond the edges."""
+    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile(X, n, d, N, D):
+    return _load(X, n, d, N, D).to(tl.float32)
+
+
+@triton.jit
 def _matrix_tile(X, m, k, M, K, ROWS, COLUMNS):
     """(ROWS, COLUMNS) tile of X (M, K) from row m and column k on, zeros beyond the edges; X: see _matrix_tiles."""
     if isinstance(X, tl.tensor_descriptor):
         return X.load([m, k])
     else:
-        rows = m + tl.arange(0, ROWS)
-        columns = k + tl.arange(0, COLUMNS)
-        return tl.load(X + rows.to(tl.int64)[:, None] * K + columns[None, :],
-                       mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
-
-
-@triton.jit
-def _tile(X, n, d, N, D):
-    """fp32 tile (rows n, columns d) of X (N, D)."""
-    return tl.load(X + n.to(tl.int64)[:, None] * D + d[None, :], mask=(n < N)[:, None] & (d < D)[None, :],
-                   other=0.0).to(tl.float32)
+        return _load(X, m + tl.arange(0, ROWS), k + tl.arange(0, COLUMNS), M, K)
 
 
 @triton.jit
@@ -421,9 +424,7 @@ def _sum_pieces_kernel(Grad, Sums, Pieces, Place, N, D, COLUMNS: constexpr, ROWS
         old = tl.load(target, mask=column < D, other=0.0)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(begin, end, ROWS):
-            piece = start + tl.arange(0, ROWS)
-            total += tl.load(Sums + piece.to(tl.int64)[:, None] * D + column[None, :],
-                             mask=(piece < end)[:, None] & (column < D)[None, :], other=0.0)
+            total += _load(Sums, start + tl.arange(0, ROWS), column, end, D)
         tl.store(target, (tl.sum(total, axis=0) + old).to(Grad.dtype.element_ty), mask=column < D)
         group += tl.num_programs(0)
         begin, end = _load_group(Pieces, group, N)
@@ -1922,12 +1923,10 @@ class _Mlp(_Function):
         return dpre @ W1, torch.mm(dpre.mT, x, out=dW1), dW2
 
 
-@operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x, W1, **others: (
+mlp = operation(mlp_ref, x="N D: bf16 fp32", W1="F D", W2="F D", check=lambda x, W1, **others: (
     len(x) == 0 or any(size * x.element_size() % 16 for size in W1.shape)) and (
     f"N must be above 0, and rows of F or D elements multiples of 16 bytes, got x {tuple(x.shape)} and"
-    f" (F, D) = {tuple(W1.shape)}"))
-def mlp(x, W1, W2):
-    return _Mlp.apply(x, W1, W2)
+    f" (F, D) = {tuple(W1.shape)}"))(_Mlp.apply)
 
 
 # ---- The MLP in FP8, for training ------------------------------------------------------------------------------------
@@ -2241,14 +2240,12 @@ class _Pointer(_Function):
         return dq, dk, sink_mass * (dsink_mass - dot), *[None] * 6
 
 
-@operation(pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32",
-           end="N: int32", targets="N J: int64 strided", check=lambda q, targets, **others: (
-               q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1)) and (
-               "d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
-               f" {tuple(q.shape)} and {tuple(targets.shape)}"))
-def pointer(q, k, sink, tokens, start, end, window, scale, targets):
-    """(mass (N, J), sink_mass (N,)), both fp32, with gradients for q, k and sink."""
-    return _Pointer.apply(q, k, sink, tokens, start, end, window, scale, targets)
+pointer = operation(
+    pointer_ref, q="N d: bf16 fp32", k="N d", sink="N: fp32", tokens="N: int32", start="N: int32", end="N: int32",
+    targets="N J: int64 strided", check=lambda q, targets, **others: (
+        q.size(1) < 16 or q.size(1) & (q.size(1) - 1) or not targets.size(1)) and (
+        "d must be a power of two from 16 on, and targets must be (N, 1 or more), got"
+        f" {tuple(q.shape)} and {tuple(targets.shape)}"))(_Pointer.apply)
 
 
 # ---- What the pointer reads ------------------------------------------------------------------------------------------
@@ -2344,13 +2341,12 @@ class _PointerInputs(_Function):
         return dprojected, dgain, dweights, None
 
 
-@operation(pointer_inputs_ref, any_dtype=True, projected="N E: bf16 fp32", gain="1: fp32", weights="d: fp32",
-           start="N: int32", check=lambda projected, weights, **others: (
-               projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1)) and (
-               f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"))
-def pointer_inputs(projected, gain, weights, start):
-    """q, k (N, d) and sink (N,) fp32 for `pointer`; differentiable in projected, gain and weights. See above."""
-    return _PointerInputs.apply(projected, gain, weights, start)
+pointer_inputs = operation(
+    pointer_inputs_ref, any_dtype=True, projected="N E: bf16 fp32", gain="1: fp32", weights="d: fp32",
+    start="N: int32", check=lambda projected, weights, **others: (
+        projected.size(1) != 3 * len(weights) or len(weights) & (len(weights) - 1)) and (
+        f"projected must be (N, 3 d), d a power of two, got {tuple(projected.shape)} and d = {len(weights)}"))(
+    _PointerInputs.apply)
 
 
 # ======================================================================================================================
@@ -2548,12 +2544,13 @@ def _cross_entropy_kernel(Logits, Targets, Weights, Losses, NextLosses, Grad, Ma
         sink = tl.load(Masses[1] + row) * rest
         kept = 1.0 + alpha * sink
         mixed = kept + alpha * ratio  # probability of the target / p
-        loss -= tl.log2(mixed) / LOG2_E
+        gain = tl.log2(mixed) / LOG2_E
         pull = weight * kept / mixed
         push = tl.sum(weight * alpha * (sink * rest + ratio) / mixed, axis=0)
         if dMasses is not None:
             tl.store(dMasses[0] + row * count + k, -loss_scale * weight * alpha / (p * mixed), mask=k < count)
             tl.store(dMasses[1] + row, -loss_scale * alpha * rest * tl.sum(weight / mixed, axis=0))
+        loss -= gain
     tl.store(Losses + row, loss_scale * tl.sum(weight * loss, axis=0))
     if NextLosses is not None:
         tl.store(NextLosses + row + k, loss_scale * tl.where(is_target, loss, 0.0), mask=k == 0)
@@ -2871,20 +2868,13 @@ def _separate(target, source):
 _out_is_new = _separate("out", "the input")
 
 
-@operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")
-def XXT(X, out, scale=None):
-    return _launch_gram("XXT", X, -2, out, scale)
-
-
-@operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")
-def XTX(X, out, scale=None):
-    return _launch_gram("XTX", X, -1, out, scale)
-
-
-@operation(ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided",
-           scale="?...: fp32")
-def ba_plus_cAA(P, c, b, out, a=0.0, scale=None):
-    return _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True)
+XXT = operation(XXT_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+    lambda X, out, scale=None: _launch_gram("XXT", X, -2, out, scale))
+XTX = operation(XTX_ref, check=_out_is_new, X="... M K: bf16 fp32 strided", out="... K K: strided", scale="?...: fp32")(
+    lambda X, out, scale=None: _launch_gram("XTX", X, -1, out, scale))
+ba_plus_cAA = operation(
+    ba_plus_cAA_ref, check=_out_is_new, P="... M M: bf16 fp32 strided", out="... M M: strided", scale="?...: fp32")(
+    lambda P, c, b, out, a=0.0, scale=None: _launch_gram("ba_plus_cAA", P, -2, out, scale, c, b, a, addend=True))
 
 
 # ======================================================================================================================
@@ -3407,7 +3397,8 @@ def _mix_grad_kernel(dX, dXFactors, dNormed, dFirst, X, Rstd, Streams, Dots, Fac
             sums = sums + (dots[k] + g * _tile(Streams[k], n, d, N, D),)
         dots = sums
     for k in tl.static_range(len(Streams)):  # no two programs of a launch add to one token, so sums repeat
-        tl.atomic_add(Dots[k] + n, tl.sum(dots[k], 1), mask=n < N, sem="relaxed")
+        dot = tl.sum(dots[k], 1)
+        tl.atomic_add(Dots[k] + n, dot, mask=n < N, sem="relaxed")
 
 
 @triton.jit
@@ -3468,16 +3459,15 @@ def _block_d(D, launch):
     return launch | {"BLOCK_D": max(16, min(launch["BLOCK_D"], D & -D))}
 
 
-def apart(vector):
-    """The elements of a vector, 16 bytes apart: Triton compiles other kernels for pointers of another alignment."""
-    return F.pad(vector[:, None], (0, 16 // vector.element_size() - 1))[:, 0]
-
-
 class _Pieces(_Function):
     def forward(ctx, tensor, parts, unbinds):
         ctx.parts, ctx.unbinds, ctx.like = parts, unbinds, tensor.detach()
         ctx.set_materialize_grads(False)
-        return parts.pieces(tensor) if not unbinds else (apart(tensor) if tensor.ndim == 1 else tensor).unbind(0)
+        if not unbinds:
+            return parts.pieces(tensor)
+        if tensor.ndim == 1:  # 16 bytes apart, since Triton compiles other kernels for pointers of another alignment
+            tensor = F.pad(tensor[:, None], (0, 16 // tensor.element_size() - 1))[:, 0]
+        return tensor.unbind(0)
 
     def backward(ctx, *grads):
         left, like = ctx.parts.take(), ctx.like
@@ -3858,16 +3848,13 @@ def _launch_transpose(src, dst, add):
     return dst
 
 
-@operation(transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
-           src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")
-def transpose_copy(src, dst):
-    return _launch_transpose(src, dst, add=False)
-
-
-@operation(transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
-           dst="N M: strided")
-def transpose_add(src, dst):
-    return _launch_transpose(src, dst, add=True)
+transpose_copy = operation(
+    transpose_copy_ref, any_dtype=True, check=_separate("dst", "src"),
+    src="M N: bf16 fp16 fp32 bool uint8 int16 int32 e4m3 e5m2 strided", dst="N M: strided")(
+    lambda src, dst: _launch_transpose(src, dst, add=False))
+transpose_add = operation(
+    transpose_add_ref, any_dtype=True, check=_separate("dst", "src"), src="M N: bf16 fp16 fp32 strided",
+    dst="N M: strided")(lambda src, dst: _launch_transpose(src, dst, add=True))
 
 
 # ======================================================================================================================
